@@ -36,8 +36,9 @@ test-full: lint  ## with the slower proofs
 	$(BIN)/pytest -n logical --durations=25 -m "not gpu"
 
 test-gpu:  ## on a machine with a CUDA device: no set-up; python3 has or PYTHONPATH holds the packages
-	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH CUBLAS_WORKSPACE_CONFIG=:4096:8 \
-		$(PYTHON) -m pytest -m gpu tests/gpu --durations=10
+	export PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH CUBLAS_WORKSPACE_CONFIG=:4096:8; timed=tests/gpu/test_telemetry_gpu.py; \
+		$(PYTHON) -m pytest -m gpu -n 6 tests/gpu --ignore=$$timed --durations=10; code=$$?; \
+		$(PYTHON) -m pytest -m gpu $$timed && exit $$code
 
 lint: $(DEV)  ## style, types, layers, lengths, generated pages
 	$(BIN)/ruff check

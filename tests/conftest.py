@@ -55,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a worker a whole file, whose fixtures are then set up once, and one worker all of
-    `cluster`.
+    `cluster`; tests on a GPU one at a time.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "cluster" if "/cluster/" in path else path
+            return "cluster" if "/cluster/" in path else nodeid if "/gpu/" in path else path
 
     config.option.loadscopereorder = False  # keep the order of the folders
     return Files(config, log)

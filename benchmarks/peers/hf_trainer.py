@@ -1,10 +1,12 @@
-"""The Trainer of `transformers`, on GPT-2 of a given shape or on a model in a directory.
+"""The Trainer of `transformers`, on GPT-2 of a given shape or on a model in a directory; in bf16 on
+a GPU with DEVICE=cuda.
 
 python benchmarks/peers/hf_trainer.py TOKENS.bin CONTEXT BATCH STEPS VOCAB LAYERS HEADS WIDTH
 python benchmarks/peers/hf_trainer.py TOKENS.bin CONTEXT BATCH STEPS DIR
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -19,6 +21,8 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+CUDA = os.environ.get("DEVICE") == "cuda"
 
 
 class Windows(torch.utils.data.Dataset):
@@ -46,6 +50,8 @@ class StepSeconds(TrainerCallback):
         self.last = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if CUDA:
+            torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds.append(now - self.last)
         self.last = now
@@ -80,13 +86,17 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",
         report_to="none",
-        use_cpu=True,
+        use_cpu=not CUDA,
+        bf16=CUDA,
+        tf32=CUDA or None,
+        dataloader_num_workers=2 if CUDA else 0,
         disable_tqdm=True,
     )
     timer = StepSeconds()
     data = Windows(path, context, batch * steps)
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[timer]).train()
-    print(json.dumps({"step_s": timer.seconds}))
+    peak = torch.cuda.max_memory_allocated() / 1e9 if CUDA else None
+    print(json.dumps({"step_s": timer.seconds, "peak_gb": peak}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from windlass.data.prepare import Data, prepare
     from windlass.errors import RunFailed, Stopped, UserError
     from windlass.estimate.plan import Plan, plan
+    from windlass.evaluation.source import load_model
     from windlass.evaluation.suites import evaluate
     from windlass.evaluation.text import generate, sample
     from windlass.interop.export import export
@@ -41,6 +42,7 @@ __all__ += [
     "export",
     "generate",
     "ladder",
+    "load_model",
     "plan",
 ]
 __all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
@@ -49,6 +51,7 @@ _NAMES = {
     "data.prepare": "Data prepare",
     "errors": "RunFailed Stopped UserError",
     "estimate.plan": "Plan plan",
+    "evaluation.source": "load_model",
     "evaluation.suites": "evaluate",
     "evaluation.text": "generate sample",
     "interop.export": "export",

@@ -14,7 +14,7 @@ NOT_MEASURED = 44  # `windlass check`: it could not measure the bandwidth
 TOO_SLOW = 46  # `windlass check`: the measured bandwidth is under the threshold
 INTERRUPTED = 130  # by a second Ctrl-C, which saves nothing (128 + SIGINT, as in shells)
 LOST = 69  # EX_UNAVAILABLE: a rank or host of a job was lost, so the batch script starts it again
-STOPPED = 75  # EX_TEMPFAIL: by a signal, with everything saved; the same command resumes
+STOPPED = 75  # EX_TEMPFAIL: by a signal; the same command resumes from the newest checkpoint
 
 EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
@@ -28,7 +28,8 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""Packages that `pip install windlass-lm` does not install, by the extra that does."""
+"""Packages that Windlass does not bring, by the extra that does. A message names the packages,
+because the extra can only be installed from a checkout."""
 
 MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 
@@ -66,6 +67,10 @@ class RunFailed(Message, RuntimeError):
     exit_code = FAILED
 
 
+class OutOfMemory(RunFailed):
+    """Memory ran out, and the next start has smaller micro-batches; our launchers start again."""
+
+
 class HostLost(RunFailed):
     """A run that ended because a rank or host was lost."""
 
@@ -73,7 +78,7 @@ class HostLost(RunFailed):
 
 
 class Stopped(Message):
-    """The run stopped on a signal after everything was saved."""
+    """The run stopped on a signal; the message says what was saved."""
 
     exit_code = STOPPED
 
@@ -91,9 +96,8 @@ def require(package: str, what: str) -> None:
 
 def needs(package: str) -> str:
     """The end of a message about a missing package, with the command that installs it."""
-    extras = [extra for extra, packages in EXTRAS.items() if package in packages]
-    name = f"'windlass-lm[{extras[0]}]'" if extras else package
-    return f"needs the package {package}: pip install {name}"
+    extra = next((packages for packages in EXTRAS.values() if package in packages), (package,))
+    return f"needs the package {package}: pip install {' '.join(extra)}"
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
@@ -102,9 +106,27 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a name is UTF-8, as TOML and JSON are; the names of files may be other bytes."""
+    return text == text.encode("utf-8", "replace").decode()
+
+
 def plural(count: int, noun: str) -> str:
     """A count and its noun: `1 step`, `1,200 steps`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def by_text(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each different text, with the labels that it belongs to."""
+    labels: dict[str, list[str]] = {}
+    for label, text in pairs:
+        labels.setdefault(text, []).append(label)
+    lines = []
+    for text, names in labels.items():
+        more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+        listed = "; ".join(names[:2] if more else names) + more
+        lines.append(f"{listed}: {text}" if names[0] else text)
+    return lines
 
 
 def before_training(name: str) -> str:

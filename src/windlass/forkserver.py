@@ -79,7 +79,7 @@ if __name__ == "__main__":
     gc.enable()
     os.environ[PARENT] = str(os.getpid())
     arguments = serve()
-    sys.orig_argv[2:], sys.argv[1:] = ["windlass", *arguments], arguments
+    sys.orig_argv[3:], sys.argv[1:] = ["windlass", *arguments], arguments
     try:
         main()
     except SystemExit as end:

@@ -172,7 +172,9 @@ def tokenizer_directory(place: str, key: str = "data.tokenizer") -> Path:
 def weight_files(folder: Path) -> list[str]:
     """The names of a model's safetensors files, by its index, or the single one."""
     files = read_json(folder / INDEX).get("weight_map", {})
-    if not isinstance(files, dict) or (not files and (folder / INDEX).is_file()):
+    names = files.values() if isinstance(files, dict) else [""]
+    outside = any(not isinstance(name, str) or Path(name).name != name for name in names)
+    if outside or (not files and (folder / INDEX).is_file()):
         raise UserError(f"{folder / INDEX} is not an index of safetensors files")
     return sorted(set(files.values())) or [SINGLE]
 

@@ -31,8 +31,13 @@ QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this
 STORE_FD = "WINDLASS_STORE_FD"
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
+FAILURE_BYTES = 4096  # reserved for the failure of a rank
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
-WINDLASS = (sys.executable, "-m", "windlass")  # the command line, as a child process of this one
+IN_STEP = ("data", "forward", "backward", "optimizer")  # the phases in which a step is not done
+# How a child runs a module: without -P Python would import files of the working directory, such as
+# the user's random.py, in place of its own modules.
+MODULE = (sys.executable, "-P", "-m")
+WINDLASS = (*MODULE, "windlass")  # the command line, as a child process of this one
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
 
@@ -184,6 +189,7 @@ class Failure:
     secondary: bool = False
     lost: bool = False
     place: str = ""  # the rank's coordinates in the mesh, as `pp 1, dp 0, tp 1`
+    again: bool = False  # whether the launcher starts all ranks again
 
     def __str__(self) -> str:
         rank = f"rank {self.rank} ({self.place})" if self.place else f"rank {self.rank}"
@@ -200,28 +206,37 @@ class RankStatus:
         self._file = -1
         if directory:
             path = Path(directory, f"status-{rank}.json")
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+            with contextlib.suppress(OSError):  # a full disk costs the launcher's message only
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
+                # Room for the failure, which may be that the disk is full.
+                self._failure_path(directory).write_text(" " * FAILURE_BYTES)
         self.mark(0, "start")
 
     def mark(self, step: int, phase: str) -> None:
         """Work on `phase` of `step` begins. Takes microseconds."""
         self.step, self.phase, self.since = step, phase[:80], time.time()
         if self._file >= 0:  # one write at offset 0, so that a kill never leaves half of it
-            os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(self._file, json.dumps(self.fields()).ljust(512).encode(), 0)
 
     def fields(self) -> dict[str, Any]:
         names = ("rank", "host", "step", "phase", "since", "place")
         return {name: getattr(self, name) for name in names}
 
-    def failure(self, error: str, secondary: bool = False) -> Failure:
+    def failure(self, error: str, secondary: bool = False, again: bool = False) -> Failure:
         at = (self.rank, self.host, self.step, self.phase)
-        return Failure(*at, error, time.time(), secondary, place=self.place)
+        return Failure(*at, error, time.time(), secondary, place=self.place, again=again)
+
+    def _failure_path(self, directory: str) -> Path:
+        return Path(directory, f"failure-{self.rank}.json")
 
     def write(self, failure: Failure) -> None:
         """Tell the launcher what ended this rank: its own failure, or another rank's."""
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
-                Path(directory, f"failure-{self.rank}.json").write_text(json.dumps(asdict(failure)))
+                path, text = self._failure_path(directory), json.dumps(asdict(failure))
+                with path.open("r+" if path.exists() else "w") as file:  # in its reserved room
+                    file.write(text.ljust(FAILURE_BYTES))
                 for name in (host_name(os.environ) or self.host, self.host.partition(".")[0]):
                     Path(directory, f"host-{name}").touch()
 

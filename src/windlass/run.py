@@ -19,6 +19,7 @@ import windlass
 from windlass.errors import UserError, require
 from windlass.fileio import lock_held, read_json, read_jsonl
 from windlass.recipe import Recipe
+from windlass.recipe.layers import RECIPE, recorded
 
 Line = dict[str, Any]
 """A line of the ledger: `kind`, `step`, `time` (UTC, ISO 8601), `attempt`, and further fields."""
@@ -106,7 +107,7 @@ class Run:
     def __init__(self, path: str | Path):
         self.path = path = Path(path)
         self.name = path.name
-        self.recipe_path = path / "recipe.toml"  # every setting, resolved
+        self.recipe_path = path / RECIPE  # every setting, resolved, to read and edit
         self.metrics_path = path / "metrics.jsonl"  # the ledger
         self.checkpoints_dir = path / "checkpoints"
         self.devices_dir = path / "devices"  # utilisation and memory, a file a rank
@@ -119,15 +120,23 @@ class Run:
     def open(path: str | Path) -> Run:
         """The run at `path`. Raises UserError if there is none."""
         run = Run(path)
-        if not run.recipe_path.is_file():
+        if not run.exists:
             problem = f"{path} is not a run directory: it has no recipe.toml"
             raise UserError(f"{problem}; runs lie in runs/ by default")
         return run
 
+    @property
+    def exists(self) -> bool:
+        """Whether there is a run at the path."""
+        return self.recipe_path.is_file() or bool(recorded(self.recipe_path))
+
     @cached_property
     def recipe(self) -> Recipe:
-        """The resolved recipe of the run."""
-        return Recipe.load(self.recipe_path)
+        """The resolved recipe that the run was last trained with, whatever its file says now."""
+        own = {"run.dir": str(self.path)}
+        if settings := recorded(self.recipe_path):
+            return Recipe.from_dict({**settings, "run": {**settings["run"], "dir": str(self.path)}})
+        return Recipe.load(self.recipe_path, own)
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -180,6 +189,10 @@ class Run:
     def sample(self, prompt: str = "", n: int | None = None, **options: Any) -> str | list[str]:
         """The `windlass.generate` of this run: a text, or with `n` a list of texts."""
         return windlass.generate(self, prompt, n, **options)
+
+    def load_model(self, **options: Any) -> Any:
+        """The `windlass.load_model` of this run's newest checkpoint."""
+        return windlass.load_model(self, **options)
 
     def report(self, *arguments: Any, **options: Any) -> Any:
         """The `windlass.report` of this run."""

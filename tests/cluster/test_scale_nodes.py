@@ -23,11 +23,11 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     command = [sys.executable, "-m", "windlass", "scale", "quickstart", *words, "--dir", str(path)]
     done = cluster.call(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    jobs = [read_json(path / "jobs" / f"{nodes}-nodes" / "job.json")["job"] for nodes in (1, 2)]
+    jobs = [read_json(path / "jobs" / str(nodes) / "job.json")["job"] for nodes in (1, 2)]
     logs = ""
     for nodes, job in zip((1, 2), jobs, strict=True):
         ended = cluster.wait(job, 300)
-        logs += log_of(path / "jobs" / f"{nodes}-nodes")
+        logs += log_of(path / "jobs" / str(nodes))
         assert ended["JobState"] == "COMPLETED", logs + cluster.logs()
     study = Study.open(path)
     assert [result.state for result in study.results()] == ["finished"] * 3, logs

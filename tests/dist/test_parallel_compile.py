@@ -44,7 +44,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Any
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 0)  # of fewer logits the loss is not compiled
     real = torch.compile
     backend = {loss_tail: tails}
-    monkeypatch.setattr(torch, "compile", lambda f: real(f, backend=backend.get(f, graphs)))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **k: real(f, backend=backend.get(f, graphs), **k)
+    )
 
     def run(work: Work, **settings: Any) -> list[torch.fx.GraphModule]:
         small = {} if settings.get("model__kind") == "hf" else SMALL
@@ -194,7 +196,7 @@ def test_varying_documents_compile_once_for_flash_attention(compiled, monkeypatc
 
     spans = Documents.spans
 
-    def with_edges(self: Documents, first: int, stop: int, masked: bool = False) -> Any:
+    def with_edges(self: Documents, first: int, stop: int, dtype: Any = None) -> Any:
         made = spans(self, first, stop)
         made.edges = (edges_of(made.queries, torch.device("cpu")),) * 2
         return made

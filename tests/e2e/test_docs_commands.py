@@ -27,12 +27,7 @@ PAGES = {
     "docs/guides/export.md": Page(given={"runs/chat": "chat"}),
     "docs/guides/report.md": Page(given={"run": "run", "runs/a": "run", "runs/b": "run"}),
     "docs/guides/resume.md": Page(codes={"optim.lr=1e-2": 2}),
-    "docs/guides/sweep.md": Page(
-        {
-            CELLS: "optim.lr=1e-3,3e-3",
-        },
-        given={"input.txt": "To be, or not to be. " * 500},
-    ),
+    "docs/guides/sweep.md": Page(given={"input.txt": "To be, or not to be. " * 500}),
     "docs/guides/train.md": Page(codes={"--world 3": 2}),
 }
 """What a page needs besides the files of `Prepared` and the sizes of `smaller`."""

@@ -149,7 +149,7 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
         ([*prepare, "data.source=hf:some/data"], "datasets", "hf", "data.source"),
     ]:
         error = run(*command, cwd=tmp_path, code=2).stderr
-        for words in (f"pip install 'windlass-lm[{extra}]'", package, key):
+        for words in (f"pip install {' '.join(EXTRAS[extra])}", package, key):
             assert words in error, error
         assert len(error.splitlines()) == 1, error
         assert not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error

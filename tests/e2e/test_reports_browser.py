@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -218,6 +219,52 @@ def test_the_pointer(opened):
     assert opened.page.get_attribute('figure[data-chart="mfu"] g.cross', "visibility") == "visible"
     title = opened.page.text_content('figure[data-chart="loss"] line.restart title')
     assert "one: resumed at step 200" in title
+
+
+def test_two_fingers_zoom(opened):
+    opened.page.locator('figure[data-chart="loss"]').scroll_into_view_if_needed()
+    box = opened.page.locator('figure[data-chart="loss"] .plot').bounding_box()
+    session = opened.context.new_cdp_session(opened.page)
+    session.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
+
+    def touch(kind, *places):
+        x, y = box["x"], box["y"] + box["height"] / 2
+        points = [{"x": x + at * box["width"], "y": y, "id": i} for i, at in enumerate(places)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    touch("touchStart", 0.5)
+    touch("touchStart", 0.5, 0.6)
+    for more in (0.1, 0.2, 0.3):
+        touch("touchMove", 0.5 - more, 0.6 + more)
+    touch("touchEnd")
+    low, high = opened.domain()[:2]
+    assert 140 < low < high < 270 and opened.domain("mfu")[:2] == pytest.approx([low, high])
+    touch("touchStart", 0.5)
+    touch("touchMove", 0.7)
+    touch("touchEnd")
+    assert opened.domain()[:2] == [low, high], "one finger reads"
+    opened.page.click("#reset")
+    assert opened.domain()[:2] == [0, 400]
+
+
+def test_a_study_on_a_phone(browser, reports):
+    """The first column of a wide table stays; each cell has its page; settings are not repeated."""
+    with Opened(browser, reports["study"], 390) as opened:
+        page, cell = opened.page, "#cells .sortable tbody tr:nth-child(2)"
+        box = page.locator("#cells .scroll").first
+        assert box.evaluate("x => x.scrollWidth > x.clientWidth + 100")
+        before = page.locator(f"{cell} th").bounding_box()["x"]
+        state = page.locator(f"{cell} td >> nth=1").bounding_box()["x"]
+        box.evaluate("x => x.scrollLeft = 100")
+        assert page.locator(f"{cell} td >> nth=1").bounding_box()["x"] == state - 100
+        assert page.locator(f"{cell} th").bounding_box()["x"] == pytest.approx(before, abs=4)
+        assert page.locator("#settings thead >> nth=0").locator("th").all_inner_texts() == [
+            "Setting",
+            "Value",
+        ]
+        link = page.get_attribute(f"{cell} a", "href")
+    with Opened(browser, reports["study"].parent / unquote(link)) as opened:
+        assert opened.page.inner_text("h1") == "lr=0.01 kind=cosine seed=2"
 
 
 def test_runs_are_hidden_shown_and_singled_out_samples_and_tables_follow_their_controls(

@@ -2,6 +2,8 @@
 speeds, epochs.
 """
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from small_runs import corpus, curve, recipe_of, settings, start, stopped, untou
 from helpers import each_step, refused
 from windlass import train
 from windlass.data.order import permute
-from windlass.data.prepare import open_data
+from windlass.data.prepare import open_data, prepare
 from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
+from windlass.launch.local import launch
 from windlass.model.gpt import GPT
 from windlass.optim import build
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
-from windlass.run import Run
+from windlass.run import STARTS, Run
 
 
 def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:
@@ -68,6 +71,25 @@ def lines_of(run: Run, word: str) -> list[str]:
     """The lines of the log that have a word, without their time."""
     lines = run.log_path.read_text().splitlines()
     return [line.partition(" ")[2] for line in lines if word in line]
+
+
+def test_the_log_has_the_ends_of_short_epochs_the_kernel_and_changed_files(corpus, tmp_path):
+    """Two epochs of 6 steps between two `train` lines; the source changes after its preparation."""
+    source = shutil.copytree(corpus, tmp_path / "own")
+    more = {"train.steps": 12, "telemetry.every": 12, "data.source": f"'{source}'"}
+    recipe = recipe_of(corpus, tmp_path / "run", **more, **{"data.dir": f"'{tmp_path / 'data'}'"})
+    prepare(recipe)
+    with next(source.glob("*.txt")).open("a") as file:
+        file.write("more")
+    run = train(recipe)
+    assert [line.split(";")[0] for line in lines_of(run, " ends")] == [
+        "step 6/12 | epoch 1 ends",
+        "step 12/12 | epoch 2 ends",
+    ]
+    assert "adamw (fused): " in lines_of(run, "optim ")[0] and lines_of(run, "legend ")
+    (warning,) = lines_of(run, "has changed")
+    assert "warning: " in warning and str(source) in warning
+    assert run.events[0]["data"]["changed"] == [warning.removeprefix("warning: ")]
 
 
 def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:
@@ -122,7 +144,8 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
     matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
     log = run.log_path.read_text()
     assert (
-        f"adamw: 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}" in log
+        f"adamw (fused): 10 decayed tensors with {matrices:,} parameters, 5 undecayed with {norms}"
+        in log
     )
     assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
     start, first = (
@@ -209,7 +232,7 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     recipe = recipe_of(corpus, tmp_path / "run").replace(
         "parallel.strategy=ddp", "train.compile=true"
     )
-    monkeypatch.setattr(torch, "compile", lambda forward: forward)
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     resets = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
     monkeypatch.setattr(torch.Tensor, "backward", limited)
@@ -238,3 +261,67 @@ def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memor
     memory_for(0)
     with refused("micro-batches of 1", "activation_checkpointing", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "none"))
+
+
+ON_TWO_RANKS = """
+import os, sys, torch
+from windlass import Recipe, train
+from windlass.model.block import Block
+
+recipe, forward, calls = Recipe.load("quickstart", sys.argv[2:]), Block.forward, []
+
+def limited(self, x, *rest, **more):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and self.training and len(x) > 4 and len(calls) > int(sys.argv[1]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return forward(self, x, *rest, **more)
+
+Block.forward = limited
+train(recipe)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("strategy", "tensor", "calls"),
+    [
+        ("full_shard", 1, 1),
+        pytest.param("ddp", 1, 5, marks=pytest.mark.full),
+        pytest.param("ddp", 2, 7, marks=pytest.mark.full),
+    ],
+)
+def test_every_layout_starts_again_with_smaller_micro_batches(
+    corpus, tmp_path, capfd, strategy, tensor, calls
+):
+    """Rank 1 runs out of memory inside the blocks of a step, while rank 0 may wait for it."""
+    more = {"parallel.tensor": tensor, "eval.every": 0, "checkpoint.every": 6, "train.steps": 6}
+    more |= {"train.threads": 1, "model.dropout": 0, "train.global_batch": 16 // tensor}
+    words = settings(corpus, tmp_path / "run", strategy, **more)
+    assert launch([sys.executable, "-c", ON_TWO_RANKS, str(calls), *words], 2) == 0
+    run = Run(tmp_path / "run")
+    assert [e["micro_batch"] for e in run.events if e["event"] in STARTS] == [8, 4]
+    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4]
+    assert run.state == "finished" and run.summary["steps"] == 6
+    assert len({line["step"] for line in run.lines("train")}) == len(run.lines("train")) == 6
+    assert "memory ran out in step" in capfd.readouterr().err
+
+
+def test_a_single_rank_repeats_a_later_step_before_the_first_save(corpus, tmp_path, monkeypatch):
+    forward, calls = GPT.forward, []
+
+    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        calls.append(self.training)
+        if self.training and sum(calls) > 3 and len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, tokens, *rest, **more)
+
+    more = {"model.dropout": 0, "eval.every": 0, "checkpoint.every": 10}
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
+    whole = untouched(recipe)
+    monkeypatch.setattr(GPT, "forward", limited)
+    run = train(recipe)
+    assert [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"] == [
+        (3, 4)
+    ]
+    losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

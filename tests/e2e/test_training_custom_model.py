@@ -2,10 +2,13 @@
 shows them.
 """
 
+import dataclasses
 import re
 import sys
 import threading
+from inspect import getsource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from transformers import AutoModel
 
 from helpers import curve, each_step, refused
 from hf_fixtures import config
-from windlass import Callback, Recipe, evaluate, export, sample, train
+from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
 from windlass.launch.local import launch
 from windlass.run import Run
+from windlass.training.callbacks import Callbacks, UserCode
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
@@ -57,7 +61,144 @@ def test_a_model_and_samples_of_ones_own(tmp_path, page):
     assert all("mfu" not in line for line in lines), "its FLOPs are not known"
 
 
+def modes(model: torch.nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was(tmp_path, page):
+    """`from_pretrained` returns models in evaluation mode; a part may be in it on purpose."""
+
+    class Model(page["MyModel"]):
+        def __init__(self):
+            super().__init__()
+            self.frozen = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())
+            self.frozen.requires_grad_(False)
+            self.batch_norm = torch.nn.BatchNorm1d(16)
+            self.pretrained = llama(attention_dropout=0.5).eval()
+
+    def forget(now):
+        seen.append(modes(now.model))
+        now.model.eval()  # and no `train()` after it
+
+    model, seen = Model(), list[dict[str, bool]]()
+    model.frozen.eval()
+    model.batch_norm.eval()
+    before = modes(model)
+    train(recipe(tmp_path / "run"), model, page["data"], callbacks=[each_step(forget)])
+    assert modes(model) == before
+    kept = {name for name in before if name.startswith(("frozen", "batch_norm"))}
+    expected = {name: name not in kept for name in before}
+    assert len(seen) == 6 and all(each == expected for each in seen)
+
+    model.eval()  # nobody can tell which parts are in evaluation mode on purpose
+    train(recipe(tmp_path / "other"), model, page["data"], callbacks=[each_step(forget)])
+    assert all(seen[-1].values()) and not any(modes(model).values())
+    with refused("z_loss"):
+        train(recipe(tmp_path / "third", "train.z_loss=1e-4"), model.train(), page["data"])
+    assert all(modes(model).values())
+
+
+def test_measuring_gives_the_module_back_in_the_mode_it_had(tmp_path, page):
+    class Merging(page["MyModel"]):
+        """As loralib's layers, it adds adapters to its weights in evaluation mode."""
+
+        merged = False
+
+        def train(self, mode=True):
+            self.merged = not mode
+            return super().train(mode)
+
+    def check(model, step):
+        assert model.merged
+        return {"one": 1.0}
+
+    model, seen = Merging(), list[bool]()
+    watch = each_step(lambda now: seen.append(now.model.merged))
+    small = recipe(tmp_path / "run")
+    run = train(small, model, page["data"], callbacks=[watch], suites={"own": check})
+    assert seen == [False] * 6
+    model.layers[0].eval()
+    before = modes(model)
+    evaluate(run, model=model, data=page["data"])
+    assert modes(model) == before and not model.merged
+    with refused("validation"):
+        evaluate(run, model=model, data=dataclasses.replace(page["data"], val=None))
+    assert modes(model) == before
+    assert not any(modes(load_model(run, model=model)).values())
+
+
+def test_a_module_in_evaluation_mode_draws_dropout_masks_in_training(tmp_path, page):
+    """Its losses are those of the same module in training mode."""
+
+    def losses(name, prepare):
+        model = prepare(llama(attention_dropout=0.5))
+        return curve(train(recipe(tmp_path / name), model, page["data"]))
+
+    assert losses("eval", torch.nn.Module.eval) == losses("train", torch.nn.Module.train)
+
+
+@pytest.mark.parametrize("when", ["at the start", "in a step", "in an evaluation"])
+def test_a_loss_of_one_element_is_refused_and_not_taken_for_hidden_states(tmp_path, page, when):
+    class One(page["MyModel"]):
+        wrong = when == "at the start"
+
+        def forward(self, tokens, labels):
+            loss = super().forward(tokens, labels)
+            self.wrong |= when == "in a step" and self.training
+            return loss.reshape(1) if self.wrong else loss
+
+    model, where = One(), recipe(tmp_path / "run")
+    if when == "in an evaluation":
+        run = train(where, model, page["data"])
+        model.wrong = True
+        with refused("forward(tokens, labels)", "[1]", "scalar"):
+            evaluate(run, model=model, data=page["data"])
+        return
+    with refused("forward(tokens, labels)", "[1]", "scalar"):
+        train(where, model, page["data"])
+    assert not Run(where.run_dir).lines("train")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("optim.kind=muon", ["muon", "def blocks"]),
+        ("optim.kind=torch.optim.Muon", ["optim.kind", "torch.optim.Muon"]),
+    ],
+)
+def test_a_start_that_cannot_work_leaves_no_run_behind(tmp_path, page, wrong, words):
+    class Model(page["MyModel"]):
+        blocks = None
+
+    where = recipe(tmp_path / "run", wrong)
+    with refused(*words):
+        train(where, Model(), page["data"])
+    assert not (tmp_path / "run" / "recipe.toml").exists()
+    # nor does the directory belong to another recipe
+    assert train(recipe(tmp_path / "run"), Model(), page["data"]).state == "finished"
+
+
+def test_a_module_without_trained_parameters_is_one_message(tmp_path, page):
+    with refused("no parameter to train", "requires_grad"):
+        train(recipe(tmp_path / "run"), page["MyModel"]().requires_grad_(False), page["data"])
+    with refused("suites['x']", "not a function"):
+        train(recipe(tmp_path / "run"), page["MyModel"](), page["data"], suites={"x": 3})
+
+
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")
+
+
+def dropping(base):
+    """A module with dropout that no module and no name betrays."""
+
+    class Dropping(base):
+        def forward(self, tokens, labels):
+            kept = torch.nn.functional.dropout(self.head.bias, 0.5, self.training)
+            return super().forward(tokens, labels) + kept.sum()
+
+    return Dropping()
+
+
 RANK = """
 import sys, torch
 from pathlib import Path
@@ -69,29 +210,201 @@ for strategy in {strategies}:
     settings = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1"]
     more = [f"run.dir={{sys.argv[2]}}/{{strategy}}", f"parallel.strategy={{strategy}}", "train.precision=fp64"]
     recipe = Recipe.load("quickstart", [*settings, *more])
-    train(recipe, names["MyModel"](), names["data"], stop_at=2)
-    train(recipe, names["MyModel"](), names["data"])
+    train(recipe, names["dropping"](names["MyModel"]), names["data"], stop_at=2)
+    train(recipe, names["dropping"](names["MyModel"]), names["data"])
 """
 
 
 @pytest.mark.dist
 def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code, page):
-    (tmp_path / "example.py").write_text(page_code)
+    """Also with random numbers: a step has the same ones on any number of ranks."""
+    (tmp_path / "example.py").write_text(f"import torch\n{page_code}\n{getsource(dropping)}")
     (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
     files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
     assert launch([sys.executable, *files], 2) == 0
     torch.manual_seed(0)
     small = "train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split()
-    alone = train(recipe(tmp_path / "alone", *small), page["MyModel"](), page["data"])
+    alone = train(recipe(tmp_path / "alone", *small), dropping(page["MyModel"]), page["data"])
     for strategy in STRATEGIES:
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
-        assert run.environment["own_model"] == "MyModel", strategy
+        assert run.environment["own_model"] == "Dropping", strategy
         for line, expected in zip(run.lines("train"), alone.lines("train"), strict=True):
             for number in ("loss", "grad_norm"):
                 assert line[number] == pytest.approx(expected[number], rel=1e-9), (strategy, number)
         losses = [one.lines("eval")[-1]["loss"] for one in (run, alone)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-9), strategy
+
+
+class Buffered(torch.nn.Module):
+    """Buffers of all kinds, some of which the training uses."""
+
+    def __init__(self, inner: torch.nn.Module):
+        super().__init__()
+        self.inner, self.batch_norm = inner, torch.nn.BatchNorm1d(16)
+        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
+        self.register_buffer("code", torch.zeros(16))
+        self.register_buffer("replaced", torch.zeros(3, dtype=torch.float16))
+        self.register_buffer("late", torch.zeros(()))
+
+    def blocks(self):
+        return self.inner.blocks()
+
+    def forward(self, tokens, labels):
+        hidden = self.inner.embedding(tokens).transpose(1, 2)
+        if self.training:
+            # past the counters of torch, as many quantisers do it
+            self.code.data.mul_(0.9).add_(hidden.detach().mean((0, 2)), alpha=0.1)
+            self.replaced = self.replaced + tokens[0, 0]
+            self.late += float(self.batch_norm.num_batches_tracked > 6) * tokens[0, 0]
+        extra = (self.batch_norm(hidden) * (self.code[:, None] + self.replaced.sum())).square()
+        keep = (labels != -100).unsqueeze(1)
+        return self.inner(tokens, labels) + 1e-3 * (extra * keep).sum()
+
+
+BUFFERS_RANK = """
+import sys, torch
+import torch.distributed as dist
+from pathlib import Path
+from windlass import Callback, Recipe, train
+names = {{}}
+exec(Path(sys.argv[1]).read_text(), names)
+
+def model():
+    torch.manual_seed(0)
+    return names["Buffered"](names["MyModel"]())
+
+class Equal(Callback):
+    def on_evaluation(self, now):
+        own = {{name: b.tolist() for name, b in now.model.named_buffers()}}
+        every = [None] * 2
+        dist.all_gather_object(every, own)
+        assert every[0] == every[1], every
+
+for strategy in {strategies}:
+    settings = ["train.steps=5", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1", "eval.every=2"]
+    more = [f"parallel.strategy={{strategy}}", "train.grad_clip=0"]
+    for name, stops in (("whole", [0]), ("parts", [3, 0])):
+        recipe = Recipe.load("quickstart", [*settings, *more, f"run.dir={{sys.argv[2]}}/{{strategy}}-{{name}}"])
+        for stop in stops:
+            train(recipe, model(), names["data"], callbacks=[Equal()], stop_at=stop)
+"""
+
+
+@pytest.mark.dist
+def test_buffers_are_equal_on_all_ranks_and_a_resume_is_exact(tmp_path, page_code, page):
+    strategies = ("ddp", "shard_optim", "full_shard")
+    (tmp_path / "example.py").write_text(f"import torch\n{page_code}\n{getsource(Buffered)}")
+    (tmp_path / "rank.py").write_text(BUFFERS_RANK.format(strategies=strategies))
+    files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
+    assert launch([sys.executable, *files], 2) == 0
+    for strategy in strategies:
+        states = []
+        for name in ("whole", "parts"):
+            run = tmp_path / f"{strategy}-{name}"
+            model = load_model(run, model=Buffered(page["MyModel"]()))
+            states.append(model.state_dict())
+        assert curve(tmp_path / f"{strategy}-whole") == curve(tmp_path / f"{strategy}-parts")
+        assert all(value.equal(states[1][name]) for name, value in states[0].items()), strategy
+        assert states[0]["batch_norm.num_batches_tracked"] == 10, "of one rank: 5 steps x 2"
+        assert states[0]["late"] > 0
+
+
+BRANCHES = """
+import sys, torch
+from pathlib import Path
+from torch import nn
+from windlass import Recipe, train
+from windlass.errors import UserError
+from windlass.run import Run
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.always, self.branch, self.never = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, tokens, labels):
+        x = self.always(self.table(tokens))
+        if tokens[0, 0] % 2:
+            x = x + self.branch(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+folder, fixed = Path(sys.argv[1]), torch.manual_seed(1)
+class Data(torch.utils.data.Dataset):
+    rows = torch.randint(0, 50, (64, 17), generator=torch.Generator().manual_seed(2))
+    __len__ = lambda self: len(self.rows)
+    __getitem__ = lambda self, number: self.rows[number]
+
+settings = "train.steps=4 train.global_batch=8 train.micro_batch=1 model.context=16 telemetry.every=1 eval.every=0 train.precision=fp64 model.vocab=0"
+for strategy in sys.argv[2:]:
+    recipe = Recipe.load("quickstart", [*settings.split(), f"run.dir='{folder / strategy}'", f"parallel.strategy={strategy}"])
+    if strategy == "ddp":
+        try:
+            train(recipe, Branching(), Data())
+        except UserError as error:
+            (folder / "refused").write_text(f"{len(Run(folder / strategy).lines('train'))}: {error}")
+            raise
+    if strategy != "single":
+        recipe = recipe.replace("parallel.find_unused_parameters=true")
+    train(recipe, Branching(), Data())
+"""
+
+
+@pytest.mark.dist
+def test_parameters_that_only_some_ranks_or_steps_use(tmp_path, monkeypatch):
+    """DDP would update with gradients that differ between ranks, then fail with its own advice."""
+    words = [sys.executable, "-c", BRANCHES, str(tmp_path)]
+    assert launch([*words, "ddp"], 2) == 2
+    text = (tmp_path / "refused").read_text()
+    assert text.startswith("0: ") and "never.weight, never.bias" in text
+    assert "parallel.find_unused_parameters=true" in text
+    words[2] = BRANCHES.replace('strategy == "ddp"', "False")
+    assert launch([*words, "ddp", "shard_optim"], 2) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["", str(tmp_path), "single"])
+        exec(BRANCHES, {})
+    for strategy in ("ddp", "shard_optim"):
+        for line, one in zip(
+            *(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True
+        ):
+            for number in ("loss", "grad_norm"):
+                assert line[number] == pytest.approx(one[number], rel=1e-9), (strategy, number)
+
+
+ON_RANK_0 = """
+import os, sys
+from windlass import Callback, Recipe, train
+
+class Watch(Callback):
+    def on_step(self, now):
+        print("loss", now.step, now.loss)
+
+small = "train.steps=4 train.global_batch=8 model.context=16 model.layers=1 eval.every=0"
+recipe = Recipe.load("quickstart", [*small.split(), f"run.dir='{sys.argv[1]}'", "parallel.strategy=ddp"])
+train(recipe, callbacks=[Watch()] if os.environ["RANK"] == "0" else [])
+"""
+
+
+@pytest.mark.dist
+def test_callbacks_of_rank_0_only(tmp_path, capfd):
+    """Every rank adds up the loss of the steps that they see."""
+    assert launch([sys.executable, "-c", ON_RANK_0, str(tmp_path / "run")], 2) == 0
+    shown = re.findall(r"^loss (\d+) (.*)$", capfd.readouterr().out, re.MULTILINE)
+    again = Run(tmp_path / "run").recipe
+    alone = train(again.replace("telemetry.every=1", f"run.dir='{tmp_path / 'alone'}'"))
+    losses = [line["loss"] for line in alone.lines("train")]
+    assert [int(step) for step, _ in shown] == [1, 2, 3, 4]
+    assert [float(loss) for _, loss in shown] == pytest.approx(losses, rel=1e-5)
+
+
+def test_suites_of_rank_0_only_are_refused():
+    """Each suite is a measurement of all ranks together."""
+    ranks = SimpleNamespace(all_gather_object=lambda name, own: [own, [False, []]])
+    code = UserCode(suites={"mine": lambda model, step: {"score": 1.0}})
+    with refused("suites", "rank 0 has ['mine']", "rank 1 has []"):
+        Callbacks(code, None, ranks, None, None, None, None)
 
 
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
@@ -164,6 +477,23 @@ def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
     train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
     train(recipe(tmp_path / "halves"), model(), page["data"])
     assert curve(tmp_path / "whole") == curve(tmp_path / "halves")
+
+
+def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):
+    class Noisy(page["MyModel"]):
+        def forward(self, tokens, labels):
+            return super().forward(tokens, labels) * (1 + 0.1 * torch.rand(()))
+
+    def numbers(name, *stops):
+        for stop in (*stops, 0):
+            torch.manual_seed(0)
+            model = Noisy()
+            torch.manual_seed(stop)
+            run = train(recipe(tmp_path / name), model, page["data"], stop_at=stop)
+        measured = evaluate(run, model=model, data=page["data"]).results["loss"]["loss"]
+        return curve(run), [line["loss"] for line in run.lines("eval")], measured
+
+    assert numbers("whole") == numbers("halves", 3)
 
 
 def test_callbacks_log_a_measure_and_stop_the_run(tmp_path, page):
@@ -287,22 +617,45 @@ def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
     assert "MyModel" in (tmp_path / "weights" / "README.md").read_text()
 
 
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, length: int, first: int = 0):
+        self.length, self.first = length, first
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.arange(self.first + index, self.first + index + self.length) % 20
+
+
 def test_a_dataset_of_torch_is_data(tmp_path):
-    class Rows(torch.utils.data.Dataset):
-        def __init__(self, length):
-            self.length = length
-
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            return torch.arange(index, index + self.length) % 20
-
     small = recipe(tmp_path / "run", *PAGE_MODEL)
     run = train(small, data=Rows(small.model.context + 1))
     assert run.state == "finished"
     with refused("data", "model.context"):
         train(small, data=Rows(3), fresh=True)
+
+
+def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_vocabulary(
+    tmp_path, page
+):
+    small, model, sets = recipe(tmp_path / "run"), page["MyModel"](), (Rows(17), Rows(17, 7))
+    assert small.model.vocab > 50, "the recipe's own model is another"
+    run = train(small, model, sets)
+    losses = [line["loss"] for line in run.lines("eval")]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    for data in (sets, sets[1]):
+        measured = evaluate(run, model=model, data=data).results["loss"]
+        assert measured["loss"] == pytest.approx(losses[-1], rel=1e-6)
+    assert evaluate(run, model=model, data=Rows(17, 9)).results["loss"]["tokens"] == 40 * 16
+    with refused("data of your own", "data="):
+        evaluate(run, model=model)
+    with refused("the data is not what"):  # other validation data
+        train(small, model, (Rows(17), Rows(17, 8)), extend_to=9)
+    with refused("data", "pair", "(training, validation)"):
+        train(recipe(tmp_path / "other"), model, (*sets, sets[0]))
+    with refused("item 0 of the dataset", "integers [17]"):
+        train(recipe(tmp_path / "other"), model, list(sets))
 
 
 def test_train_starts_local_ranks(tmp_path):

@@ -1,13 +1,15 @@
 """A loss or gradient that is not finite, a loss spike: stop, skip or rewind, counted step by step."""
 
 import json
+import signal
+import subprocess
 import sys
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, recipe_of, settings, stopped
+from small_runs import corpus, curve, recipe_of, settings, stopped
 
 from helpers import each_step, refused
 from windlass import train
@@ -15,7 +17,7 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
-from windlass.run import Run
+from windlass.run import Run, read_lines
 from windlass.training import setup, state, trainer
 from windlass.training.state import SCALE_START
 
@@ -124,6 +126,34 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
     assert [step for step, _ in events(run, "rewound", "reason")] == [30]
 
 
+@pytest.mark.parametrize("spoiled", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_is_not_a_spike_too(corpus, tmp_path, monkeypatch, spoiled):
+    """An infinite loss, or a jump of the loss with a gradient that is not finite."""
+    real = trainer.collectives.norm_and_sum
+    calls: list[Any] = []
+
+    def spoil(parameters, number, ranks):
+        norm, zero = real(parameters, number, ranks)
+        calls.append(norm)
+        if len(calls) != 31:
+            return norm, zero
+        return (norm, zero * NAN) if spoiled == "loss" else (norm * NAN, zero)
+
+    def observe(self, loss, norm, zero):
+        if len(calls) == 31:
+            loss.fill_(torch.inf if spoiled == "loss" else 1e6)
+        return observed(self, loss, norm, zero)
+
+    observed = trainer.BadSteps.observe
+    monkeypatch.setattr(trainer.BadSteps, "observe", observe)
+    monkeypatch.setattr(trainer.collectives, "norm_and_sum", spoil)
+    more = SPIKES | {"train.steps": 40, "train.on_spike": "stop", "train.on_nonfinite": "skip"}
+    more |= {"train.startup_checks": "false", "eval.every": 0}
+    run = train(recipe_of(corpus, tmp_path / "run", **more))
+    assert events(run, "skipped", "in_a_row") == [(31, 1)] and not events(run, "spike", "in_a_row")
+    assert run.summary["updates_skipped"] == 1
+
+
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
     """A skipped spike leaves the weights and does not measure the next one, or all would be
     skipped.
@@ -163,6 +193,52 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     shown = run.log_path.read_text().splitlines()
     notes = [line for line in shown if "warning" in line and "train.precision" in line]
     assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
+
+
+KILLED = """
+import os, signal, sys, torch
+from windlass import Callback, Recipe, train
+from windlass.training.trainer import Trainer
+
+recipe, again = Recipe.load("quickstart", sys.argv[2:]), Trainer.open_loader
+
+class AtStep(Callback):
+    def on_step(self, now):
+        if now.step == 7:
+            with torch.no_grad():
+                [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
+
+def killed(trainer):
+    if len(trainer.state.skipped) == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return again(trainer)
+
+Trainer.open_loader = killed
+train(recipe, callbacks=[AtStep()])
+"""
+
+
+def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
+    """The kill comes right after the rewind, before its next save."""
+    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
+    words = [sys.executable, "-c", KILLED, "1", *settings(corpus, tmp_path / "run", **REWIND)]
+    assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
+    run = train(recipe)
+    saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
+    assert saved["skipped"] == [[48, 64]], "samples of the steps 7 and 8"
+    whole = train(recipe.replace(f"run.dir='{tmp_path / 'whole'}'"), callbacks=[spoil(7, NAN)])
+    assert curve(run) == curve(whole)
+
+
+def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path):
+    own = settings(corpus, tmp_path / "run", **REWIND)
+    for count in (1, 2, 3):
+        words = [sys.executable, "-c", KILLED, str(count), *own]
+        assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
+    done = subprocess.run([sys.executable, "-c", KILLED, "4", *own], capture_output=True, text=True)
+    assert done.returncode == 1 and "returned to step 6 3 times" in done.stderr
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len([line for line in lines if line.get("event") == "rewound"]) == 3
 
 
 REWINDS = """

@@ -88,6 +88,13 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
+def test_a_resume_draws_no_initial_weights(corpus, tmp_path, monkeypatch):
+    recipe = recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 2})
+    train(recipe, stop_at=1)
+    monkeypatch.setattr("windlass.training.setup.initialise", None)
+    assert train(recipe).state == "finished"
+
+
 def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, trainers):
     """Of the size that the file has: weights and optimizer state, and the header."""
     sizes = []
@@ -174,7 +181,7 @@ def test_a_resume_that_changes_the_dropout_masks_says_so_in_one_line(
     assert all("train.micro_batch" in line and "8" in line and "4" in line for line in lines)
 
 
-def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
+def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path, capsys):
     recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
     train(recipe)
     for change, words in (
@@ -184,6 +191,10 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path):
         with refused(words, "fresh=True"):
             train(recipe.replace(change))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    train(recipe.replace("checkpoint.resume=2"))
+    out = capsys.readouterr().out
+    assert "without effect: checkpoint.resume=2" in out and f"{tmp_path / 'run'}@2" in out
     run = train(recipe.replace("telemetry.every=2"))
     # a finished run does not change
     assert run.state == "finished" and run.metrics_path.read_bytes() == before

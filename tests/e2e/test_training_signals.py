@@ -4,6 +4,8 @@ same step. Exit code 75.
 
 import fcntl
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -98,10 +100,10 @@ def signalled(
     return output
 
 
-def assert_last_step_saved(run: Run) -> None:
+def assert_last_step_saved(run: Run, state: str = "preempted") -> None:
     """A signal stopped the run, whose only checkpoint is of its last step."""
     last = run.lines("train")[-1]["step"]
-    assert run.state == "preempted"
+    assert run.state == state
     assert [p.name for p in run.checkpoints_dir.glob("step-*")] == [f"step-{last:08d}"]
 
 
@@ -177,7 +179,9 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     words = command("train", "quickstart", *overrides, "--world", str(world))
     output = output_of(words, lambda: len(run.lines("train")) >= 3, number=number)
     assert "again" in output
-    assert_last_step_saved(run)
+    assert_last_step_saved(run, "stopped" if number == signal.SIGINT else "preempted")
+    event = next(e for e in run.events if e["event"] == run.state)
+    assert event["reason"] == signal.Signals(number).name, "also if another rank got it"
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep", pytest.param("scale", marks=full)])
@@ -230,6 +234,24 @@ def test_a_hangup_that_is_ignored_stops_nothing():
         assert done.returncode == 0 and done.stdout.startswith(said), done
 
 
+def test_the_message_of_an_interrupt_has_a_line_of_its_own():
+    """In a terminal, which shows ^C."""
+    code = (
+        "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals():\n"
+    )
+    code += "    print('^C', end='', flush=True); os.kill(os.getpid(), signal.SIGINT)"
+    master, inner = pty.openpty()
+    with open(inner, "w") as out:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        env = os.environ | {"COLUMNS": "40"}
+        done = subprocess.run([sys.executable, "-c", code], **streams, env=env, check=False)
+    shown = os.read(master, 1000).decode()
+    os.close(master)
+    assert done.returncode == 75 and shown.startswith("^C\r\x1b[K")
+    lines = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", shown).split("\r\n")
+    assert "stopped by SIGINT" in lines[0] and max(map(len, lines)) <= 44
+
+
 def test_a_second_interrupt_of_one_process_ends_it_at_once():
     code = "import os, signal, types; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
     code += "    stop.follow(types.SimpleNamespace(step=1234), print); stop.hold()\n"
@@ -269,10 +291,17 @@ def test_the_default_grace_ends_before_torchrun_kills():
     assert grace < 30, "torchrun sends SIGKILL 30 s after SIGTERM"
 
 
-@pytest.mark.parametrize(("takes", "saved"), [(50.0, True), (70.0, False)])
-def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch, takes, saved):
-    """60 s of grace, against the measured time of the last save."""
+@pytest.mark.parametrize(
+    ("takes", "every", "saves"), [(50.0, 3, [3, 5]), (70.0, 3, [3]), (70.0, 100, [])]
+)
+def test_save_is_begun_only_where_grace_allows_it(
+    corpus, tmp_path, monkeypatch, capsys, takes, every, saves
+):
+    """60 s of grace, against the measured time of the last save. If it is too short, a restart can
+    resume from the newest checkpoint, if there is one.
+    """
     more = {"checkpoint.grace_seconds": 60, "eval.every": 0, "checkpoint.background": "false"}
+    more |= {"checkpoint.every": every}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     monkeypatch.setattr(
         Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False
@@ -282,11 +311,11 @@ def test_save_is_begun_only_where_grace_allows_it(corpus, tmp_path, monkeypatch,
         if now.step == 4:  # all ranks act on it one step later
             os.kill(os.getpid(), signal.SIGTERM)
 
-    words = () if saved else ("70 s", "60 s", "2 steps lost", "checkpoint.every")
-    with refused(*words, error=Stopped if saved else RunFailed):
+    saved, lost = 5 in saves, 5 - max(saves, default=0)
+    words = () if saved else ("70 s", "60 s", f"{lost} steps lost", "checkpoint.every")
+    with refused(*words, error=Stopped if saves else RunFailed):
         train(recipe, callbacks=[each_step(stop)])
-    saves = sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*"))
-    assert saves == ([3, 5] if saved else [3])
+    assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == saves
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [saved]
     assert train(recipe).state == "finished"
 

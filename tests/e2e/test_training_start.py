@@ -145,6 +145,20 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "inverse-sqrt", "constant"])
+def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, capsys, kind):
+    own = {"optim.schedule.kind": kind, "optim.schedule.warmup": 2}
+    recipe = recipe_of(corpus, tmp_path / "run", **own)
+    train(recipe)
+    old, new = (rates(recipe, steps)[11] for steps in (12, 24))
+    capsys.readouterr()
+    shown = train(recipe, extend_to=24).log_path.read_text()
+    if kind in ("cosine", "linear"):
+        assert f"jumps from {old:.2g} to {new:.2g}" in shown and "--branch-from" in shown
+    else:
+        assert old == new and "jumps" not in shown
+
+
 @pytest.mark.parametrize("kind", ["wsd", "cosine"])
 def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
     """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
@@ -178,7 +192,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     with refused("extend_to=", "3 epochs"):
         train(recipe, extend_to="three epochs")
     with monkeypatch.context() as patch, pytest.raises(RunFailed):
-        patch.setattr(setup, "prepare_model", Mock(side_effect=RunFailed("a failure of the test")))
+        patch.setattr(setup, "open_saver", Mock(side_effect=RunFailed("a failure of the test")))
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
@@ -247,7 +261,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(setup, "prepare_model", None)  # before the run's first event
+        patch.setattr(setup, "open_saver", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")

@@ -5,19 +5,21 @@ step.
 import math
 import shutil
 import socket
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import corpus, recipe_of
+from small_runs import corpus, recipe_of, stopped
 from torch import nn
 
 import helpers
-from helpers import refused, tiny_recipe, write_corpus
+from helpers import each_step, refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
-from windlass.errors import RunFailed
+from windlass.checkpoint.save import Saver
+from windlass.errors import RunFailed, UserError
 from windlass.parallel import collectives
 from windlass.run import Run
 from windlass.training import setup
@@ -135,3 +137,84 @@ def test_a_finished_training_writes_its_report_once(tmp_path, launcher):
         assert [process.returncode for process in ranks] == [0, 0], outputs
     assert [text.count("report: ") for text in outputs] == [1, 0][: len(outputs)]
     assert list((tmp_path / "run" / "report").glob("*.html"))
+
+
+def test_a_prompt_that_the_tokenizer_cannot_read_is_bad_input_at_the_start(corpus, tmp_path):
+    own = {"eval.sample_every": 6, "eval.prompt": "naïve"}
+    with refused("eval.prompt", "ï", "eval.sample_every=0"):
+        train(recipe_of(corpus, tmp_path / "run", **own))
+    assert not Run(tmp_path / "run").exists
+
+
+@pytest.mark.parametrize("suite", ["hellaswag", "squad"])
+def test_a_suite_without_its_items_is_bad_input_at_a_resume(corpus, tmp_path, suite):
+    run = stopped(recipe := recipe_of(corpus, tmp_path / "run"), 3)
+    before = run.metrics_path.read_bytes()
+    with refused(f"eval.{suite}_file", "missing.json"):
+        train(
+            recipe.replace({"eval.suites": ["loss", suite], f"eval.{suite}_file": "missing.json"})
+        )
+    assert run.metrics_path.read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [UserError("wrong"), ValueError("wrong"), RunFailed("wrong")])
+def test_an_error_in_the_loop_waits_for_the_save_and_leaves_an_event(
+    corpus, tmp_path, monkeypatch, error
+):
+    """A disk that takes longer than a step."""
+    write, waits = Saver._write, threading.Event()
+
+    def slowly(*job):
+        waits.wait(1.0)
+        write(*job)
+
+    def fail(now):
+        if now.step == 4:
+            raise error
+
+    monkeypatch.setattr(Saver, "_write", slowly)
+    with pytest.raises(type(error)):
+        train(recipe_of(corpus, tmp_path / "run"), callbacks=[each_step(fail)])
+    run = Run(tmp_path / "run")
+    assert [path.name for path in run.checkpoints_dir.iterdir()] == ["step-00000003"]
+    assert run.state == "failed" and run.events[-1]["reason"] == "wrong"
+
+
+def test_warmup_and_decay_are_compared_with_the_resolved_length(corpus, tmp_path):
+    """44 samples are an epoch, 8 a step."""
+    own = {"train.steps": "'0.5 epochs'", "optim.schedule.warmup": "'1 epoch'"}
+    with refused("optim.schedule.warmup", "3 steps"):
+        train(recipe_of(corpus, tmp_path / "run", **own))
+    mixed = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 0.6, "optim.schedule.decay": 8}
+    with refused("optim.schedule.decay"):
+        recipe_of(corpus, tmp_path / "run", **mixed)
+    with refused("optim.schedule.warmup", "optim.schedule.decay"):
+        train(recipe_of(corpus, tmp_path / "run", **mixed, **{"train.steps": "'2 epochs'"}))
+    assert not Run(tmp_path / "run").exists
+
+
+@pytest.mark.parametrize("move", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
+def test_a_run_directory_that_is_deleted_or_moved_ends_the_run_once(corpus, tmp_path, move):
+    path = tmp_path / "run"
+    with refused("run", "deleted or moved", error=RunFailed):
+        train(
+            recipe_of(corpus, path, **{"telemetry.every": 100}),
+            callbacks=[each_step(lambda now: now.step == 4 and move(path))],
+        )
+    assert not (path / "checkpoints").exists()
+
+
+def test_complex_tables_are_saved_and_what_cannot_be_is_named_before_the_first_step(
+    corpus, tmp_path
+):
+    recipe = recipe_of(corpus, tmp_path / "run")
+    for buffer in (torch.polar(torch.ones(4, 3), torch.rand(4, 3)), torch.eye(2).to_sparse()):
+        model = Tied()
+        model.register_buffer("freqs", buffer)
+        if buffer.is_sparse:
+            with refused("model/freqs", "sparse", "persistent=False"):
+                train(recipe.replace(f"run.dir='{tmp_path / 'other'}'"), model)
+        else:
+            train(recipe, model, stop_at=4)
+            assert train(recipe, model).state == "finished"
+    assert not Run(tmp_path / "other").exists

@@ -206,7 +206,7 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
     else:
         write_start(old, None, disk)
     end = {"new": (12, None), "branch": (12, 3), "extension": (24, 1)}[scene]
-    before = ((12, 2), (12, 1)) if scene == "extension" else (None,)
+    before = ((12, 2),) if scene == "extension" else (None,)
     tried = 0
     for name in images_of(disk, scratch / "image", images):
         seen = begun(scratch / "image" / "home" / "runs" / "run")
@@ -220,12 +220,13 @@ def begun(path: Path) -> tuple[int, int | None] | None:
     one may begin.
     """
     run = Run(path)
-    if not run.recipe_path.is_file():
+    if not run.exists:
         names = [p.name for p in path.iterdir()] if path.is_dir() else []
         assert all(map(LEFT_OVER.fullmatch, names)), names
         return None
-    choice = choose_checkpoint(path)
-    return int(run.recipe.train.steps), choice.step if choice is not None else None
+    choice, recipe = choose_checkpoint(path), Recipe.load(path)
+    assert recipe == run.recipe, "an older file counts as no edit, and a torn one not at all"
+    return int(recipe.train.steps), choice.step if choice is not None else None
 
 
 @pytest.mark.parametrize("scene", ["new", "branch", "extension"])

@@ -1,4 +1,4 @@
-"""Documents of a row on CUDA: flash attention, and products for each document, as on the CPU."""
+"""Documents of a row on CUDA, by flash attention and by a mask, as on the CPU."""
 
 from typing import Any
 
@@ -24,15 +24,16 @@ def documents_on(device: Any) -> Any:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("first", [0, 128])
 def test_attention_within_documents_is_that_of_the_cpu(dtype, tolerance, first, device):
-    """bf16 uses `varlen_attn`, float32 a product for each document; queries of a late part, too."""
+    """bf16 uses `varlen_attn`, float32 a mask; queries of a late part, too."""
     draw = torch.Generator().manual_seed(0)
     q = torch.randn(3, 4, 256 - first, 64, generator=draw)
     k, v = torch.randn(2, 3, 2, 256, 64, generator=draw)
     results = []
     for where, kind in (("cpu", "float64"), (device, dtype)):
-        spans = documents_on(where).spans(first, 256)
+        mask = torch.float32 if kind == "float32" else None
+        spans = documents_on(where).spans(first, 256, mask)
         parts = [x.to(where, getattr(torch, kind)).requires_grad_() for x in (q, k, v)]
-        assert (spans.edges is not None) == (torch.device(where).type == "cuda")
+        assert (spans.edges is not None) == (kind == "bfloat16" and "cuda" in str(where))
         y = spans.attention(*parts)
         y.square().sum().backward()
         results.append([x.double().cpu() for x in (y, *(part.grad for part in parts))])

@@ -96,6 +96,7 @@ def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
     torch.testing.assert_close(part, expected, rtol=1e-3, atol=0)
 
 
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("rows", [64, 21])
 def test_float8_multiplies_as_the_emulation_of_the_cpu(device, rows):
     from windlass.model.float8 import lacks_float8, use_float8

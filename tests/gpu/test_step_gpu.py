@@ -1,8 +1,5 @@
-"""The step on CUDA: the host does not wait for the device between two logs; times, tokens/s and MFU
-are right.
-"""
+"""The step on CUDA: the host does not wait for the device between two logs."""
 
-import time
 from typing import Any
 
 import pytest
@@ -43,36 +40,3 @@ def test_the_host_never_waits_between_two_logs(recipe, device, settings):
         recipe("run", "train.steps=10", "telemetry.every=100", *settings), callbacks=[AtStep()]
     )
     assert [step for step, *_ in curve(run)] == [1, 10]
-
-
-def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device):
-    from windlass import Callback, train
-    from windlass.telemetry.timing import peak_flops
-
-    clock = {}
-
-    class AtStep(Callback):
-        def on_step(self, now: Any) -> None:
-            assert now.loss > 0  # waits for the device
-            clock[now.step] = time.perf_counter()
-
-    settings = ("train.steps=40", "telemetry.every=10", "train.deterministic=false")
-    run = train(recipe("run", *settings), callbacks=[AtStep()])
-    lines = [line for line in run.lines("train") if line["step"] > 1]
-    tokens_per_step = run.recipe.train.global_batch * run.recipe.model.context
-    measured = sum(line["step_ms"] * 10 for line in lines if line["step"] > 10) / 1e3
-    assert measured == pytest.approx(clock[40] - clock[10], rel=0.1)
-    for line in lines:
-        assert line["tokens_per_s"] == pytest.approx(
-            tokens_per_step * 1e3 / line["step_ms"], rel=1e-6
-        )
-        parts = sum(line[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer"))
-        assert 0.5 * line["step_ms"] < parts < 1.02 * line["step_ms"]
-    if device == "cuda":
-        import torch
-
-        peak = peak_flops(torch.cuda.get_device_name(), "bf16")
-        assert all(0 < line["mfu"] < 1 if peak else line.get("mfu") is None for line in lines)
-        assert (
-            0 < run.summary["peak_mem_mb"] * 1e6 < torch.cuda.get_device_properties(0).total_memory
-        )

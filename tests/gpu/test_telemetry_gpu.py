@@ -1,7 +1,8 @@
-"""Timing without waiting, and the sampler, on a real CUDA device."""
+"""Timing without waiting, and the sampler; these tests need the device for themselves."""
 
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("psutil")
 from windlass.telemetry.devices import DeviceSampler  # noqa: E402
 from windlass.telemetry.timing import StepTimer  # noqa: E402
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+pytestmark = pytest.mark.gpu
 
 
 def work(products: int) -> None:
@@ -20,6 +21,7 @@ def work(products: int) -> None:
         matrix @ matrix
 
 
+@pytest.mark.usefixtures("cuda")
 def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
     work(10)
     torch.cuda.synchronize()
@@ -48,6 +50,7 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
     )
 
 
+@pytest.mark.usefixtures("cuda")
 def test_the_sampler_sees_a_busy_device(tmp_path):
     sampler = DeviceSampler(tmp_path, device="cuda:0", every=0.2)
     end = time.monotonic() + 3
@@ -58,3 +61,34 @@ def test_the_sampler_sees_a_busy_device(tmp_path):
     lines = [json.loads(line) for line in sampler.path.read_text().splitlines()]
     assert sampler.warning is None and lines[0]["memory_mb"] > 1000
     assert max((line["util_pct"] for line in lines if "util_pct" in line), default=100) > 50
+
+
+def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device):
+    from windlass import Callback, train
+    from windlass.telemetry.timing import peak_flops
+
+    clock = {}
+
+    class AtStep(Callback):
+        def on_step(self, now: Any) -> None:
+            assert now.loss > 0  # waits for the device
+            clock[now.step] = time.perf_counter()
+
+    settings = ("train.steps=40", "telemetry.every=10", "train.deterministic=false")
+    run = train(recipe("run", *settings), callbacks=[AtStep()])
+    lines = [line for line in run.lines("train") if line["step"] > 1]
+    tokens_per_step = run.recipe.train.global_batch * run.recipe.model.context
+    measured = sum(line["step_ms"] * 10 for line in lines if line["step"] > 10) / 1e3
+    assert measured == pytest.approx(clock[40] - clock[10], rel=0.1)
+    for line in lines:
+        assert line["tokens_per_s"] == pytest.approx(
+            tokens_per_step * 1e3 / line["step_ms"], rel=1e-6
+        )
+        parts = sum(line[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer"))
+        assert 0.5 * line["step_ms"] < parts < 1.02 * line["step_ms"]
+    if device == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(), "bf16")
+        assert all(0 < line["mfu"] < 1 if peak else line.get("mfu") is None for line in lines)
+        assert (
+            0 < run.summary["peak_mem_mb"] * 1e6 < torch.cuda.get_device_properties(0).total_memory
+        )

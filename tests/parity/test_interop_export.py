@@ -14,8 +14,9 @@ from torch import Tensor
 
 import hf_fixtures
 import tokenizer_fixtures
-from helpers import refused, write_ledger
-from windlass import sample, train
+from helpers import refused, write_corpus, write_ledger
+from windlass import evaluate, sample, train
+from windlass.checkpoint.retention import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
@@ -30,6 +31,7 @@ from windlass.errors import UserError
 from windlass.estimate.plan import plan
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model
@@ -399,6 +401,22 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
     assert "Trained further" not in text and "base_model" not in text
 
 
+def test_the_card_has_the_runs_own_score_and_names_the_data_of_another(tmp_path):
+    run = Run(trained(tmp_path, train__steps=3, data__tokenizer="byte", model__vocab=257))
+    write_corpus(tmp_path / "other.txt", words=200)
+    [own] = [line["loss"] for line in run.lines("eval", step=3)]
+    elsewhere = {"data.eval_source": f"{tmp_path}/other.txt", "data.dir": f"{tmp_path}/other"}
+    other = evaluate(run, ["loss"], elsewhere)
+    scores = export(run, tmp_path / "first").joinpath("README.md").read_text()
+    assert f"| loss | loss | {own:.4f} | the run's own validation data |" in scores
+    foreign = f"| loss | loss | {other.results['loss']['loss']:.4f} | `{tmp_path}/other.txt`, "
+    assert foreign in scores
+    whole = evaluate(run, ["loss"]).results["loss"]["loss"]
+    scores = export(run, tmp_path / "second").joinpath("README.md").read_text()
+    assert f"| loss | loss | {whole:.4f} | the run's own validation data |" in scores
+    assert foreign not in scores and scores.count("| loss | loss |") == 1
+
+
 def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monkeypatch):
     """`--push` uploads the card with the whole directory."""
     run = Run(trained(tmp_path))
@@ -406,7 +424,8 @@ def test_a_card_has_no_secret_and_shows_a_loss_that_is_not_finite(tmp_path, monk
     query = "b.txt?access_token=to-ken&rows=1"
     sources = ["https://me:pass-word@example.org/a.txt", f"https://example.org/{query}"]
     changes = {"data.source": sources, "data.sha256": "0" * 64, "run.notes": f"by {secret}"}
-    run.recipe_path.write_text(run.recipe.replace(changes).toml())
+    record(run.path, read_lineage(run.path), run.recipe.replace(changes), Files())
+    run = Run(run.path)
     lines = {"kind": "train", "loss": "NaN"}, {"kind": "eval", "suite": "loss", "loss": "Infinity"}
     write_ledger(run, *(line | {"step": 1} for line in lines))
     out = export(run, tmp_path / "out")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import hf_fixtures
 from helpers import curve, refused
@@ -163,14 +164,13 @@ def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     monkeypatch.setattr("windlass.model.flash.varlen_attn", kernel)
-    monkeypatch.setattr("windlass.model.documents.HALF", (torch.float64,))
     draw = torch.Generator().manual_seed(1)
     numbers = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]])
     documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
     for first, stop in ((0, 7), (0, 4), (2, 4), (4, 8), (6, 8)):  # the last is padding
         q = torch.randn(2, 4, stop - first, 8, generator=draw, dtype=torch.float64)
         k, v = torch.randn(2, 2, 2, stop, 8, generator=draw, dtype=torch.float64)
-        spans = documents.spans(first, stop, masked=True)
+        spans = documents.spans(first, stop, torch.float64)
         results = [spans.attention(q, k, v), spans.one_by_one(q, k, v, 0.0)]
         spans.edges = edges_of(spans.queries, q.device), edges_of(spans.keys, q.device)
         results.append(spans.attention(q, k, v))
@@ -178,21 +178,47 @@ def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert calls.pop() == (9 if stop > 4 else 5, stop - first, stop)
 
 
+class Attentions(TorchFunctionMode):
+    """Counts attentions."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is nn.functional.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kv_heads", [0, 2])
+def test_documents_without_flash_attention_take_one_attention_a_block(
+    dropout: float, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU; here on the meta device, which like a GPU is not a CPU."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it has none
+    shape = {"layers": 2, "heads": 4, "width": 32, "context": 512, "position": "rope"}
+    shape |= {"dropout": dropout, "kv_heads": kv_heads}
+    model = build_model(Recipe.model_validate({"model": shape}), 200)
+    numbers = torch.arange(512).div(8, rounding_mode="floor").repeat(2, 1)
+    documents = Documents(numbers, torch.zeros(2, 512, dtype=torch.int64, device="meta"))
+    tokens = torch.zeros(2, 512, dtype=torch.int64, device="meta")
+    with Attentions() as attentions:
+        loss = model(tokens, tokens, documents=documents)
+    loss.backward()
+    assert attentions.count == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "attention", "wanted"),
-    [("llama", "auto", "flex_attention"), ("llama", "sdpa", ""), ("bloom", "auto", "")],
+    [("llama", "auto", "flex_attention"), ("llama", "sdpa", "sdpa"), ("gpt2", "auto", "sdpa")],
 )
-def test_no_mask_of_a_model_of_transformers_on_a_gpu(
+def test_attention_of_a_model_of_transformers_on_a_gpu(
     kind: str, attention: str, wanted: str, tmp_path: Path
 ) -> None:
+    """GPT-2 has dropout, which flex attention rejects."""
     folder = hf_fixtures.save(kind, tmp_path / kind)
     tree = {"kind": "hf", "name": str(folder), "context": CONTEXT, "attention": attention}
     model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
-    if wanted:
-        assert attention_within_documents(model.model, model.settings) == wanted
-        return
-    with refused("data.document_mask", "model.attention", "data.document_mask=false"):
-        attention_within_documents(model.model, model.settings)
+    assert attention_within_documents(model.model, model.settings) == wanted
 
 
 @pytest.mark.full  # compiles flex attention

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 import hf_fixtures
@@ -20,19 +21,24 @@ from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.evaluation.text import sample
 from windlass.model.build import build_model, materialise
+from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel, has_plain_head, open_hf
+from windlass.model.hf import HfModel, head_form, open_hf
 from windlass.model.loss import CHUNK_BYTES, Objective
 from windlass.recipe import Recipe
 
 KINDS = ("bloom", "gpt2", "llama", "gemma2")
+HEADS = {"gemma2": (1.0, 30.0), "cohere": (0.0625, 0.0), "granite": (1 / 6, 0.0)}
+"""Scale and soft cap of the logits."""
 PROMPTS = [[5, 6, 7], [9] * 9, [17, 4]]
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("hf")
-    return {kind: hf_fixtures.save(kind, root / kind) for kind in KINDS}
+    changes = {"granite": {"logits_scaling": 6.0}}
+    kinds = dict.fromkeys([*KINDS, *HEADS])
+    return {kind: hf_fixtures.save(kind, root / kind, **changes.get(kind, {})) for kind in kinds}
 
 
 def recipe(directory: Path, **model: Any) -> Recipe:
@@ -62,19 +68,22 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", dict.fromkeys([*KINDS, *HEADS]))
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES["cpu"], 4 * hf_fixtures.VOCAB * 7])
 def test_numbers_are_those_of_transformers(kind, chunk_bytes, directories, monkeypatch):
     monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
     ours, reference = built(directories[kind]), reference_of(directories[kind])
     tokens, labels = batch()
-    assert ours.vocab == hf_fixtures.VOCAB and has_plain_head(ours.model) == (kind != "gemma2")
+    assert ours.vocab == hf_fixtures.VOCAB
+    assert head_form(ours.model) == pytest.approx(HEADS.get(kind, (1.0, 0.0)), rel=1e-5)
     logits = reference(input_ids=tokens).logits
     assert (ours(tokens) - logits).abs().max() < 1e-5
     places = torch.tensor([3, 0, 59])
     assert (ours(tokens, places=places) - logits.flatten(0, 1)[places]).abs().max() < 1e-5
     loss = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
-    mine = ours(tokens, labels)
+    with Calls() as calls:
+        mine = ours(tokens, labels)
+    assert chunk_bytes == CHUNK_BYTES["cpu"] or calls.most_logits <= 7
     assert float(mine.detach()) == pytest.approx(float(loss.detach()), rel=1e-6)
     mine.backward()
     loss.backward()
@@ -85,9 +94,40 @@ def test_numbers_are_those_of_transformers(kind, chunk_bytes, directories, monke
         assert (parameter.grad - expected[name].grad).abs().max() / scale < 1e-4, name
 
 
+class Calls(TorchDispatchMode):
+    """Counts reads of values, for which the host waits, and the tokens with logits at a time."""
+
+    waits = most_logits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape[-1:] == (hf_fixtures.VOCAB,):
+            self.most_logits = max(self.most_logits, result.numel() // hf_fixtures.VOCAB)
+        return result
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("kind", ["bloom", "gpt2", "llama", "gemma2", "qwen3", "mistral"])
+def test_a_micro_batch_reads_no_value_of_the_device(
+    kind: str, lora: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `transformers` does to find documents in the positions."""
+    monkeypatch.setattr(Documents, "several", True)  # the host's own numbers
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * hf_fixtures.VOCAB * 7)
+    ours = built(hf_fixtures.save(kind, tmp_path / kind), lora={"rank": lora}).train()
+    tokens, labels = batch()
+    numbers = torch.arange(20).div(6, rounding_mode="floor").expand(3, 20)
+    given = {"documents": Documents(numbers, torch.arange(20).remainder(6).expand(3, 20))}
+    for documents in ({}, given) if kind != "bloom" else ({},):
+        with Calls() as calls:
+            ours(tokens, labels, **documents).backward()
+        assert calls.waits == 0
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_a_training_minimises_its_objective_and_reports_the_cross_entropy(kind, directories):
-    """gemma2 caps its logits, so its own head computes them."""
+    """gemma2 caps its logits."""
     ours = built(directories[kind]).double()
     (tokens, labels), inputs = batch(), [p for p in ours.parameters() if p.requires_grad]
     plain = ours(tokens, labels)
@@ -146,6 +186,7 @@ def by_cache(ours: HfModel, tokens: Tensor) -> tuple[Tensor, Any]:
     return torch.cat([ours(part, cache=cache) for part in parts], 1), cache
 
 
+@pytest.mark.filterwarnings("ignore:.* reads all tokens again")
 @pytest.mark.parametrize("kind", [*KINDS, "mistral", "mamba", "rwkv", "jamba"])
 @torch.no_grad()
 def test_text_is_the_same_with_and_without_a_cache(kind: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import random
 import re
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import windlass
-from helpers import curve, refused, tiny_recipe, write_ledger
-from windlass import Recipe
+from helpers import curve, each_step, in_notebook, refused, tiny_recipe, write_ledger
+from windlass import Recipe, evaluate, prepare, sample, train
 from windlass.cli import as_typed
 from windlass.errors import RunFailed, Stopped, UserError, argument
 from windlass.run import Run
@@ -53,6 +55,12 @@ def test_importing_it_sets_what_cublas_reads_at_its_first_product(given: str, us
     assert shown.split() == [used, "False"]
 
 
+def first_token(run: Run, prepared: windlass.data.prepare.Prepared) -> int:
+    """The likeliest token after `the `, as the text generator chooses it."""
+    text = run.sample("the ", device="cpu", max_tokens=1, temperature=0.0)
+    return int(prepared.tokenizer.encode(text)[0])
+
+
 def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2 = {"position": "learned", "norm": "layernorm", "activation": "gelu_tanh"}
@@ -61,6 +69,7 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **model)
     prepared = windlass.prepare(recipe)
     assert prepared.is_new and not windlass.prepare(recipe).is_new
+    assert repr(prepared).startswith("Prepared(directory=") and len(repr(prepared)) < 200
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
     measured = windlass.evaluate(run, ["loss"]).results["loss"]["loss"]
@@ -74,6 +83,10 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     assert windlass.generate(run, "the ", **same) == texts[0]
     assert run.report().page.read_text().startswith("<!doctype html>")
     assert windlass.plan(recipe).world == 1
+    tokens = torch.from_numpy(prepared.tokenizer.encode("the "))[None]
+    logits = windlass.load_model(f"{run.path}@best", device="cpu")(tokens)
+    assert logits.shape == (1, tokens.shape[1], prepared.tokenizer.vocab)
+    assert run.load_model(device="cpu")(tokens).argmax(-1)[0, -1] == first_token(run, prepared)
     exported = run.export(tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
 
@@ -172,6 +185,32 @@ def test_a_plan_is_shown_as_the_verb_prints_it(capsys: pytest.CaptureFixture[str
     assert max(map(len, shown.split("\n"))) <= 100
 
 
+def test_a_plan_is_one_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = in_notebook(monkeypatch)
+    plan = windlass.plan("gpt2-124m", {"train.steps": 1000}, device="A100-40GB")
+    assert "gpt2-124m" in str(plan) and "memory of a rank" in repr(plan)
+    assert outputs == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda r: setattr(r.train, "steps", 5), 'recipe = recipe.replace({"train.steps": 5})'),
+        (lambda r: setattr(r, "preset", "mine"), "recipe.replace({\"preset\": 'mine'})"),
+        (lambda r: setattr(r.optim.schedule, "warmup", 1), '"optim.schedule.warmup": 1'),
+        (lambda r: setattr(r.train.average, "kind", "ema"), "\"train.average.kind\": 'ema'"),
+        (lambda r: setattr(r, "train.steps", 5), 'recipe.replace({"train.steps": 5})'),
+    ],
+)
+def test_an_assignment_to_a_recipe_says_how_to_change_it(change, words) -> None:
+    recipe = Recipe.load("quickstart")
+    with refused("does not change", words):
+        change(recipe)
+    assert recipe == Recipe.load("quickstart")
+    # what the message says to write
+    assert recipe.replace({"optim.schedule.warmup": 1}).optim.schedule.warmup == 1
+
+
 def test_a_callbacks_object_has_what_the_docs_say() -> None:
     page = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
     part = page.read_text(encoding="utf-8").split("## Callbacks")[1]
@@ -183,3 +222,55 @@ def test_a_callbacks_object_has_what_the_docs_say() -> None:
         for name in [*kind.__dataclass_fields__, *vars(kind)]
     }
     assert {"lr", "batch", "optimizer", "epoch", "loss", "results", "path"} <= names <= there
+
+
+def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):
+    def settings():
+        exact = torch.are_deterministic_algorithms_enabled()
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        return torch.get_num_threads(), torch.get_float32_matmul_precision(), exact, warns
+
+    def drawn():
+        """The next random numbers, which stay the next ones."""
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        numbers = float(torch.rand(())), np.random.rand(), random.random()
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        return numbers
+
+    network = os.environ.get("GLOO_SOCKET_IFNAME")
+    torch.set_num_threads(2)
+    torch.set_float32_matmul_precision("high")
+    before, during, next_numbers = settings(), set(), drawn()
+    try:
+        changed = {
+            "model__dropout": 0.1,
+            "eval__sample_every": 1,
+            "train__threads": 1,
+            "train__deterministic": True,
+            "train__steps": 2,
+        }
+        recipe = tiny_recipe(corpus, tmp_path / "run", **changed)
+        prepare(recipe)
+        assert drawn() == next_numbers
+        run = train(recipe, callbacks=[each_step(lambda now: during.add(settings()))])
+        assert during == {(1, "highest", True, False)} and settings() == before
+        evaluate(run, overrides=["train.threads=1"], on_result=lambda *_: during.add(settings()))
+        assert during == {(1, "highest", True, False), (1, "highest", False, False)}
+        sample(run, "a", max_tokens=3)
+        assert settings() == before and drawn() == next_numbers
+
+        def fail(now):
+            np.random.seed(0)
+            random.seed(0)
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            train(recipe, callbacks=[each_step(fail)], fresh=True)
+        assert settings() == before and drawn() == next_numbers
+        train(tiny_recipe(corpus, tmp_path / "ddp", parallel__strategy="ddp", train__steps=1))
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == network
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)

@@ -1,9 +1,13 @@
-"""The script that runs Windlass beside its peers, with commands that stand for the two sides."""
+"""The script that runs Windlass beside its peers, with commands that stand for the two sides, and
+the script for a machine with a GPU, on a CPU.
+"""
 
 import importlib
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -56,3 +60,44 @@ def test_the_command_line_names_every_comparison(peers, capsys):
     with pytest.raises(SystemExit):
         peers.parse(["fast"])
     assert "hellaswag" in capsys.readouterr().err
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setenv("DEVICE", "cpu")
+    monkeypatch.setenv("SMALL", "1")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    sys.modules.pop("gpu", None)
+    return importlib.import_module("gpu")
+
+
+def test_a_command_that_is_cut_off_leaves_no_process_and_keeps_its_output(gpu, tmp_path):
+    (tmp_path / "work").mkdir()
+    bench = gpu.Bench(tmp_path, tmp_path / "work")
+    bench.end = time.monotonic() + 5.5
+    sleep = "import time; time.sleep(600)"
+    child = f"subprocess.Popen([sys.executable, '-c', {sleep!r}], start_new_session=True).pid"
+    code = f"import subprocess, sys; print({child}, flush=True); {sleep}"
+    text, problem = bench.run("slow", [sys.executable, "-c", code], 600)
+    assert problem.startswith("killed after")
+    assert not psutil.pid_exists(int(text)) or psutil.Process(int(text)).status() == "zombie"
+    assert bench.run("late", [sys.executable, "-c", ""], 600) == ("", "not run: no time was left")
+    bench.add("speed", "a | b", problem)
+    bench.add("versions", "torch", "2.13")
+    bench.add("speed", "a | b", "done", [*gpu.WINDLASS, "train", tmp_path / "work" / "x"])
+    rows = (tmp_path / "gpu.md").read_text().splitlines()[2:]
+    assert rows == [
+        "| versions | torch | 2.13 |  |",
+        "| speed | a \\| b | done | `windlass train x` |",
+    ]
+    files = {"gpu.md", "logs.tgz", "rows.json", "session.log", "work"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
+def test_the_profile_of_three_steps(gpu, tmp_path):
+    (tmp_path / "work").mkdir()
+    bench = gpu.Bench(tmp_path, tmp_path / "work")
+    gpu.profile(bench, ["eager"])
+    assert "Self CPU time total: " in bench.rows[0][2], bench.rows
+    assert "aten::mm" in (tmp_path / "profile-eager.txt").read_text()
+    assert not list((tmp_path / "work").glob("runs/*/checkpoints"))

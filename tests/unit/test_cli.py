@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pwd
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -302,6 +304,24 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
         write_first_recipe(tmp_path / "tune.toml", model=str(tmp_path / "small"))
         assert Recipe.load(tmp_path / "tune.toml").model.context == context
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
+    assert "`windlass train 'sp ace.toml'`" in windlass("init", "sp ace.toml", cwd=tmp_path).stdout
+    assert "`windlass train 'sp ace.toml'`" in (tmp_path / "sp ace.toml").read_text()
+
+
+def test_an_interrupted_verb_says_so_on_a_line_of_its_own(monkeypatch, capsys):
+    def prepare(recipe: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("windlass.cli.recipes.prepare", prepare)
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", "quickstart"])
+    assert end.value.code == 130 and capsys.readouterr().err == "\nwindlass: interrupted\n"
+
+
+def test_scale_takes_a_setting_as_sweep_does(tmp_path):
+    for verb in (("sweep", "quickstart", "run.seed=1,2"), ("scale", "quickstart", "--worlds=1,2")):
+        stderr = windlass(*verb, "--set", "train.steps=often", code=2, cwd=tmp_path).stderr
+        assert "train.steps" in stderr and "often" in stderr
 
 
 def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path) -> None:
@@ -392,3 +412,46 @@ def test_a_sample_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("sys.stdout", stream)
         models._write("a\x1b[2J\x07b")
         assert stream.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "")],
+)
+def test_the_command_line_has_threads_wait_a_short_while_unless_told_otherwise(given, expected):
+    code = "import os; from windlass.cli import main\ntry: main(['--version'])\n"
+    code += "finally: print(os.environ.get('GOMP_SPINCOUNT', ''))"
+    ours = ("GOMP_", "OMP_WAIT")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(ours)} | given
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split("\n")[1] == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "quickstart", f"run.name={'x' * 300}"),
+        ("train", "quickstart", f"data.source={'x' * 300}"),
+        ("eval", "x" * 300),
+        ("train", "quickstart", "run.dir=x\udcff"),
+        ("train", "quickstart", "data.source=odd"),
+    ],
+)
+def test_a_name_that_no_path_can_have_is_one_message(tmp_path, words):
+    """More than 255 bytes, or bytes that are not UTF-8, also of a file in a directory."""
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "\udcfe.txt").write_text("text")
+    done = windlass(*words, code=2, cwd=tmp_path)
+    assert "Traceback" not in done.stderr and done.stderr.startswith("windlass: ")
+    assert any(remedy in done.stderr for remedy in ("rename", "another path", "a shorter one"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_user_without_an_account_gets_one_message(monkeypatch, capsys):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError("uid not found")))
+    with pytest.raises(SystemExit) as end:
+        main(["submit", "quickstart", "--scheduler", "slurm", "--dry-run"])
+    shown = capsys.readouterr().err
+    assert end.value.code == 2 and len(shown.splitlines()) == 1 and "set HOME" in shown

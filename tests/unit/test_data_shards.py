@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from helpers import refused
 from windlass.data import shards
+from windlass.data.facts import describe, warnings
 from windlass.data.prepare import open_data
 from windlass.data.samples import DocumentSamples, PackedSamples, split_documents, split_stream
 from windlass.data.shards import Index, Range, ShardWriter, Split, Stream, cut_shards
@@ -197,15 +198,19 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     assert open_data(recipe).fingerprint == first.fingerprint
 
 
-def test_a_source_that_changed_is_noted(prepared, tmp_path, capsys):
+def test_a_source_that_changed_is_noted(prepared, tmp_path, monkeypatch):
     recipe, data = prepared
     jsonl(tmp_path / "x.jsonl", documents(30, seed=8))
-    capsys.readouterr()
-    assert open_data(recipe).fingerprint == data.fingerprint
-    assert capsys.readouterr().err.count("has changed since it was prepared") == 1
+    stale = open_data(recipe)
+    assert stale.fingerprint == data.fingerprint
+    facts = describe(stale)  # of the ledger
+    assert warnings(facts) == facts["changed"] and len(facts["changed"]) == 1
+    assert "x.jsonl has changed since it was prepared" in facts["changed"][0]
+    monkeypatch.setenv("RANK", "1")  # rank 0 says it for all
+    assert "changed" not in describe(open_data(recipe))
+    monkeypatch.delenv("RANK")
     (tmp_path / "x.jsonl").unlink()
-    open_data(recipe)
-    assert capsys.readouterr().err == ""
+    assert "changed" not in describe(open_data(recipe))
 
 
 def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):

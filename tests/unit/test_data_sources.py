@@ -105,6 +105,19 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
             read(str(tmp_path / "x.parquet"), text_key=key)
 
 
+def test_files_that_a_directory_leaves_out_are_named(tmp_path):
+    (tmp_path / ".git").mkdir()
+    for name in ("a.txt", "README.md", "b.md", "notes", ".git/config", ".hidden"):
+        (tmp_path / name).write_text("text " * 9)
+    said = []
+    open_corpus(DataSettings(), str(tmp_path), notify=said.append)
+    assert said == [f"{tmp_path}: 1 file: a.txt; not read: 2 .md, 1 without ending"]
+    (tmp_path / "a.txt").unlink()
+    with refused("not read: 2 .md, 1 without ending", f"'{tmp_path}/**/*.md'"):
+        read(str(tmp_path))
+    assert len(read(f"{tmp_path}/**/*.md")) == 2
+
+
 def test_there_is_no_such_source(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.bin").write_bytes(b"12")

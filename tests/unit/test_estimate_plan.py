@@ -10,7 +10,8 @@ from estimate_fixtures import write_run
 
 import hf_fixtures
 from helpers import write_corpus
-from windlass.data.prepare import prepare
+from windlass.data.loader import Loader
+from windlass.data.prepare import open_samples, prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.devices import GIB, find_device
@@ -19,7 +20,7 @@ from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import assemble, plan
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import Speed
-from windlass.model.size import count
+from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
 from windlass.telemetry.timing import peak_flops
 
@@ -159,6 +160,8 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
     assert small.size.parameters == whole.size.parameters and not small.unknown.get("activations")
     weights, less = (result.memory[0].memory for result in (whole, small))
     assert less.parameters < weights.parameters and less.activations > 0
+    note = f"{whole.size.parameters - whole.size.trained:,} frozen weights in fp32"
+    assert note in repr(whole) and note not in repr(small)
     recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         recipe.check_packages()
@@ -212,6 +215,48 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
     result = plan("quickstart", own, device="A100-80GB")
     assert result.unknown == {} and result.steps > 0 and result.seconds > 0 and result.memory
     assert result.epochs == pytest.approx(2, abs=0.5) and not result.taken_as_full
+
+
+@pytest.mark.parametrize("buckets", [True, False])
+def test_ragged_rows_cost_what_training_computes(tmp_path, buckets):
+    """A micro-batch is as wide as its longest conversation, not as the context."""
+    asked, lines = {"role": "user", "content": "x"}, list[str]()
+    for number in range(64):
+        answer = {"role": "assistant", "content": "yes " * (1 + number * 7 % 20)}
+        lines.append(json.dumps({"messages": [asked, answer]}))
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    own = ["data.format=chat", "data.source=chat.jsonl", "data.tokenizer=char", "model.context=256"]
+    own += ["train.global_batch=8", "train.micro_batch=2", "train.steps=1 epoch"]
+    recipe = Recipe.load("quickstart", [*own, f"data.length_buckets={buckets}".lower()])
+    rows, _ = open_samples(recipe, prepare(recipe))
+    result = plan(recipe, device="A100-80GB")
+    steps, computed, flops = len(rows) // 8, 0, 0
+    batch = recipe.batch(1)
+    with Loader(rows, batch, 0, recipe.run.seed, length_buckets=buckets) as loader:
+        for _ in range(steps):
+            for micro in next(loader).micro:
+                size, width = micro.batch.tokens.shape
+                computed += size * width
+                flops += size * width * flops_per_token(recipe.model, result.size.vocab, width)
+    assert result.padded_tokens_per_step == pytest.approx(computed / steps)
+    assert result.flops / result.steps == pytest.approx(flops / steps, rel=0.02)
+    places = result.tokens_per_step / result.padded_tokens_per_step
+    assert f"{100 * places:.0f} % of the places are tokens" in result.speed.detail
+
+
+def test_checkpoints_at_epochs_are_not_forgotten_before_the_data_is_known():
+    result = plan("gpt2-124m", device="A100-80GB", world=8)
+    assert result.checkpoints is None and "epochs" in result.unknown["checkpoints"]
+    assert "unknown, because some are written at epochs" in repr(result)
+    assert plan("gpt2-124m", ["checkpoint.keep_every=0"], device="A100-80GB", world=8).checkpoints
+
+
+def test_a_preset_of_studies_is_planned_as_its_recipe(call):
+    shown = call("plan", "c4-30m-grid", "--device", "A100-80GB")[0]
+    assert shown.startswith("# a study of this recipe: windlass sweep c4-30m-grid")
+    assert "2 ranks on NVIDIA A100" in shown, "as its cells have"
+    one = json.loads(call("plan", "c4-30m-grid", "--world", "1", "--json")[0])
+    assert (one["world"], one["recipe"]) == (1, "c4-30m")
 
 
 def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():

@@ -174,12 +174,17 @@ def test_published_runs_that_the_fit_did_not_see(benchmark):
     # with the largest micro-batch that ran, no run of the tables is refused
     tables = [run for run in runs if run.source.startswith("mosaicml")]
     assert all(run.predicted_gb * 1e9 <= run.device.memory_bytes for run in tables)
-    assert {family: rows for family, (rows, *_) in constants().ranges.items()} == {
-        "A100": 149, "H100": 80, "H200": 2, "RTX-4090": 1
+
+
+def test_the_range_of_a_plan_is_of_projects_that_the_fit_did_not_see(benchmark):
+    """nanoGPT's two rows on A100 are off by more than half, and LLM Foundry's 139 do not hide it."""
+    own, stored = benchmark.ranges(), constants().ranges
+    assert {family: row[:2] for family, row in stored.items()} == {
+        "A100": (149, 6), "H100": (80, 3), "H200": (2, 1), "RTX-4090": (1, 1)
     }  # fmt: skip
-    for family, (_, low, high) in constants().ranges.items():
-        own = errors(r.error() for r in runs if r.family == family and r.id not in FAILURES)
-        assert (own.low, own.high) == pytest.approx((low, high), abs=6e-4)
+    for family, row in own.items():
+        assert row[2:] == pytest.approx(stored[family][2:], abs=6e-4)
+    assert stored["A100"][3] > 0.5
 
 
 def test_the_rows_of_the_package_are_those_of_their_source(data_files):

@@ -161,7 +161,7 @@ def test_predicted_speed():
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail
-    assert 0.8 < one.range[0] < 1 < one.range[1] < 1.2
+    assert one.range[0] < 0.65 and one.range[1] > 1.2
     # padding is computed, too
     assert speed(tokens_per_sample=256.0)[0].tokens_per_s == pytest.approx(one.tokens_per_s / 4)
     assert "A100-SXM4-80GB, compiled" in one.detail  # `train.compile = "auto"`

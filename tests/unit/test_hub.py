@@ -176,3 +176,13 @@ def test_behind_a_proxy_the_hub_is_not_probed(name: str, undecided: pytest.Monke
     undecided.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
     hub.prepare()
     assert os.environ.get("HF_HUB_OFFLINE", "0") == "0"
+
+
+def test_an_index_of_weights_names_files_of_its_own_directory(tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert hub.weight_files(tmp_path) == ["model-1.safetensors"]
+    for name in ("../other/model.safetensors", "/etc/model.safetensors", 3):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with refused("is not an index of safetensors files"):
+            hub.weight_files(tmp_path)

@@ -3,18 +3,23 @@
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
+from functools import partial
 
 import pytest
 
 from helpers import command, programs, refused, windlass
+from windlass.cli import main
+from windlass.launch import allocation
 from windlass.launch.allocation import (
     Allocation,
     free_port,
     has_openmpi,
     job_variables,
     launch_command,
+    launch_in_job,
     load_job,
     outcome,
     read_allocation,
@@ -142,10 +147,49 @@ def test_how_the_ranks_ended(tmp_path):
         assert outcome(1, tmp_path) == code
 
 
-def test_a_launcher_that_waits_for_a_lost_host_is_ended(tmp_path):
-    (tmp_path / "failure-0.json").touch()
-    child = subprocess.Popen(["sleep", "60"])
-    assert wait_for_ranks(child, tmp_path, seconds=0.1) == -9
+@pytest.mark.parametrize(
+    ("report", "code", "ended"),
+    [("failure-0.json", "", True), ("code-n1-7", "1", True), ("code-n1-7", "75", False)],
+)
+def test_a_launcher_that_waits_for_ranks_after_a_failure_is_ended(tmp_path, report, code, ended):
+    """Ranks that have stopped or finished are no failure, however long the others work."""
+    (tmp_path / report).write_text(code)
+    child = subprocess.Popen(["sleep", "60" if ended else "3"])
+    assert wait_for_ranks(child, tmp_path, seconds=0.1) == (-9 if ended else 0)
+
+
+@pytest.mark.parametrize(
+    ("end", "left_out"),
+    [
+        ("exit 137", ""),  # a rank was killed, for example for its memory, and the host is well
+        ("exit 1", ""),  # the same under torchrun
+        ("exec sleep 60", "b"),  # no answer from the host
+    ],
+)
+def test_a_host_is_left_out_only_if_the_launcher_waits_in_vain(
+    tmp_path, monkeypatch, end, left_out
+):
+    report = """touch $WINDLASS_REPORTS/host-a
+echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
+"""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(allocation, "wait_for_ranks", partial(wait_for_ranks, seconds=0.1))
+    monkeypatch.setenv("WINDLASS_JOB_DIR", str(tmp_path))
+    monkeypatch.setenv("WINDLASS_LOST_HOSTS", str(tmp_path / "lost"))
+    two, messages = Allocation("slurm", "7", ("a", "b"), (1, 1)), list[str]()
+    assert launch_in_job(two, ["bash", "-c", report + end], messages.append) == 69
+    assert "lost b: no rank there" in messages[0]
+    named = [path.read_text() for path in tmp_path.glob("lost")]
+    assert named == ([left_out] if left_out else [])
+
+
+def test_a_rank_that_ends_with_a_traceback_reports_its_code(tmp_path, monkeypatch):
+    """Else srun would wait for the ranks that wait for it."""
+    monkeypatch.setenv("WINDLASS_REPORTS", str(tmp_path))
+    monkeypatch.setattr("windlass.cli._run", lambda arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["env"])
+    assert [path.read_text() for path in tmp_path.glob("code-*")] == ["1"]
 
 
 def test_the_tables_of_launch(tmp_path, monkeypatch):

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, wait_for, windlass, write_ledger
+from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
-from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import (
     Resources,
     cancel,
@@ -28,9 +28,11 @@ from windlass.launch.submit import (
     queued,
     read_site,
     submit_run,
+    watch,
 )
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
+from windlass.run import Run
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
@@ -114,6 +116,20 @@ def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
     assert "-N a_run" in header(render(spaced, site, "pbs"))
 
 
+def test_a_name_that_is_not_plain_is_quoted_or_rejected(tmp_path):
+    """SLURM replaces `%j` in the path of a log, and PBS splits a path at its colon."""
+    odd = Job('a "5%j" #1', ["train"], tmp_path, tmp_path / 'a "5%j" #1')
+    lines = header(render(odd, Site(), "slurm"))
+    assert f'--output="{tmp_path}/a \\"5%%j\\" #1/%x_%j.out"' in lines
+    assert "--job-name=a__5_j___1" in lines
+    script = render(odd, Site(), "pbs")
+    assert f'-o "{tmp_path}/a \\"5%j\\" #1/"' in header(script)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for scheduler, name in (("slurm", "a\nb"), ("slurm", "a\\b"), ("pbs", "a\nb"), ("pbs", "a:b")):
+        with refused(repr(str(tmp_path / name)), "rename"):
+            render(Job("x", ["train"], tmp_path, tmp_path / name), Site(), scheduler)
+
+
 def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
     """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory
     replaces ours.
@@ -194,7 +210,55 @@ def test_only_the_time_limit_puts_a_stopped_job_back(run_script, tmp_path, numbe
     text = (tmp_path / "queued").read_text() if queued else ""
     assert (tmp_path / "queued").exists() == bool(queued)
     assert text.count("depend=afterany:7.server") == queued and "\n#PBS -J" not in text
-    assert not list((tmp_path / "logs").glob(".open*"))
+    left = [path.name for path in (tmp_path / "logs").glob(".open*")]
+    assert left == [".open-run.idle"] * queued, "it saved no checkpoint"
+
+
+TRAINS = "trap 'SAVED; exit 75' TERM; touch up; while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_two_starts_without_a_checkpoint_end_the_chain(run_script, tmp_path, saves):
+    """A start that is too slow for its time limit would never come further."""
+    body = TRAINS.replace("SAVED", 'echo 120 >"$WINDLASS_SAVED"' if saves else ":")
+    for start in (1, 2):
+        (tmp_path / "up").unlink(missing_ok=True)
+        process = run_script(body)
+        os.kill(process.pid, signal.SIGUSR1)
+        last = start == 2 and not saves
+        assert process.wait(20) == (1 if last else 75)
+    assert (tmp_path / "queued").read_text().count("afterany:7.server") == (2 if saves else 1)
+    log = (tmp_path / "logs" / "run_7.out").read_text()
+    assert ("checkpoint.every" in log) == (not saves)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_a_slow_save_is_signalled_earlier(tmp_path, scheduler, monkeypatch):
+    """The training measures its saves, and the script counts the time to the limit of 10 minutes."""
+    monkeypatch.setenv("WINDLASS_SAVED", str(tmp_path / "saved"))
+    monkeypatch.setenv("WINDLASS_LIMIT", "600")
+    expected = [(10, 120), (100, 230), (1000, 300)]  # at most half of the limit
+    for seconds, lead in expected:
+        report_saved(seconds)
+        assert int((tmp_path / "saved").read_text()) == lead and job_grace() == lead - 10
+    programs(
+        tmp_path / "tools", monkeypatch, scontrol="exit 0", squeue="", qsub="", qrerun="exit 0"
+    )
+    slow = f'echo 118 >"$WINDLASS_SAVED"; {SAVES}'  # of 120 seconds
+    job = job_of(tmp_path, "bash", "-c", slow, time="00:02:00", lead=60)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    assert run_job(job, scheduler, **ids).wait(30) == 75 and (tmp_path / "saved").exists()
+
+
+def test_a_run_with_slow_saves_asks_for_an_earlier_signal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    event = {"kind": "event", "event": "checkpoint", "write_s": 200.0, "blocked_s": 1.0}
+    write_ledger(Run(tmp_path / "run"), event)
+    options = header(script_of(recipe, Site(), time="01:00:00"))
+    assert "--signal=B:USR1@432" in options
+    with refused("--time 00:08:00", "201 s", "00:14:00"):
+        script_of(recipe, Site(), time="00:08:00")
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -209,7 +273,8 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     assert words[0] == "-a" and words[2:] == ["-v", "WINDLASS_TASK=3"]
     assert 0 < datetime.strptime(words[1], "%Y%m%d%H%M.%S").timestamp() - time.time() < 120
     assert not [line for line in script if line.startswith("#PBS -J")]
-    assert read_json(tmp_path / "logs" / "job-3.json") == {"scheduler": "pbs", "job": "8.server"}
+    followed = {"scheduler": "pbs", "job": "8.server", "array": [3]}
+    assert read_json(tmp_path / "logs" / "job-3.json") == followed
     assert not (tmp_path / "logs" / "job.json").exists()
     assert (tmp_path / "logs" / "run_7[3].out").exists()
 
@@ -242,7 +307,7 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
         counts = text.count("rerun 7.server"), text.count("afterany:7.server")
         assert counts == ((times, 0) if operator else (0, times))
         # --watch and --cancel find the job that follows
-        followed = {} if operator else {"scheduler": "pbs", "job": "8.server"}
+        followed = {} if operator else {"scheduler": "pbs", "job": "8.server", "array": []}
         assert read_json(tmp_path / "logs" / "job.json") == followed
     # after the job had ended, the count begins anew
     assert run_script("exit 69", **lost).wait(20) == 69
@@ -326,6 +391,67 @@ def test_offline_trackers_are_synchronised(tmp_path, monkeypatch):
             assert ("WANDB_MODE=online" in text and "--to wandb" in text) == (mode == "offline")
             assert ("--to mlflow" in text) == (mode == "online") and "--to tensorboard" not in text
             assert ('--only "$task" --to' in text) == ("#SBATCH --array" in text)
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+def test_the_last_commands_hold_one_host_and_end_before_the_limit(tmp_path, monkeypatch, scheduler):
+    """A synchronisation that hangs would hold the allocation, and past the limit lose the run's code."""
+    write = f'echo "$@" >>{tmp_path}/called'
+    tools = {"scontrol": f"{write}; exit 1", "pbs_release_nodes": f"{write}; exit 1"}
+    timeout = f'echo "$@" >>{tmp_path}/called; shift; "$@"'
+    programs(tmp_path / "tools", monkeypatch, timeout=timeout, **tools)
+    ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
+    after = [["touch", str(tmp_path / "after")]]
+    for nodes, limit in ((1, ""), (2, ""), (2, "00:05:00"), (2, "00:00:10")):
+        job = job_of(tmp_path, "true", after=after, nodes=nodes, time=limit, lead=1)
+        assert run_job(job, scheduler, **ids).wait(20) == 0
+    release = "update JobId=9 NumNodes=1" if scheduler == "slurm" else "-a"
+    called = (tmp_path / "called").read_text().splitlines()
+    assert [line.split(" touch ")[0] for line in called[:4]] == ["600", release, "600", release]
+    assert 280 <= int(called[4].split()[0]) <= 290 and called[5:] == [release]
+
+
+@pytest.mark.parametrize("of_study", [False, True])
+def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
+    """`srun` and `apptainer` write down their arguments: the launcher's own options, then the
+    image, for the check and the training; a cell of a study is wrapped as well.
+    """
+    monkeypatch.chdir(tmp_path)
+    record = f'echo "$(basename "$0") $@" >>{tmp_path}/called'
+    srun = f'{record}; while [ "${{1#-}}" != "$1" ]; do shift; done; exec "$@"'
+    tools = {"srun": srun, "apptainer": record, "sbatch": "echo 7", "squeue": ""}
+    programs(tmp_path / "tools", monkeypatch, **tools)
+    program = "apptainer exec --nv '/my images/w.sif' windlass"
+    site = Site(launcher="srun --container-image=w.sqsh", program=program)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    how = {"site": site, "asked": Resources(nodes=2, min_busbw=1)}
+    if of_study:
+        study = Study.create(recipe, ["run.seed=1", "parallel.world=2"], tmp_path / "study")
+        (done,) = submit_study(study, **how)
+    else:
+        done = submit_run(recipe, **how)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_TASK_ID": "0"}
+    script = ["bash", str(done.directory / "submit.sh")]
+    assert subprocess.run(script, env=os.environ | job, check=False).returncode == 0
+    check, inner, *train = (tmp_path / "called").read_text().splitlines()
+    image = "apptainer exec --nv /my images/w.sif windlass"
+    launched = "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0"
+    assert inner.startswith(f"{image} check ")
+    assert check == f"{launched} --container-image=w.sqsh {inner}" or of_study
+    if of_study:
+        assert train == [f"{image} sweep {tmp_path}/study --only 0"]
+    else:
+        words = f"{image} train {tmp_path}/run/submit.toml"
+        assert train == [f"{launched} --container-image=w.sqsh {words}", words]
+
+
+def test_a_job_that_would_tokenize_is_announced(submitted, tmp_path):
+    write_corpus(tmp_path / "corpus.txt", words=200)
+    words = ["quickstart", "data.source=corpus.txt", "run.dir=run"]
+    said = submitted(tmp_path, *words, "--dry-run").stderr
+    assert f"{tmp_path}/data/" in said and "windlass prepare" in said
+    windlass("prepare", *words, cwd=tmp_path)
+    assert submitted(tmp_path, *words, "--dry-run").stderr == ""
 
 
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
@@ -427,14 +553,13 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
     recipe = trained_recipe(script)
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
-    assert recipe.run_dir == tmp_path / "run" and recipe.checkpoint.grace_seconds == 110
+    assert recipe.run_dir == tmp_path / "run"
     # what a job writes beside it does not keep a run from beginning
     for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
     assert not resolve_start(recipe).resuming
-    submitted(tmp_path, "mine.toml", "run.dir=run", "checkpoint.grace_seconds=60")
-    recipe = trained_recipe(script)
-    assert (recipe.optim.lr, recipe.checkpoint.grace_seconds) == (0.9, 60)
+    submitted(tmp_path, "mine.toml", "run.dir=run")
+    assert trained_recipe(script).optim.lr == 0.9
 
 
 def test_a_directory_with_a_presets_name_is_not_a_recipe_in_a_job_either(
@@ -613,18 +738,64 @@ def test_cancel_of_an_array_on_pbs_and_of_the_jobs_that_follow(tmp_path, monkeyp
     ]
 
 
-@pytest.mark.parametrize("state", ["begun", "over"])
-def test_a_second_submission_does_not_lose_the_first_job(tmp_path, monkeypatch, state):
+BEGUN = r"""#!/bin/bash
+head='Job id            Name             User              Time Use S Queue
+----------------  ---------------- ----------------  -------- - -----'
+case "$*" in
+  "8[].server") printf '%s\n' "$head" '8[].server        study            me                       0 B gpu';;
+  "-t 8[].server") printf '%s\n' "$head" '8[].server        study            me                       0 B gpu' \
+    '8[0].server       study            me                00:10:00 X gpu' \
+    '8[1].server       study            me                00:10:00 R gpu' \
+    '8[2].server       study            me                       0 Q gpu';;
+  9.server) printf '%s\n' "$head" '9.server          study            me                00:01:00 H gpu';;
+  *) echo "qstat: $1 Job has finished, use -x or -H to obtain historical job information" >&2; exit 35;;
+esac
+"""
+
+
+def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatch):
+    """Of an array that has begun, task 0 continues in job 9, 1 runs, 2 waits, 3 and 4 are over."""
     monkeypatch.chdir(tmp_path)
-    first = QSTAT if state == "begun" else "echo Unknown Job Id >&2; exit 153"
     qsub = QSUB.replace("QUEUED", f"{tmp_path}/queued")
-    programs(tmp_path / "tools", monkeypatch, qstat=first, qsub=qsub)
-    study = Study.create(Recipe.load("quickstart"), ["run.seed=1,2"], tmp_path / "study")
-    (study.path / "job.json").write_text('{"scheduler": "pbs", "job": "7[].server"}')
-    [submitted] = submit_study(study, scheduler="pbs", site=Site(gpus_per_node=1))
-    assert submitted.job == "8[].server" == read_json(study.path / "job.json")["job"]
-    others = [read_json(path)["job"] for path in study.path.glob("job-*.json")]
-    assert others == (["7[].server"] if state == "begun" else [])
+    programs(tmp_path / "tools", monkeypatch, qstat=BEGUN, qsub=qsub)
+    recipe, path, messages = Recipe.load("quickstart"), tmp_path / "study", list[str]()
+    how = {"scheduler": "pbs", "site": Site(gpus_per_node=1), "notify": messages.append}
+    submit_study(Study.create(recipe, ["run.seed=1,2,3,4,5"], path), **how)
+    [script] = path.rglob("submit.sh")
+    first, marks = script.read_text(), [script.with_name(f".open-{task}") for task in (0, 1)]
+    [mark.write_text("0") for mark in marks]
+    followed = {"scheduler": "pbs", "job": "9.server", "array": [0]}
+    script.with_name("job-0.json").write_text(json.dumps(followed))
+    study = Study.create(recipe, ["run.seed=6,7"], path)
+    study.set_status(study.cells[3], "failed", "bad input")
+    [second] = submit_study(study, **how)
+    assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
+    assert script.read_text() == first and all(mark.exists() for mark in marks)
+    said = "\n".join(messages)
+    assert "cell 0 is in job 9.server (held)" in said and "cell 3 failed" in said
+    assert "cell 1, 2 is in job 8[].server (begun)" in said
+    assert queued(path) == ("8[].server", "begun")
+    with refused("no qstat", "login node"):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        cancel(path)
+
+
+def test_watch_shows_the_logs_of_a_studys_last_jobs(tmp_path, monkeypatch):
+    once = f"[ -e {tmp_path}/asked ] && exit 35; touch {tmp_path}/asked; {{}}"
+    row = "echo '9.server study me 0 R gpu'"
+    over = "echo Job has finished >&2"
+    qstat = f"[ $1 = 9.server ] || {{ {over}; exit 35; }}\n{once.format(row)}"
+    programs(tmp_path / "tools", monkeypatch, qstat=qstat.replace("&& exit", f"&& {over} && exit"))
+    monkeypatch.setattr("windlass.launch.submit.WATCH_SECONDS", 0)
+    for number, job in ((1, "8.server"), (2, "9.server")):
+        folder = tmp_path / "study" / "jobs" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "submit.sh").touch()
+        (folder / "study_1.out").write_text(f"log {number}\n")
+        (folder / "job.json").write_text(json.dumps({"scheduler": "pbs", "job": job}))
+    shown = list[str]()
+    watch(tmp_path / "study", shown.append)
+    assert shown == ["[9.server: running]", "log 2"]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def test_submit_state_and_cancel_on_lsf(lsf, tmp_path, monkeypatch):
     how = {"scheduler": "lsf", "site": Site(), "asked": Resources(gpus_per_node=1)}
     job = submit_run(recipe, **how).job
     run = tmp_path / "run"
-    assert job == "101" and read_json(run / "job.json") == {"scheduler": "lsf", "job": "101"}
+    known = {"scheduler": "lsf", "job": "101", "array": []}
+    assert job == "101" and read_json(run / "job.json") == known
     assert queued(run) == ("101", "pending")
     (lsf / "101").write_text("1 DONE\n2 RUN\n3 PEND\n")
     assert queued(run) == ("101", "running")

@@ -115,7 +115,7 @@ def test_ranks_cannot_divide_matrices_that_an_optimizer_needs_whole() -> None:
 
 def test_a_missing_library_is_one_message_before_anything_starts(monkeypatch, corpus, tmp_path):
     monkeypatch.setattr(errors, "installed", lambda package: package != "pytorch_optimizer")
-    with refused('optim.kind = "pytorch_optimizer.SOAP"', "pip install 'windlass-lm[optim]'"):
+    with refused('optim.kind = "pytorch_optimizer.SOAP"', "pip install pytorch_optimizer"):
         train(tiny_recipe(corpus, tmp_path / "run", optim__kind="pytorch_optimizer.SOAP"))
     assert not (tmp_path / "run").exists()
 

@@ -3,10 +3,11 @@ import socket
 from dataclasses import replace
 
 import pytest
+import torch
 
 from helpers import refused
 from windlass.errors import UserError
-from windlass.parallel.dist import by_hosts, listen_at
+from windlass.parallel.dist import by_hosts, choose_device, listen_at
 from windlass.parallel.env import DistEnv, detect_env, interface_to
 
 
@@ -177,6 +178,19 @@ def test_numbers_by_hosts_with_unequal_numbers_of_ranks():
     assert {env.nodes for env in envs} == {3}
 
 
+def test_ranks_by_hand_on_two_hosts_take_the_gpus_of_their_host(monkeypatch):
+    """RANK and WORLD_SIZE alone say nothing of hosts."""
+    devices = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    hosts = ["a", "b"] * 4
+    for rank in range(8):
+        env = detect_env(BY_HAND | {"RANK": str(rank), "WORLD_SIZE": "8"})
+        choose_device("auto", by_hosts(env, hosts))
+    assert [device.index for device in devices] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         env = DistEnv(0, 2, addr="127.0.0.1", port=taken.getsockname()[1])
@@ -185,5 +199,7 @@ def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input()
     with socket.socket(fileno=listen_at(env)) as listening:
         assert listening.getsockname() == ("127.0.0.1", env.port)
     assert listen_at(replace(env, nodes=2)) is None, "other hosts cannot reach a loopback address"
+    by_hand = replace(env, launcher="environment", addr="127.0.1.1")  # a Debian host's own name
+    assert listen_at(by_hand) is None, "other hosts may have to reach it"
     assert listen_at(replace(env, addr="192.0.2.1")) is None, "an address of another machine"
     assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""

@@ -17,7 +17,7 @@ from windlass.parallel.env import DistEnv
 from windlass.preflight import check as preflight
 from windlass.preflight import findings
 from windlass.preflight.bandwidth import bus_bandwidth
-from windlass.preflight.check import Check, probe_disks, services, slowest
+from windlass.preflight.check import PROBE_BYTES, Check, probe_disks, services, slowest
 from windlass.preflight.findings import Finding, findings_of
 from windlass.recipe import Recipe
 
@@ -189,6 +189,19 @@ def test_ranks_that_do_not_meet_measure_nothing(tmp_path):
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = ("check", "quickstart", "parallel.startup_timeout_seconds=1", "--min-busbw", "1")
     assert "waited 1 s for rank 1" in windlass(*words, cwd=tmp_path, env=env, code=44).stderr
+
+
+def test_one_rank_of_each_host_measures_the_disk(tmp_path, monkeypatch):
+    recipe = Recipe.load("quickstart", [f"run.dir={tmp_path}", f"data.dir={tmp_path}"])
+    written = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: written.append(os.fstat(file).st_size))
+    disks = list[dict]()
+    for local_rank in range(3):
+        ranks = Ranks(DistEnv(local_rank=local_rank), torch.device("cpu"))
+        disks.append(probe_disks(ranks, recipe)["run directory"])
+    assert written == [PROBE_BYTES] * 2, "rank 0, in both directories"
+    found = findings.disk("run directory", [("a", disk) for disk in disks], 1)
+    assert f"{disks[0]['write_mb_s']:,.0f} MB/s" in found.text and disks[0]["shared"]
 
 
 def test_two_checks_of_one_directory_do_not_meet(tmp_path, monkeypatch):

@@ -2,14 +2,19 @@
 readable.
 """
 
+import errno
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from helpers import gone, wait_for
+from helpers import TINY, gone, overrides, wait_for, write_corpus
+from windlass import processes
+from windlass.fileio import read_json
 from windlass.processes import REPORTS, first_to_show, nvml_handle, visible_gpus
 
 STEPS = """
@@ -151,3 +156,41 @@ def test_a_device_without_a_uuid_is_not_taken_for_another_one() -> None:
     with pytest.raises(StopIteration):
         nvml_handle(nvml(FOUR), "")
     assert nvml_handle(nvml(FOUR, ["MIG-cccc"]), "cccc") == "MIG-cccc"
+
+
+def test_a_full_disk_ends_no_rank_and_its_reason_is_told(tmp_path, monkeypatch) -> None:
+    """As with a full TMPDIR: no file grows, and none is made."""
+    status = processes.RankStatus(0, str(tmp_path))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        patch.setattr(Path, "write_text", full)
+        status.mark(3, "forward")
+        status.write(status.failure("no space left for the checkpoint"))
+    assert read_json(tmp_path / "failure-0.json")["error"] == "no space left for the checkpoint"
+    monkeypatch.setattr(os, "open", full)
+    processes.RankStatus(1, str(tmp_path)).mark(1, "start")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_process_imports_files_of_the_working_directory(tmp_path, world):
+    """The cells of a sweep, their ranks and exporters, among namesakes of all of Python's modules;
+    cells of one rank are forked.
+    """
+    for name in sys.stdlib_module_names:
+        trap = f"open('imported', 'a').write('{name} ')\nraise ImportError('{name} of the user')\n"
+        (tmp_path / f"{name}.py").write_text(trap)
+    settings = TINY | {"train.steps": 2, "telemetry.trackers": ["tensorboard"]}
+    settings |= {"data.source": str(write_corpus(tmp_path / "corpus.txt")), "data.dir": "data"}
+    words = [Path(sys.executable).with_name("windlass"), "sweep", "quickstart", "--dir", "study"]
+    words += ["run.seed=1,2" if world == 1 else "run.seed=1", "--world", str(world)]
+    words += [word for one in overrides(settings) for word in ("--set", one)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    imported = tmp_path / "imported"
+    assert done.returncode == 0 and not imported.exists(), done.stdout + done.stderr
+    (run, *_) = (tmp_path / "study" / "runs").glob("*/")
+    assert list(run.glob("tensorboard/events*")), (run / "trackers/tensorboard.log").read_text()
+    assert read_json(run / "environment.json")["command"][1:5] == ["-P", "-m", "windlass", "train"]

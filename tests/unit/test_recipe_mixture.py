@@ -1,11 +1,8 @@
 """The settings of a mixture: sections in a list, overridden by name, and checked together."""
 
-from pathlib import Path
-
 import pytest
 
 from helpers import refused
-from windlass.launch.submit import with_places
 from windlass.recipe import Recipe, typed
 from windlass.recipe.explain import explain
 
@@ -89,8 +86,10 @@ def test_keys_of_sections_are_explained(file):
     assert "the run (0.0 to 1.0)" in explain("data.stages.from")
 
 
-def test_a_job_elsewhere_gets_the_places_of_the_sources(file, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "web.txt").touch()
-    changed = with_places(Recipe.load(file), Path("/"))
-    assert [part.source for part in changed.data.mix] == [str(tmp_path / "web.txt"), "books.txt"]
+def test_sources_start_from_the_base_and_are_written_as_before(file, tmp_path, monkeypatch):
+    recipe = Recipe.load(file).replace({"run.base": str(tmp_path)})
+    monkeypatch.chdir("/")
+    changed = recipe.replace({"data.mix.books.source": "tmp/new.txt", "train.steps": 3})
+    sources = [part.source for part in changed.data.mix]
+    assert sources == [str(tmp_path / "web.txt"), "/tmp/new.txt"]
+    assert [part["source"] for part in changed.flat()["data.mix"]] == ["web.txt", "/tmp/new.txt"]

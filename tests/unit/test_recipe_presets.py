@@ -135,6 +135,7 @@ def test_cells_of_scaling_studies(name, wanted):
         check_optimizer(own)
         assert (own.eval.every, own.eval.suites) == ("1 epoch", ["loss"])
         assert own.checkpoint.best == "loss"
+        assert name == "bloom-squad-strategies" or own.parallel.strategy == "full_shard"
     assert [*dict.fromkeys(found)] == wanted
 
 

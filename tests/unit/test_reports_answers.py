@@ -22,7 +22,9 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert worked.remark == "2 starts, 1 kill"
     assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
     before = one.evals["loss"]["loss"][0]
-    assert f"{before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
+    assert (
+        f"loss {before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
+    )
     assert "hellaswag acc norm 0.3100 (0.2600 at step 0)" in good.remark
     assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
     assert "2 ranks" in fast.remark and "MFU" in fast.remark
@@ -52,7 +54,11 @@ def test_runs_that_did_not_end_well(tmp_path):
     add_lines(stopped, event("preempted", 100, 500, reason="SIGTERM", saved=True))
     worked, *_, wrong = answers([RunView(stopped)])
     assert worked.text == "Not yet: preempted after 100 of 100 steps" and worked.mark == "open"
-    assert (wrong.text, wrong.remark) == ("1 preemption", "step 100: SIGTERM")
+    assert (wrong.text, wrong.remark) == ("Nothing", ""), "everything is saved"
+    for kind in ("preempted", "stopped"):  # by SIGTERM, by Ctrl-C
+        add_lines(stopped, event(kind, 100, 501, reason="SIGTERM", saved=False))
+        wrong = answers([RunView(stopped)])[-1]
+    assert wrong.text == "2 unsaved stops" and wrong.remark == "step 100: SIGTERM"
     diverged = build_run(tmp_path / "diverged", steps=100)
     edit(diverged, lambda x: x | {"loss": 99.0} if x["kind"] == "train" and x["step"] > 50 else x)
     worked, *_, wrong = answers([RunView(diverged)])

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit
 
 from windlass.reports.answers import fast
-from windlass.reports.charts import looks, pattern, smoothed, thin
+from windlass.reports.charts import looks, pattern, smoothed
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.run_charts import charts
-from windlass.reports.tracks import Track
-from windlass.reports.view import RunView
+from windlass.reports.tracks import Track, thin
+from windlass.reports.view import RunView, views
 
 
 def described(*views):
@@ -160,3 +160,15 @@ def test_what_is_drawn_are_the_numbers_of_the_run(one):
     assert axes.get_legend_handles_labels()[1] == ["training", "validation", "resumed"]
     late = draw(described(one)["loss"], looks([one]), first_step=100).axes[0]
     assert all(min(line.get_xdata()) >= 100 for line in late.lines)
+
+
+def test_losses_that_spread_have_a_logarithmic_axis(tmp_path):
+    one, wild = build_run(tmp_path / "one", steps=100), build_run(tmp_path / "wild", steps=100)
+    (loss, *_), (plain, *_) = charts([RunView(one)]), charts(views([one, one]))
+    assert not loss.y.log and not plain.y.log
+    edit(wild, lambda x: x | {"loss": 90 / x["step"]} if x["kind"] == "train" else x)
+    (loss, *_) = charts(views([one, wild]))
+    assert loss.y.log
+    edit(wild, lambda x: x | {"loss": "NaN"} if x["kind"] == "train" else x)
+    (loss, *_) = charts(views([one, wild]))
+    assert not loss.y.log

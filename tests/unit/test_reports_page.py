@@ -6,6 +6,7 @@ import math
 import re
 import struct
 from html.parser import HTMLParser
+from urllib.parse import unquote
 
 import matplotlib
 import pytest
@@ -224,6 +225,7 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert [row["state"] for row in rows(tmp_path / "cells.csv")].count("finished") == 10
     assert len(rows(tmp_path / "seeds.csv")) == 6
     assert rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
+    assert "| Setting | Value |" in made.markdown.read_text(), "a column for all cells"
     parsed = Page(made.page.read_text())
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert command in parsed.texts["pre"]
@@ -233,7 +235,11 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert sorted(run["rank"] for run in data["runs"]) == list(range(11))
     assert {run["rank"] for run in data["runs"][4:8]} == {0, 1, 2, 3}
     assert "heat" in [a.get("class") for a in parsed.all("table")]
-    assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 2
+    assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 1
+    links = [a["href"] for a in parsed.all("a") if a.get("href", "").startswith("cells/")]
+    assert len(links) == len(study.views) == 11, "one has not begun"
+    for link, view in zip(links, study.views, strict=True):
+        assert f"<h1>{view.label}</h1>" in (tmp_path / unquote(link)).read_text()
     own = report(study.study, tmp_path / "own", plots=False)
     assert own.page.read_text() == made.page.read_text(), "of the object, not its directory"
 

@@ -92,6 +92,14 @@ def test_what_is_not_there_has_a_reason_and_is_never_empty(baseline):
     assert all(cell not in ("", "–") for row in (first, second) for cell in row.values())
 
 
+def test_a_reason_of_a_whole_column_is_a_note(baseline):
+    """In the CSV it stands in each row."""
+    filled = published(views([baseline[0], baseline[0]]))
+    assert "Eval Loss (Epoch 3)" not in filled.headings
+    assert "Eval Loss (Epoch 3): no evaluation at epoch 3." in filled.notes
+    assert filled.csv().count("no evaluation at epoch 3") == 2
+
+
 def test_one_training_of_the_gpt_fills_a_row_of_its_table(tmp_path):
     run = build_run(tmp_path / "gpt", "preset=gpt-squad", steps=100)
     edit(run, end)

@@ -139,3 +139,20 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
     axes = draw(loss, looks(seen.views)).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")
+
+
+def test_one_cell_is_the_best_for_headline_stars_page_and_api(tmp_path):
+    """Each number of layers has a best rate; the best of all cells is in the second group."""
+    axes = {"model.layers": (2, 4), "optim.lr": (1e-3, 1e-4)}
+    study = Study.create(Recipe.load("quickstart", ["train.steps=50"]), axes, tmp_path / "study")
+    for cell, loss in zip(study.cells, (3.2, 3.1, 2.9, 3.0), strict=True):
+        layers = f"model.layers={cell.assignment['model.layers']}"
+        run = build_run(study.run_of(cell).path, layers, steps=50, ranks=1, device="cpu")
+        edit(run, lambda x, own=loss: x | {"loss": own} if x["kind"] == "eval" else x)
+    seen = StudyView(study.path)
+    contents = Contents(seen.views, seen)
+    assert contents.head.answers[1].text == "Best validation loss 2.9000 nats per token"
+    assert contents.head.answers[1].remark.startswith("layers=4 lr=0.001")
+    assert [winner.rows for winner in contents.winners] == [[2], []]
+    assert page(contents).count('<tr class="winner"') == 1
+    assert study.best().path == study.run_of(study.cells[2]).path and contents.looks[2].rank == 0

@@ -86,11 +86,20 @@ def test_speed_is_work_divided_by_time(tmp_path):
     assert values["eval_samples_per_s"] == pytest.approx(250)
 
 
-def test_the_table_has_the_loss_of_each_evaluation_and_full_precision_in_csv(one, tmp_path):
-    rows = shown(one)
-    assert rows["Final validation loss, before training"] == "5.5100"
-    assert rows["Runtime"] == "4m 20s"
-    assert rows["Final validation loss, step 250"] == f"{loss_at(250, 1) + 0.06:.4f}"
+def test_a_table_for_people_has_each_number_once_and_csv_has_full_precision(one, tmp_path):
+    rows, brief = shown(one), dict(results(one, brief=True).texts())
+    assert rows["Final validation loss"] == rows["Best validation loss"]
+    assert brief["Final validation loss, also the best"] == rows["Best validation loss"]
+    left = {"Final validation loss", "Best validation loss", "Step of the best evaluation"}
+    assert not left & {*brief} and not [name for name in brief if ", epoch" in name]
+    assert [brief[name] for name in rows if name in brief] == [
+        rows[name] for name in rows if name in brief
+    ]
+    assert rows["Runtime"] == brief["Runtime"] == "4m 20s"
+    rises = build_run(tmp_path / "rises", steps=100)
+    last = {"kind": "eval", "suite": "loss", "step": 100}
+    edit(rises, lambda x: x | {"loss": 9.0} if last.items() <= x.items() else x)
+    assert left <= {*dict(results(RunView(rises), brief=True).texts())}
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
     assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])

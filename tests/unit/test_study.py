@@ -62,7 +62,8 @@ def test_the_command_of_a_cell_trains_into_its_directory(tmp_path):
     source, path = 'C:\\new "text", it\'s.txt', tmp_path / 'my "study", it\'s \\n [1]'
     study = Study.create(QUICKSTART, {"data.source": [source]}, path)
     words = train_command(study, study.cells[0])
-    trained = Recipe.load(words[4], words[5:])
+    source_words = words[words.index("train") + 1 :]
+    trained = Recipe.load(source_words[0], source_words[1:])
     assert trained.run_dir == study.run_of(study.cells[0]).path
     assert trained.data.source == source
 
@@ -105,6 +106,19 @@ def test_a_study_that_grows_has_the_same_seeds_everywhere(study, create, tmp_pat
     assert len(plain.groups()) == 2
 
 
+def test_the_best_run_and_a_table_of_the_cells(study, tmp_path):
+    with refused(str(study.path), "no cell has finished", "to_pandas()"):
+        study.best()
+    finish(study, 3.0, 2.0, 2.6, 2.7)
+    assert study.best().path == study.run_of(study.cells[1]).path
+    table = study.to_pandas()
+    assert list(table["optim.lr"]) == [0.01, 0.01, 0.001, 0.001]
+    assert list(table["best_loss"]) == [3.0, 2.0, 2.6, 2.7]
+    assert set(table["state"]) == {"finished"} and table.index.name == "cell"
+    with refused("no best cell", "seed"):
+        Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "seeds").best()
+
+
 def test_one_seed_is_not_ranked_before_medians(study, create):
     finish(create(["optim.lr=3e-3", "run.seed=1"]), 3.0, 2.0, 2.6, 2.7, 1.0)
     winners, remark = Study.open(study.path).winners()
@@ -144,7 +158,7 @@ def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study, cre
         ("parallel.world=1,2", [], "parallel.world"),
         ("run.seed=1,2", [], "seed"),
         ("optim.lr=1e-2,1e-3", ["lr=0.001"], ""),
-        ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.001 width=32", "lr=0.01 width=64"], ""),
+        ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.01 width=64", "lr=0.001 width=32"], ""),
     ],
 )
 def test_the_best_is_named_where_a_lower_loss_decides(create, axes, best, word):
@@ -200,6 +214,15 @@ def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
 def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):
     (study.path / name).write_text((study.path / name).read_text().replace(before, after))
     with pytest.raises(UserError, match=name):
+        Study.open(study.path)
+
+
+@pytest.mark.parametrize("run", ["../../../evil", "/etc", "runs/../../evil"])
+def test_a_study_has_its_runs_inside_its_directory(study, run):
+    stored = json.loads((study.path / "study.json").read_text())
+    stored["cells"][0]["run"] = run
+    (study.path / "study.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=f"{run}, outside of the study"):
         Study.open(study.path)
 
 

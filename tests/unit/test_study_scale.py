@@ -283,7 +283,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         lines = {f"#SBATCH --{x}" for x in (f"nodes={nodes}", "ntasks-per-node=2", "time=01:00:00")}
         assert lines <= set(text.splitlines())
         assert any(f"--array={array}" in text for array in arrays)
-        assert f"jobs/{nodes}-nodes" in text and "--min-busbw 5" in text
+        assert f"jobs/{nodes}" in text and "--min-busbw 5" in text
         assert f'sweep {tmp_path}/study --only "$task" --launch &' in text
     path = tmp_path / "study"
     assert not path.exists()
@@ -294,7 +294,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     one, two = scripts(*repeated, "--retry-failed")
     assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
     one, two = scripts("submit", "study", *gpus)
-    assert "jobs/1-nodes" in one and "jobs/2-nodes" in two
+    assert "/jobs/1/" in one and "/jobs/2/" in two
     one, two = scripts(*words, "parallel.device=cpu")
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
     (one,) = scripts("scale", "quickstart", "--nodes", "1,1", "--worlds", "1,2", *gpus)

@@ -12,7 +12,7 @@ from windlass.estimate.step import NotMeasured, bus_bandwidth_at, measured_speed
 from windlass.estimate.work import Collective, Work
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.scaling import scaling_charts, sentences
+from windlass.reports.scaling import meter_table, scaling_charts, sentences
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
 from windlass.study.setups import projections, read_setups, windows
@@ -118,16 +118,46 @@ def test_weak_efficiency_is_baseline_over_current_time_of_a_step(build, grow):
     cells = worlds(1, 2, **{more: lambda n: 2 * n})
     study = build(Scaling("weak", grow), cells, {1: 100.0, 2: 125.0})
     one, two = read_setups(study)
-    assert two.values["efficiency"] == pytest.approx(0.8)
-    assert two.values["speedup"] == pytest.approx(1.6)
+    work = two.values["flops_per_device"] / one.values["flops_per_device"]
+    assert two.values["efficiency"] == pytest.approx(0.8 * work)
+    assert two.values["speedup"] == pytest.approx(1.6 * work)
     assert two.missing["serial_fraction"] == "defined for a fixed amount of work"
     if grow == "batch":
+        assert work == 1
         each = [row.values["samples_per_s"] / row.world for row in (one, two)]
         assert two.values["efficiency"] == pytest.approx(each[1] / each[0])
     else:
         assert two.name == "1 host, 2 ranks, 4 layers" and two.values["batch_per_device"] == 4
         longer = two.values["runtime_s"] / one.values["runtime_s"]
         assert two.values["ratio"] == pytest.approx(longer), "as an exercise prints it"
+
+
+def test_perfect_scaling_of_a_growing_model_is_100_percent(build):
+    """The embedding of a wide vocabulary does not grow, so a device computes less with more ranks."""
+    cells, models = worlds(1, 2, 4, 8, model__layers=lambda n: 2 * n), dict[int, int]()
+    for world in (1, 2, 4, 8):
+        model = MODEL.model_copy(update={"layers": 2 * world})
+        models[world] = flops_per_token(model, VOCAB) // world
+    took = {world: 100.0 * flops / models[1] for world, flops in models.items()}
+    study = build(Scaling("weak", "model"), cells, took, cores=16)
+    table = read_setups(study)
+    assert column(table, "efficiency") == pytest.approx([1] * 4, abs=1e-3)
+    assert not [remark for row in table for remark in row.remarks]
+    measured, ideal = (one.y for one in scaling_charts(study.scaling, table)[0].series)
+    assert measured.tolist() == pytest.approx(ideal.tolist(), rel=1e-3)
+
+
+def test_an_efficiency_above_105_percent_and_a_busy_machine_are_remarked_on(build):
+    study = build(Scaling("strong"), worlds(1, 2), {1: 100.0, 2: 45.0})
+    one, two = read_setups(study)
+    assert "high efficiency, 111 %" in two.remarks[0] and not one.remarks
+    run = study.run_of(study.cells[1])
+    edit(run, lambda line: line | {"step_ms": 90.0} if line["step"] == 20 else line)
+    remarks = read_setups(study)[1].remarks
+    assert "it ran once and its steps took 45 to" in remarks[0] and "--repeats 3" in remarks[0]
+    repeated = build(Scaling("strong", repeats=2), worlds(1, repeats=2), 50.0)
+    edit(repeated.run_of(repeated.cells[1]), lambda line: line | {"step_ms": 90.0})
+    assert not read_setups(repeated)[0].remarks, "the table has the spread of repeats"
 
 
 def test_medians_over_repeats_with_their_spread(build):
@@ -207,8 +237,10 @@ def test_on_a_cpu_no_step_is_predicted_and_none_projected(build):
     table = read_setups(study)
     assert projections(study, table) == ([], "") and "predicted_ms" not in table[1].values
     said = sentences(study, table)
-    (line,) = [text for text in said if "not calibrated for CPUs" in text]
-    assert "predicted step" in line and "projection to 4, 8 ranks" in line
+    (line,) = [text for text in said if text.startswith("No ")]  # all of it in one
+    assert "No MFU, predicted step, projection to 4, 8 ranks: not measured on a CPU." in line
+    meters = meter_table(table, [setup.values for setup in table])
+    assert not [heading for heading in meters.headings if "Driver" in heading or "alloc" in heading]
 
 
 def test_ring_formulas_of_the_collectives():

@@ -95,7 +95,7 @@ def play(tmp_path, monkeypatch):
             return [sys.executable, "-c", TRAINING, str(study.run_of(cell).path), json.dumps(plan)]
 
         progress = Progress(io.StringIO())
-        progress.notify, progress.show = messages.append, options.pop("show", lambda study: None)
+        progress.notify, progress.show = messages.append, options.pop("show", lambda *_: None)
         options |= {"progress": progress, "command": command, "poll_seconds": 0.02}
         try:
             Sweep(study, study.cells, **options).run(study.cells)
@@ -120,7 +120,7 @@ def about(study, number=0):
 
 
 def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
-    def interrupt(study):
+    def interrupt(study, *_):
         if "running" in states(study) and study.results()[0].step:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -131,6 +131,18 @@ def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
     code, study, _ = play([{}, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
     assert attempts(study) == ["started", "resumed"]
+
+
+def test_a_poll_reads_the_statuses_once_for_all_cells(play, monkeypatch):
+    reads, polls, statuses = list[int](), list[int](), Study.statuses
+    monkeypatch.setattr(Study, "statuses", lambda study: reads.append(1) or statuses(study))
+
+    def show(*_):
+        polls.append(len(reads))
+        reads.clear()
+
+    assert play([{"pause": 0.2, "steps": 2}, {}, {}, {}], show=show)[0] == DONE
+    assert min(polls[1:-1]) == 1
 
 
 @pytest.mark.parametrize(("plan", "resumes"), [({"killed": RETRIES}, RETRIES), ({"taken": 1}, 1)])

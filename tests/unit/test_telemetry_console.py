@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers import tiny_recipe, wait_for, write_corpus
+from windlass import train
 from windlass.telemetry.console import Console
+from windlass.training import setup, trainer
 
 STEP = (
     "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | epoch 2.93 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
@@ -123,6 +126,8 @@ def test_a_narrow_terminal_loses_the_last_fields_and_no_line_is_wider(
     assert all(STEP.startswith(line) for line in steps)
     if kind == "xterm":
         assert max(map(len, lines)) <= width, "what stays in the terminal is wrapped, too"
+        live = [line.rstrip() for line in lines if line.startswith("step ")]
+        assert max(map(len, live)) <= width - 2, "an echoed ^C stays on the line, which is redrawn"
         sample = "".join(line[4:].rstrip("\n") for line in lines if line.startswith("  | "))
         assert sample.endswith("  -x-" * 40), "wrapped beside its bar, with its spaces"
     assert STEP in plain(tmp_path / "log.txt")
@@ -200,7 +205,33 @@ def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
 def test_a_long_name_in_the_header_does_not_touch_its_fact():
     out = io.StringIO()
     Console(2, stream=out).header({"run": "runs/x", "template": "the chat template of hf:tiny"})
-    assert out.getvalue().splitlines() == [
+    assert out.getvalue().splitlines()[:2] == [
         "run      runs/x",
         "template the chat template of hf:tiny",
     ]
+
+
+def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkeypatch, capsys):
+    corpus = write_corpus(tmp_path / "text.txt", words=2000)
+    log = tmp_path / "run" / "log.txt"
+    waited = []
+    monkeypatch.setattr("windlass.telemetry.console.LASTS_SECONDS", 0.05)
+
+    def slow(module, name, words):
+        real = getattr(module, name)
+
+        def late(*args, **kwargs):
+            if words not in waited:
+                waited.append(words)
+                wait_for(lambda: log.exists() and words in log.read_text(), 10)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, late)
+
+    for module, name, words in (
+        (setup, "prepare_model", "building the model"),
+        (trainer, "set_lr", "first step: 1 x 8 x 32"),
+    ):
+        slow(module, name, words)
+    train(tiny_recipe(corpus, tmp_path / "run", train__steps=2))
+    assert len(waited) == 2 and "building the model" in capsys.readouterr().out

@@ -4,11 +4,12 @@ takes every character.
 
 import io
 import os
+import pty
 
 import pytest
 from rich.console import Console
 
-from windlass.telemetry.terminal import SafeStream, printable, table
+from windlass.telemetry.terminal import SafeStream, message, printable, table
 
 HEAD = ("run", "state", "step", "left", "val loss", "best", "tok/s", "reason", "spare")
 ROWS = [
@@ -35,6 +36,18 @@ def test_a_table_fits_its_terminal_with_every_number_whole(width):
     assert sum(line.startswith("run") for line in lines) == {44: 3, 60: 2}.get(width, 1), (
         "the first column is repeated"
     )
+
+
+def test_a_terminal_gets_a_message_with_whole_words(monkeypatch):
+    text = "data.source: there is no file called /a/path/that/is/longer/than/the/terminal/is/wide; give another"
+    assert message(text, io.StringIO()) == text
+    monkeypatch.setenv("COLUMNS", "40")
+    master, inner = pty.openpty()
+    with open(inner, "w") as stream:
+        lines = message(text, stream).splitlines()
+    os.close(master)
+    assert [word for line in lines for word in line.split()] == text.split()
+    assert max(len(line) for line in lines if "/" not in line) <= 40
 
 
 def test_controls_are_shown_and_lines_stay():

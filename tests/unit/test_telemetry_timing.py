@@ -23,7 +23,7 @@ from windlass.telemetry.timing import (
 class FakeDevice:
     """A device with its own time line: work is queued at once and done later, as on a GPU."""
 
-    queued_ms, done_ms, waits = 0.0, 0.0, 0
+    queued_ms, done_ms, waits, events = 0.0, 0.0, 0, 0
 
     def step(self, timer, forward, backward, micro=1):
         passes = [("forward", forward), ("backward", backward)]
@@ -35,6 +35,7 @@ class FakeDevice:
 class FakeEvent:
     def __init__(self, device):
         self.device = device
+        device.events += 1
 
     def record(self):
         self.at = self.device.queued_ms
@@ -42,6 +43,9 @@ class FakeEvent:
     def synchronize(self):
         self.device.waits += 1
         self.device.done_ms = max(self.device.done_ms, self.at)
+
+    def query(self):
+        return self.at <= self.device.done_ms
 
     def elapsed_time(self, other):
         assert max(self.at, other.at) <= self.device.done_ms, "the device has not reached it"
@@ -65,6 +69,16 @@ def test_phases_of_the_devices_own_time_a_step_each():
         device.queued_ms += 1000
     assert device.waits == 0, "nothing waits for the device between two logs"
     assert timer.read()["step_ms"] == 3 and device.waits == 1
+
+
+def test_events_are_recorded_again_without_a_log():
+    device = FakeDevice()
+    timer = StepTimer("cuda", new_event=lambda: FakeEvent(device))
+    for _ in range(1000):
+        device.step(timer, 3, 5, micro=2)
+        device.done_ms = device.queued_ms - 50  # the device is a few steps behind
+    assert device.waits == 0 and device.events < 100
+    assert timer.read() == {"step_ms": 17, "forward_ms": 6, "backward_ms": 10, "optimizer_ms": 1}
 
 
 def test_waiting_for_data_is_host_time_and_counts_in_the_goodput(monkeypatch):

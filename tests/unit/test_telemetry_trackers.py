@@ -171,6 +171,8 @@ class Server:
 def server(monkeypatch):
     server, module = Server(), types.ModuleType("wandb")
     module.init, module.teardown, module.Settings = server.init, lambda: None, dict
+    users = types.SimpleNamespace(mode="online", project="of-the-user", run_name=None)
+    module.setup = lambda: types.SimpleNamespace(settings=users)
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.delenv("WANDB_MODE", raising=False)
@@ -194,13 +196,22 @@ def test_wandb_resumes_the_same_run_from_what_the_server_has(server, run):
     assert server.ended == [1, 0, 0] and server.summary["state"] == "finished"
 
 
+@pytest.mark.parametrize(("written", "sent"), [("windlass", None), ("mine", "mine")])
+def test_a_project_that_the_recipe_changes_wins_over_the_users(server, run, written, sent):
+    """W&B itself puts the user's project for None."""
+    run.recipe_path.write_text(Recipe.load("quickstart", [f"telemetry.project={written}"]).toml())
+    write(run, 0, 0, 1)
+    Follower(run, WandB).flush()
+    assert server.starts[0]["project"] == sent
+
+
 def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
     with refused("no ledger"):
         track(run, "wandb")
     with refused("tensorboard, mlflow, wandb"):
         track(run, "neptune")
     monkeypatch.setattr("windlass.errors.installed", lambda package: False)
-    with refused("pip install 'windlass-lm[mlflow]'"):
+    with refused("pip install mlflow"):
         track(run, "mlflow")
 
 

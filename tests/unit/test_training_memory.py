@@ -1,20 +1,31 @@
 """The micro-batch that fits into free memory, with numbers of GPUs that are not here."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from estimate_fixtures import rewrite
+from transformers import AutoModelForCausalLM
 
+import hf_fixtures
+from helpers import tiny_recipe
+from windlass import train
+from windlass.data.prepare import Data
+from windlass.errors import RunFailed
 from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
+from windlass.model.build import build_model, read_sizes
+from windlass.model.hf import HfCache
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.memory import allocator_settings, open_micro_batch
+from windlass.training.memory import measured_sizes, open_micro_batch
+from windlass.training.setup import describe_costs
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -67,12 +78,16 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         return rewrite(Run(tmp_path), lines)
 
     start = {"event": "started", "world": 1, "micro_batch": 32}
-    smaller = {"event": "out_of_memory", "micro_batch": 8}
+
+    def smaller(size, world=1):
+        (tmp_path / "micro_batch.json").write_text(
+            json.dumps({"world": world, "micro_batch": size})
+        )
+
     with init_ranks(DistEnv(), GPT2) as ranks:
         largest = chosen(ranks, int(60e9))
         assert largest > 32
         assert chosen(ranks, int(60e9), run(start)) == 32
-        assert chosen(ranks, int(60e9), run(start, smaller)) == 8
         # Samples of another batch, or of other ranks, are divided anew.
         assert chosen(ranks, int(60e9), run(start | {"micro_batch": 7})) == largest
         assert chosen(ranks, int(60e9), run(start | {"world": 2})) == largest
@@ -80,15 +95,93 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         # A CPU has the rule by tokens, and what an earlier start found too large.
         by_tokens = GPT2.batch(1, "cpu").micro_batch
         assert chosen(ranks, None) == chosen(ranks, None, run(start)) == by_tokens
-        assert chosen(ranks, None, run(start, smaller | {"micro_batch": 2})) == 2
+        smaller(8, world=2)
+        assert chosen(ranks, int(60e9), run(start)) == 32
+        smaller(8)
+        assert chosen(ranks, int(60e9), run(start)) == 8
+        smaller(2)
+        assert chosen(ranks, None, run(start)) == 2
 
 
-def test_segments_grow_if_rows_are_ragged_and_the_user_set_nothing():
-    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
-    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    documents = packed.replace({"data.packing": "documents"})
-    assert allocator_settings(squad, {}) == allocator_settings(documents, {}) == grows
-    assert allocator_settings(packed, {}) == {}
-    assert allocator_settings(squad.replace({"data.packing": "best-fit"}), {}) == {}
+def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
+    """Its activations are measured by a pass with fake tensors; a failed pass leaves the rule."""
+    directory = hf_fixtures.save("llama", tmp_path, num_hidden_layers=2)
+    keys = {"model.kind": "hf", "model.name": str(directory), "model.context": 64}
+    keys |= {"train.global_batch": 4096, "parallel.device": "cpu", "optim.lr": 1e-4}
+    recipe = Recipe().replace(keys)
+    vocab = read_sizes(recipe).vocab
+    with init_ranks(DistEnv(), recipe) as ranks:
+        by_tokens = recipe.batch(1, "cuda").micro_batch
+        sizes = [chosen(ranks, int(gb * 1e9), vocab=vocab, recipe=recipe) for gb in (0.2, 2)]
+        assert sizes[0] < by_tokens < sizes[1]
+        peaks = measured_sizes(recipe, vocab, "bf16", by_tokens)
+        layout = replace(layout_of(recipe, 1, "cuda", "bf16"), micro_batch=sizes[0])
+        assert memory(peaks, vocab, layout).total <= 0.2e9
+
+
+@pytest.mark.parametrize(
+    ("packing", "variable", "device", "grows"),
+    [
+        ("documents", "", "cuda", True),
+        ("packed", "", "cuda", False),
+        ("documents", "PYTORCH_ALLOC_CONF", "cuda", False),
+        ("documents", "PYTORCH_CUDA_ALLOC_CONF", "cuda", False),
+        ("documents", "", "cpu", False),
+    ],
+)
+def test_segments_grow_for_ragged_rows_once_the_device_is_chosen(
+    tmp_path, monkeypatch, packing, variable, device, grows
+):
+    """Up to the choice of the micro-batch; the rest would need a GPU."""
+    settings, plans = list[str](), list[bool]()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        assert allocator_settings(squad, {name: "backend:native"}) == {}
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "backend:native")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr("windlass.parallel.dist.choose_device", lambda *_: torch.device(device))
+
+    def stop(*_):
+        plans.append(torch.backends.cuda.cudnn_sdp_enabled())
+        raise RunFailed("far enough")
+
+    monkeypatch.setattr("windlass.training.setup.batch_and_horizon", stop)
+    own = Data(train=[], val=None, tokenizer=None, vocab=50, fingerprint="")
+    recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", data__packing=packing)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RunFailed):
+        train(recipe, data=own)
+    assert settings == ["expandable_segments:True"] * grows
+    # cuDNN's attention would plan anew for each length
+    assert plans == [before and packing == "packed"]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_which_rows_are_ragged():
+    squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
+    assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
+    assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_
+
+
+def test_what_slower_ways_of_a_model_of_transformers_cost_is_said(tmp_path):
+    keys = {"model.kind": "hf", "model.context": 64, "model.from_scratch": True, "optim.lr": 1e-4}
+    said = dict[str, list[str]]()
+    for kind in ("llama", "other head"):
+        directory = hf_fixtures.save("llama", tmp_path / kind)
+        recipe = Recipe().replace(keys | {"model.name": str(directory)})
+        model = build_model(recipe, 0)
+        if kind == "other head":
+            model.head_form = None
+        said[kind] = describe_costs(model, recipe.batch(2))
+    assert said["llama"] == []
+    assert "all logits" in said["other head"][0] and "GB" in said["other head"][0]
+
+
+def test_a_model_without_a_cache_says_once_that_it_reads_all_tokens_again(tmp_path):
+    hf_fixtures.save("llama", tmp_path)
+    cache = HfCache(AutoModelForCausalLM.from_pretrained(tmp_path))
+    cache.cache, tokens = None, torch.tensor([[1]])
+    cache.read(tokens)
+    with pytest.warns(UserWarning, match="reads all tokens again") as caught:
+        cache.read(tokens)
+    assert len(caught) == 1

@@ -3,18 +3,23 @@
 import copy
 import math
 from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bare_trainer import bare_trainer, full_rows
 from helpers import refused
 from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
-from windlass.model.gpt import GPT, initialise
+from windlass.model import loss
+from windlass.model.gpt import GPT, initialise, seed_generators
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -220,8 +225,18 @@ def test_bad_steps_in_a_row_count_on_over_a_resume():
         trainer.bad_steps.decide(trainer.step(batch(), 1.0).grad_norm, None, look=True)
 
 
+def test_spikes_in_a_row_count_on_over_a_resume():
+    trainer = make(on_spike="skip", max_skips=3)[1]
+    before = TrainState(spikes_in_a_row=1).to_json()
+    trainer.state.spikes_in_a_row = TrainState.from_json(before).spikes_in_a_row
+    norm = torch.ones(())
+    trainer.bad_steps.decide(norm, 9.0, look=False)
+    with refused("3 updates in a row", error=RunFailed):
+        trainer.bad_steps.decide(norm, 9.0, look=False)
+
+
 def test_state_survives_json_and_no_counter_is_lost_unnoticed():
-    state = TrainState(7, 56, 896, 700, [(8, 16)], 2, 1, 512.0, 9, [1.0, 2.0])
+    state = TrainState(7, 56, 896, 700, [(8, 16)], 3, 2, 1, 512.0, 9, [1.0, 2.0])
     saved = state.to_json()
     assert TrainState.from_json(saved) == state
     for name in saved:
@@ -241,6 +256,38 @@ def test_dropout_is_a_pure_function_of_seed_step_and_micro_batch():
     assert losses([3, 1, 2]) == first
     assert len(set(first.values())) == 3
     assert len({step_seed(s, t, k) for s in range(3) for t in range(3) for k in range(3)}) == 27
+
+
+def test_randomness_that_no_name_betrays_is_seeded_too():
+    class Noisy(Line):
+        def forward(self, tokens, labels):
+            return super().forward(tokens + torch.randn(tokens.shape), labels)
+
+    def losses(order):
+        trainer = bare_trainer(Noisy(), Recipe(), Ranks(DistEnv(), torch.device("cpu")))
+        trainer.optimizer = sgd(trainer, 0.0)
+        return {number: float(trainer.step(batch(number, 2), 0.0).loss) for number in order}
+
+    torch.manual_seed(0)
+    first = losses([1, 2, 3])
+    torch.manual_seed(99)
+    assert losses([3, 1, 2]) == first
+    assert len(set(first.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [(lambda x: x.reshape(1), "[1]"), (lambda x: (x, None), "tuple"), (torch.Tensor.item, "float")],
+)
+def test_a_loss_that_is_not_a_scalar_ends_the_step(changed, word):
+    class Changed(Line):
+        def forward(self, tokens, labels):
+            return changed(super().forward(tokens, labels))
+
+    trainer = bare_trainer(Changed(), Recipe(), Ranks(DistEnv(), torch.device("cpu")))
+    trainer.optimizer = sgd(trainer, 0.1)
+    with refused("forward(tokens, labels)", word, "scalar", "-100"):
+        trainer.step(batch(), 1.0)
 
 
 def test_a_spike_needs_a_history():
@@ -268,3 +315,110 @@ def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
     decided, reason = decide_nonfinite(counts, ranks, 7, math.inf, settings, fp16)
     assert decided == action
     assert ("rank 0" in reason) == (0 in ranks)
+
+
+ROUNDED = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention"}
+"""The products, whose inputs autocast rounds. Every other operator that CUDA's autocast knows is
+computed in float32, or in the widest precision of its inputs."""
+LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 1}
+AUTOCAST_STEPS = {
+    "gpt2": ({"dropout": 0.1}, []),
+    "gelu": ({"activation": "gelu", "head_bias": True, "tie_head": False}, ["optim.kind=muon"]),
+    "relu": ({"activation": "relu", "ngrams": 2, "ngram_rows": 40}, ["train.average.kind=ema"]),
+    "relu2": ({"activation": "relu2", "qk_norm": True, "logit_cap": 5.0}, ["train.z_loss=1e-4"]),
+    "llama": (LLAMA, ["train.label_smoothing=0.1", "train.stream=bf16"]),
+    "llama, normalised": (LLAMA | {"qk_norm": True}, ["train.stream=bf16", "train.z_loss=1e-4"]),
+}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", AUTOCAST_STEPS)
+def test_autocast_of_cuda_raises_no_operator_of_a_step(name, documents, monkeypatch):
+    """Every operator of model, loss and optimizer, against the lists of this torch."""
+    shape, overrides = AUTOCAST_STEPS[name]
+    size = {"layers": 1, "heads": 2, "width": 16, "context": 8}
+    recipe = Recipe.model_validate({"model": size | shape})
+    recipe = recipe.replace(["train.precision=bf16", "train.steps=10", *overrides])
+    rows = full_rows(recipe, 11, 2, 1)
+    if documents:
+        places, numbers = (torch.arange(8).expand(2, 8) % 4, torch.arange(8).expand(2, 8) // 4)
+        one = rows.micro[0].batch._replace(documents=numbers, positions=places)
+        rows.micro[:] = [MicroBatch(0, one)]
+    for chunk_bytes in (4 * 11 * 3, 2**20):  # chunks of 3 tokens, and logits of all tokens
+        monkeypatch.setattr(loss, "CHUNK_BYTES", {"cpu": chunk_bytes, "cuda": 0})
+        model, cpu = GPT(recipe.model, 11), torch.device("cpu")
+        initialise(model, 0)
+        model.head.objective = loss.Objective(recipe.train.z_loss, recipe.train.label_smoothing)
+        model.low_stream = recipe.train.stream == "bf16"
+        trainer = bare_trainer(model, recipe, Ranks(DistEnv(), cpu))
+        with Functions() as functions:
+            trainer.step(rows, 1.0)
+        assert {"linear", "scaled_dot_product_attention", "add"} <= functions.names
+        assert functions.names & widened_on_cuda() == set()
+
+
+def widened_on_cuda() -> set[str]:
+    """The operators whose low-precision inputs CUDA's autocast raises."""
+    widened = autocast_operators("AutocastCUDA") - ROUNDED
+    assert {"pow", "layer_norm", "softmax", "index_put"} <= widened
+    return widened | {"rms_norm"}  # from torch 2.13 on
+
+
+@cache
+def autocast_operators(key: str) -> set[str]:
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if registered(name, key)]
+    return {name.removeprefix("aten::").partition(".")[0] for name in names}
+
+
+def test_a_step_seeds_the_generators_of_its_own_device(monkeypatch):
+    gpus = [torch.Generator().manual_seed(1) for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
+    seed_generators(torch.device("cuda", 1), 5)
+    assert [one.initial_seed() for one in (*gpus, torch.default_generator)] == [1, 5, 5]
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    seed_generators(torch.device("cpu"), 7)
+    assert torch.equal(torch.rand(4), expected)
+    # A GPT with dropout, and any module of a user, through the step
+    monkeypatch.setattr(torch, "manual_seed", None)
+    size = {"layers": 2, "heads": 2, "width": 16, "context": 8, "dropout": 0.5}
+    recipe = Recipe.model_validate({"model": size, "train": {"steps": 10}})
+    model = GPT(recipe.model, 11)
+    initialise(model, 0)
+    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")))
+    trainer.step(full_rows(recipe, 11, 2, 2), 1.0)
+
+
+class Functions(TorchFunctionMode):
+    """The functions of torch that got a low-precision tensor under autocast, and the ATen operators
+    inside those that autocast does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+        self.known = autocast_operators("AutocastCPU") | autocast_operators("AutocastCUDA")
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        operators = nullcontext()
+        if torch.is_autocast_enabled("cpu") and is_low(args, kwargs):
+            self.names.add(func.__name__)
+            operators = nullcontext() if func.__name__ in self.known else Operators(self.names)
+        with operators:
+            return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, names):
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_low(args, kwargs):
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def is_low(*arguments) -> bool:
+    given = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
+    return any(x.dtype == torch.bfloat16 for x in given)

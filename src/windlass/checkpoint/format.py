@@ -49,11 +49,19 @@ DTYPES = {
     "I16": ("int16", 2),
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
     "BOOL": ("bool", 1),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "C64": ("complex64", 8),
+    "C128": ("complex128", 16),
 }
-"""By the name of a type in safetensors: its name in torch, and bytes per number."""
+"""By the name of a type in the manifest: its name in torch, and bytes per number."""
+REAL = {"C64": "F32", "C128": "F64"}
+"""The types as which a safetensors file holds complex numbers, in a last dimension of 2."""
 STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
 THREADS = 4  # that hash files: one core hashes slower than many disks read
 

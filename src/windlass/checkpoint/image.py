@@ -18,11 +18,9 @@ import numpy as np
 import torch
 
 from windlass.checkpoint.commit import Save, explain
-from windlass.checkpoint.format import DTYPES
-from windlass.checkpoint.state_dict import Slice
+from windlass.checkpoint.format import REAL
+from windlass.checkpoint.state_dict import TYPE_NAMES, Slice
 from windlass.fileio import PAGE, PIECE_BYTES
-
-TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 
 
 class Copy:
@@ -190,8 +188,10 @@ def layout(slices: Sequence[Slice], rank: int) -> tuple[bytes, list[tuple[Slice,
         name = box.name  # further boxes of a tensor need names of their own
         while name in header:
             name = f"{box.name}@{','.join(map(str, box.offsets))}"
-        about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.tensor.shape)}
-        header[name] = about | {"data_offsets": [begin, end]}
+        dtype, shape = TYPE_NAMES[box.tensor.dtype], list(box.tensor.shape)
+        if dtype in REAL:
+            dtype, shape = REAL[dtype], [*shape, 2]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         places.append((box, begin))
     text = json.dumps(header, separators=(",", ":")).encode()
     data_at = -(-(8 + len(text)) // PAGE) * PAGE

@@ -123,7 +123,7 @@ class Checkpoint:
 
         if not target.numel():
             return
-        in_place = target.device.type == "cpu" and target.is_contiguous()
+        in_place = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
         host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
         stops = [offset + size for offset, size in zip(offsets, host.shape, strict=True)]
         for chunk in self.info(name).chunks:
@@ -247,7 +247,7 @@ def candidates(
     if not path.is_dir():
         instead = "write latest, best, a step, a checkpoint's path, or never"
         raise UserError(f"checkpoint.resume: there is no checkpoint {resume!r}; {instead}")
-    return candidates(path) if (path / "recipe.toml").is_file() else [path]
+    return candidates(path) if Run(path).exists else [path]
 
 
 def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
@@ -266,7 +266,7 @@ def _latest(run: Run, entries: list[Entry], up_to: int | None) -> list[Path]:
 
 def _best(run: Run, entries: list[Entry], measure: str) -> list[Path]:
     if not measure:
-        measure = run.recipe.checkpoint.best if run.recipe_path.is_file() else LOSS_SUITE
+        measure = run.recipe.checkpoint.best if run.exists else LOSS_SUITE
     lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
     if lineage is not None:  # the ledger's scores of abandoned steps may be of other weights
         oldest, last = lineage.serial, lineage.step

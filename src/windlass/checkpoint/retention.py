@@ -5,6 +5,7 @@ Scores come from the ledger, because a save begins before the evaluation of its 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from windlass.checkpoint.format import Count, list_entries
 from windlass.errors import UserError
 from windlass.fileio import Files
-from windlass.recipe import Horizon
+from windlass.recipe import Horizon, Recipe
+from windlass.recipe.layers import LINEAGE, RECIPE
 from windlass.recipe.settings import CheckpointSettings
 from windlass.telemetry.measures import lower_is_better
 
@@ -26,7 +28,6 @@ PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 SAME_ITEMS = ("samples", "items", "items_hash")
 """The fields of an `eval` line that identify the measured items."""
-LINEAGE = "lineage.json"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def policy_of(
         lambda step: any(h.due(settings.keep_every, step) for h in horizons),
         settings.best,
         settings.keep_signal,
-        lineage.step if lineage and inside else None,
+        lineage.step if lineage and inside and not lineage.skipped else None,
     )
 
 
@@ -158,7 +159,8 @@ def retain(
 
 
 class Lineage(BaseModel):
-    """The checkpoint from which the current steps of a run continue; older steps are abandoned."""
+    """The checkpoint from which the current steps of a run continue (older steps are abandoned),
+    and the recipe that they are trained with."""
 
     model_config = ConfigDict(frozen=True)
     version: Literal[1] = 1
@@ -167,16 +169,36 @@ class Lineage(BaseModel):
     serial: Count = 0  # of the last commit before the lineage: only later ones belong to it
     # The job that began the lineage, to recognise its restarts.
     job: dict[str, str] = Field(default_factory=dict)
+    skipped: list[tuple[int, int]] = []  # samples that rewinds to the checkpoint left out
+    recipe: dict[str, Any] = {}
+    replaced: str = ""  # SHA-256 of the `recipe.toml` before it
 
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
-    """A lineage that begins now, at a checkpoint of any run, or at step 0."""
+    """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
     serial = max((saved.serial for saved in committed(run / "checkpoints").values()), default=0)
+    before = read_lineage(run) or Lineage()
+    kept: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
     if checkpoint is None:
-        return Lineage(serial=serial, job=dict(job))
+        return Lineage(serial=serial, job=dict(job), **kept)
     here, there = run.resolve(), checkpoint.resolve()
     path = there.relative_to(here) if there.is_relative_to(here) else there
-    return Lineage(checkpoint=path.as_posix(), step=step, serial=serial, job=dict(job))
+    kept |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    return Lineage(serial=serial, job=dict(job), **kept)
+
+
+def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
+    """The samples that rewinds to a checkpoint have left out; later checkpoints know of them."""
+    lineage = read_lineage(run)
+    if lineage is None or (run / lineage.checkpoint).resolve() != checkpoint.resolve():
+        return []
+    return lineage.skipped
+
+
+def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
+    """Record, durably, that the run returns to a checkpoint and leaves out a range of samples."""
+    now = lineage_at(run, checkpoint, step, (read_lineage(run) or Lineage()).job)
+    write_lineage(run, now.model_copy(update={"skipped": [*now.skipped, samples]}), Files())
 
 
 def read_lineage(run: Path) -> Lineage | None:
@@ -199,3 +221,20 @@ def read_lineage(run: Path) -> Lineage | None:
 def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
     """Replace the run's lineage, durably."""
     files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")
+
+
+def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
+
+    The recipe has no path of the run, which may move, and no setting of one start alone.
+    """
+    own = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
+    path, recipe = run / RECIPE, recipe.replace(own, {"checkpoint.resume": "latest"})
+    text = recipe.toml().encode()
+    before = path.read_bytes() if path.is_file() else b""
+    replaced = hashlib.sha256(before).hexdigest()
+    lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
+    write_lineage(run, lineage, files)
+    files.replace(path, text)
+    if before:  # so that the user can write it again
+        write_lineage(run, lineage.model_copy(update={"replaced": ""}), files)

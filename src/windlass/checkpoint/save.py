@@ -96,7 +96,8 @@ class Saver(SavingRank):
         """Make room for saves of this state in the background, so that the first one need not."""
 
         def make_room() -> None:
-            with contextlib.suppress(Exception):  # a save tries again and reports the failure
+            # A save tries again and reports the failure.
+            with contextlib.suppress(MemoryError, OSError, RuntimeError):
                 _, _, size = layout(state.slices, self.rank)
                 self._buffer.reserve(size, cuda_device(state.slices))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.checkpoint.format import Damaged
+from windlass.checkpoint.format import DTYPES, Damaged
 from windlass.checkpoint.load import AVERAGE, MODEL, Checkpoint
 from windlass.errors import UserError
 from windlass.model.share import (
@@ -37,6 +37,7 @@ from windlass.optim.state import from_tensors, to_tensors
 from windlass.parallel.parallelize import unwrap
 
 OPTIM = "optim/"
+TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 Run = tuple[int, int]  # consecutive indices of a dimension: the first, and their number
 
 
@@ -274,7 +275,10 @@ def boxes(
 def named_state(
     model: nn.Module, optimizer: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases."""
+    """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases.
+
+    UserError if a checkpoint cannot hold one.
+    """
     tensors, aliases = _model_tensors(model)
     trained = _trained(model, optimizer)
     groups = _groups(optimizer) if trained else {}
@@ -283,6 +287,13 @@ def named_state(
         state = to_tensors(optimizer.state.get(parameter, {}), group, optimizer.defaults)
         for key in sorted(state):
             tensors[f"{OPTIM}{name}/{key}"] = _as_sharded(state[key].detach(), parameter)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TYPE_NAMES or tensor.layout != torch.strided:
+            problem = f"a checkpoint cannot hold {name}, of {tensor.dtype}, {tensor.layout}"
+            advice = "give it another type; a buffer that is computed may have persistent=False"
+            raise UserError(f"{problem}: {advice}")
+        if tensor.is_complex() and tensor.is_conj():
+            tensors[name] = tensor.resolve_conj()
     return tensors, aliases
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import gc
 import importlib
 import json
@@ -72,6 +73,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT")
+"""Errors of the system about a path, which the user can mend."""
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
 """Arguments of the Python API whose option has another name."""
 
@@ -81,6 +84,14 @@ def print_json(value: Any, indent: int | None = 1) -> None:
     from windlass.telemetry.ledger import plain
 
     typer.echo(json.dumps(plain(value), indent=indent, allow_nan=False, default=str))
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print sentences; a terminal gets them with whole words."""
+    from windlass.telemetry.terminal import message
+
+    stream = sys.stderr if err else sys.stdout
+    print(message(text, stream), file=stream)
 
 
 def as_typed(message: str) -> str:
@@ -136,6 +147,9 @@ def main(arguments: list[str] | None = None) -> None:
         except SystemExit as end:
             processes.report_code(end.code)
             raise
+        except Exception:
+            processes.report_code(errors.FAILED)
+            raise
 
 
 @contextlib.contextmanager
@@ -173,15 +187,37 @@ def _as_setting(option: str, of_jobs: bool) -> str:
     return f"Write a setting as KEY=VALUE, without dashes{hint}"
 
 
+def check_names(words: list[str]) -> None:
+    """Raise UserError if the command line or the working directory is not UTF-8, as TOML is."""
+    for text in (*words, os.getcwd()):
+        if not errors.is_utf8(text):
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            raise errors.UserError(f"{shown}: the name is not UTF-8: rename the file or directory")
+
+
 def _run(arguments: list[str] | None) -> None:
     try:
+        check_names(sys.argv[1:] if arguments is None else arguments)
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
-        sys.exit(130)
+        sys.exit(errors.INTERRUPTED)
     except (errors.UserError, errors.RunFailed, errors.Stopped) as error:
         if processes.first_to_show(str(error)):
-            print(f"windlass: {as_typed(error.text)}", file=sys.stderr)
+            say(f"windlass: {as_typed(error.text)}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}; name another path"
+        if "temporary directory" in str(error):  # Python's module `tempfile` found none
+            text = f"{error.strerror}; free some space, or set TMPDIR"
+        elif errno.errorcode.get(error.errno or 0) not in UNUSABLE or not error.filename:
+            raise
+        print(f"windlass: {text}", file=sys.stderr)
+        sys.exit(errors.BAD_INPUT)
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # of `pathlib`
+            raise
+        print("windlass: this user has no home directory here: set HOME", file=sys.stderr)
+        sys.exit(errors.BAD_INPUT)
     except Exception as error:
         if not hasattr(error, "show"):
             raise
@@ -189,7 +225,7 @@ def _run(arguments: list[str] | None) -> None:
         context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if wrong and context and "KEY=" in context.get_usage():
             of_jobs = any(one.name == "site" for one in context.command.params)
-            print(_as_setting(wrong, of_jobs), file=sys.stderr)
+            say(_as_setting(wrong, of_jobs), err=True)
         sys.exit(errors.BAD_INPUT)
     gc.freeze()  # the collections at the interpreter's end would take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

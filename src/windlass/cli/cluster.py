@@ -77,18 +77,19 @@ def launch(
     """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS
     and LSF, else as local processes.
 
-    The exit code is the command's: 75 if a signal stopped it with everything saved, 69 if a job
-    lost a host. A signal to this process reaches every rank.
+    The exit code is the command's: 75 if a signal stopped it, 69 if a job lost a host. A signal to
+    this process reaches every rank.
     """
     from windlass.launch import allocation as jobs
     from windlass.launch.local import launch as launch_local
     from windlass.launch.submit import read_site
 
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
-    launcher = launcher or read_site().launcher
-    allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, dry_run=print_)
+    site = read_site()
+    launcher, program = launcher or site.launcher, os.environ.get("WINDLASS_PROGRAM", site.program)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, print_, program)
     if print_:
-        _show_allocation(allocation, launcher or words[0])
+        _show_allocation(allocation, (launcher or words[0]).split()[0])
         typer.echo(shlex.join(words))
         return errors.DONE
     if allocation.scheduler == "none":
@@ -185,7 +186,7 @@ def submit(
     asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
     chosen = jobs.read_site(site)
     how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked}
-    how["dry_run"] = dry_run
+    how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
     if not Study.is_study(recipe):
         done = [jobs.submit_run(Recipe.load(recipe, overrides), **how)]
         directory = done[0].directory
@@ -193,7 +194,7 @@ def submit(
         problem = f"{recipe} is a study, whose cells have their settings"
         raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
     else:
-        how |= {"retry_failed": retry_failed, "notify": partial(typer.echo, err=True)}
+        how["retry_failed"] = retry_failed
         done = submit_study(Study.open(directory), **how)
     if dry_run:
         sys.stdout.write("\n".join(one.script for one in done))
@@ -232,7 +233,7 @@ def _watch(directory: Path) -> int:
     ended = "the job ended" + (f" with exit code {code}" if code else "")
     new = f"{ended} before the run began"
     typer.echo(new if state == "new" else f"the run is {state}; {ended}")
-    return int(code or (errors.STOPPED if state == "preempted" else errors.FAILED))
+    return int(code or (errors.STOPPED if state in ("preempted", "stopped") else errors.FAILED))
 
 
 def check(

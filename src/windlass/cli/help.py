@@ -5,9 +5,13 @@ notation.
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any, NamedTuple
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from windlass.errors import INTERRUPTED
 
 
 class Verb(NamedTuple):
@@ -135,6 +139,14 @@ NO_DEFAULTS = ("0", "0.0", "-1", "1.0")
 
 class Commands(TyperGroup):
     """`windlass --help`: the commands under their headings."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; typer would end at Ctrl-C without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal
+            raise typer.Exit(INTERRUPTED) from None
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for heading, verbs in GROUPS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, Overrides, RecipeName, complete, print_json
+from windlass.cli import Json, Overrides, RecipeName, complete, print_json, say
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ def init(
     for source in sources_of(data):
         check_source(source, "--data", conversations=bool(model) and not source.endswith(".txt"))
     write_first_recipe(file, data, model)
-    verbs = ", ".join(f"`windlass {verb} {file}`" for verb in ("prepare", "plan", "train"))
-    typer.echo(f"wrote {file}: edit it, then {verbs}")
+    quoted = shlex.quote(str(file))
+    verbs = ", ".join(f"`windlass {verb} {quoted}`" for verb in ("prepare", "plan", "train"))
+    say(f"wrote {file}: edit it, then {verbs}")
 
 
 def recipe(
@@ -60,7 +62,7 @@ def recipe(
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
     elif key:
-        typer.echo(explain(key, recipe, overrides))
+        say(explain(key, recipe, overrides))
     elif list_:
         rich_console(sys.stdout).print(pairs(_presets()))
     elif recipe:
@@ -82,17 +84,31 @@ def _presets() -> Iterator[tuple[str, str]]:
         yield name, f"{sentence}.{verb}"
 
 
+def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] | None:
+    """The recipe of a preset of studies, a line about the study, and the ranks of its cells.
+
+    None for any other recipe; 0 ranks if the cells have different numbers.
+    """
+    from windlass.recipe import study_presets, typed
+
+    if not (study := study_presets().get(recipe)) or Path(recipe).exists():
+        return None
+    from windlass.study.study import load_study
+
+    verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
+    loaded, options, _ = load_study(recipe, verb, overrides)
+    shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
+    line = f"# a study of this recipe: windlass {verb} {recipe} ({shown})"
+    return loaded, line, options.get("world", 0)
+
+
 def print_recipe(recipe: str, overrides: list[str]) -> None:
     """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
-    from windlass.recipe import Recipe, study_presets, typed
+    from windlass.recipe import Recipe
 
-    if (study := study_presets().get(recipe)) and not Path(recipe).exists():
-        from windlass.study.study import load_study
-
-        verb = tomllib.loads(study.read_text(encoding="utf-8"))["verb"]
-        loaded, options, _ = load_study(recipe, verb, overrides)
-        shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
-        typer.echo(f"# a study of this recipe: windlass {verb} {recipe} ({shown})")
+    if study := study_recipe(recipe, overrides):
+        loaded, line, _ = study
+        typer.echo(line)
     else:
         loaded = Recipe.load(recipe, overrides)
     typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
@@ -185,12 +201,19 @@ def plan(
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]
     memory_bytes = int(memory * 1e9) or None
-    target: dict[str, Any] = {"world": world, "device": device, "memory_bytes": memory_bytes}
-    result = make_plan(recipe, overrides, **target, past=past, per_host=per_host)
+    target: dict[str, Any] = {"device": device, "memory_bytes": memory_bytes}
+    target |= {"past": past, "per_host": per_host}
+    study = study_recipe(recipe, overrides)
+    if study:
+        result = make_plan(study[0], **target, world=world or study[2])
+    else:
+        result = make_plan(recipe, overrides, **target, world=world)
     predicted = _by_law(law, result) if law else None
     if json_:
         print_json(result.as_dict() | ({"law": predicted._asdict()} if predicted else {}))
         return
+    if study:
+        typer.echo(study[1])
     print_plan(result, rich_console(sys.stdout))
     if predicted:
         typer.echo(f"validation loss by the law of {law}: {predicted}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json
+from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json, say
 from windlass.errors import FAILED, UserError, installed, needs, plural
 
 if TYPE_CHECKING:
@@ -108,14 +108,14 @@ def checkpoints(
         head = ("step", "saved (UTC)", "size", *measures, "kept because", "state")
         print_table(head, cells, text=("saved (UTC)", "kept because", "state"))
         for row in bad:
-            typer.echo(f"step {row.step} is bad: {row.problem}")
+            say(f"step {row.step} is bad: {row.problem}")
         total = format_bytes(sum(row.bytes or 0 for row in rows))
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for name in listing.temporary:
-            typer.echo(f"{name} is in progress or left from a kill; the next start removes it")
+            say(f"{name} is in progress or left from a kill; the next start removes it")
         for name in listing.bad:
-            typer.echo(f"{name} is a damaged checkpoint that nothing reads; delete it if you like")
+            say(f"{name} is a damaged checkpoint that nothing reads; delete it if you like")
     if bad:
         raise typer.Exit(FAILED)
 
@@ -136,17 +136,20 @@ def report(
     network. The same runs give the same bytes.
     """
     from windlass.reports.curve import curve, last_sample
-    from windlass.reports.tables import results
+    from windlass.reports.tables import evaluations, results
     from windlass.reports.write import report as write_report
 
     if plots is None and not installed("matplotlib"):
-        typer.echo(f"page and tables alone: a PNG plot {needs('matplotlib')}")
+        say(f"page and tables only: a PNG plot {needs('matplotlib')}")
     steps = None if skip < 0 else skip
     written = write_report(paths, out or None, skip=steps, plots=plots, pdf=pdf, table=table)
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        results(view).print()
+        results(view, brief=True).print()
+        for each in evaluations(view).values():
+            typer.echo(f"\n{each.title}")
+            each.print()
         typer.echo()
     show_published(written.published)
     typer.echo(f"report: {written.page}")
@@ -162,10 +165,13 @@ def show_published(table: Table | None) -> None:
 
 
 def show_study(study: Study) -> None:
-    """Print the published table of a study's preset, if it has one."""
+    """Print the published table of a study's preset, if any, and where MLflow shows its runs."""
     from windlass.reports.published import of_study
+    from windlass.telemetry.backends import mlflow_hint, mlflow_uri
 
     show_published(of_study(study))
+    if "mlflow" in study.recipe.telemetry.trackers:
+        typer.echo(f"mlflow: {mlflow_hint(mlflow_uri(study.path / 'runs'))}")
 
 
 def track(
@@ -185,4 +191,4 @@ def track(
         runs = [cell.path for cell in map(study.run_of, cells) if cell.metrics_path.is_file()]
     for path in runs:
         for note in trackers.track(path, to, timeout):
-            typer.echo(note.text)
+            say(note.text)

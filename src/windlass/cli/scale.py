@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from windlass.cli import Json, Overrides, print_json
+from windlass.cli import Json, Overrides, print_json, say
 from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import RetryFailed, StudyName, exit_code
+from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ The smallest of --worlds is the baseline.
 def scale(
     recipe: StudyName,
     overrides: Overrides,
+    set_: Settings,
     mode: str = Option("", help="strong (default), fixed-data, weak, strategies or layouts."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
@@ -62,9 +64,8 @@ def scale(
     """Train a recipe on several numbers of ranks, strategies or layouts, and compare them.
 
     Cells run one at a time. If you kill the study, give the same command again: finished cells are
-    left alone. After the first cell of each setup, some steps without communication are measured on
-    one rank's part of the batch, unless tensor, context or pipeline ranks divide the model. With
-    --nodes, jobs of a scheduler train the cells.
+    left alone. After the first cell of each setup, Windlass measures some steps without
+    communication, unless a layout divides the model. With --nodes, jobs train the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
@@ -74,18 +75,18 @@ def scale(
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
+    overrides = [*overrides, *set_]
     if Study.is_study(recipe) and overrides and not worlds:
-        problem = f"{recipe} is a study, whose cells have their settings"
-        raise UserError(f"{problem}: leave {' '.join(overrides)} out, or add --worlds")
+        remedy = f"leave {' '.join(overrides)} out, or add --worlds"
+        raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
     options |= {"project": whole_numbers("project", project), "path": dir_}
-    options["precisions"] = [word for word in precisions.split(",") if word]
+    options |= {"precisions": list(filter(None, precisions.split(",")))}
     if nodes:
-        options["worlds"] = whole_numbers("worlds", worlds)
         asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
         asked |= {"min_busbw": min_busbw, "max_size": max_size}
         options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
-        options["retry_failed"] = retry_failed
+        options |= {"worlds": whole_numbers("worlds", worlds), "retry_failed": retry_failed}
         return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
     if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
         raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
@@ -113,7 +114,7 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         show_study(study)
     for part in terminal(study, table, console.width):
         console.print(part)
-    progress.notify(f"report: windlass report {study.path}")
+    progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")
 
 
 def _submit(
@@ -128,11 +129,11 @@ def _submit(
         sys.stdout.write("\n".join(one.script for one in jobs))
         return DONE
     for one in jobs:
-        cancel = f"`windlass submit --cancel {one.directory}` ends it"
-        typer.echo(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
+        cancel = f"`windlass submit --cancel {shlex.quote(str(one.directory))}` ends it"
+        say(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
     if not jobs:
-        typer.echo("nothing to submit: no cell is open")
-    typer.echo(f"`windlass scale {study.path}` shows the table")
+        say("nothing to submit: no cell is open")
+    say(f"`windlass scale {shlex.quote(str(study.path))}` shows the table")
     return DONE
 
 

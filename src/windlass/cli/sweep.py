@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from windlass.cli import Json, _argument, complete, print_json
+from windlass.cli import Json, _argument, complete, print_json, say
 from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED, plural
 
@@ -32,6 +33,10 @@ StudyName = Annotated[
     str,
     _argument("RECIPE|STUDY", "The recipe of all cells, a study, or its preset.", complete.studies),
 ]
+Settings = Annotated[
+    list[str],
+    Option("--set", metavar="KEY=VALUE", help="A setting of all cells.", default_factory=list),
+]
 RetryFailed = Annotated[bool, Option("--retry-failed", help="Train failed cells again.")]
 Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an array job.")]
 
@@ -39,7 +44,8 @@ Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an 
 def sweep(
     recipe: StudyName,
     axes: list[str] = typer.Argument(None, metavar="[KEY=A,B,C...]", help="Axes; see below."),
-    set_: list[str] = Option([], "--set", metavar="KEY=VALUE", help="A setting of all cells."),
+    *,
+    set_: Settings,
     dir_: Path | None = Option(
         None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."
     ),
@@ -81,9 +87,9 @@ def sweep(
     if create:
         study = studies.create_sweep(recipe, axes or (), set_, dir_)[0]
         for note in study.notes:
-            typer.echo(note)
+            say(note)
         cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
-        typer.echo(f"{cells}; `windlass submit {study.path}` trains them")
+        say(f"{cells}; `windlass submit {shlex.quote(str(study.path))}` trains them")
         return DONE
     number = only if only >= 0 else None
     study = studies.sweep(recipe, axes or (), set_, only=number, progress=progress, **options)
@@ -116,12 +122,13 @@ def show_winners(progress: Progress, study: Study) -> None:
             spread = f"{low:.4f} to {high:.4f} over {group.seeds}"
             progress.notify(f"{group.label}: median {group.median:.4f}, {spread}")
     winners, remark = study.winners()
-    for group in winners:
+    for place, group in enumerate(winners):
         over = f", median of {group.seeds}" if group.seeds else ""
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
-        progress.notify(f"best: {group.label} ({score})")
-        for line in filter(None, study.winner_command(group.assignment)):
-            progress.notify(f"  {line}")
-    if remark:
-        progress.console.print(remark)
-    progress.notify(f"report: windlass report {study.path}")
+        of_all = " of all" if len(winners) > 1 and not place else ""
+        progress.notify(f"best{of_all}: {group.label} ({score})")
+        command, note = study.winner_command(group.assignment)
+        progress.console.out(f"  {command}")  # whole, so that one can copy it
+        progress.notify(note)
+    progress.notify(remark)
+    progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")

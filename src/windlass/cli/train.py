@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from windlass.cli import Json, Overrides, RecipeName, print_json
+from windlass.cli import Json, Overrides, RecipeName, print_json, say
 from windlass.errors import DONE, FAILED, UserError, first_line, plural
 from windlass.processes import QUIET_END, exit_with_parent
 
@@ -43,7 +43,7 @@ def train(
     mpiexec. It resumes a run directory with a committed checkpoint, and leaves a finished run
     alone. The end shows the loss curve and the report.
 
-    Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal with everything saved.
+    Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal: it can be resumed.
     """
     gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env
@@ -106,7 +106,8 @@ def show_end(run: Run) -> int:
     except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         why = f"{kind}{first_line(error)}"
-        typer.echo(f"no report: {why}; `windlass report {run.path}` tries again", err=True)
+        again = f"`windlass report {shlex.quote(str(run.path))}` tries again"
+        say(f"no report: {why}; {again}", err=True)
     chat = " --chat" if run.recipe.data.format == "chat" else ""
     typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
     return DONE

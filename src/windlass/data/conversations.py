@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.data.files import JSON_LINES, find_files, listing, read_json_items
+from windlass.data.files import JSON_LINES, find_files, left_out, listing, read_json_items
 from windlass.data.samples import choose_places
 from windlass.data.sources import Notify, load_dataset
 from windlass.errors import UserError
@@ -206,7 +206,8 @@ def read(
             counts[shape.name] += len(part)
             conversations += part
         shapes = ", ".join(f"{count:,} conversations ({name})" for name, count in counts.items())
-        notify(f"{source}: {shapes}{f' in {listing(files)}' if len(files) > 1 else ''}")
+        place = f" in {listing(files)}" if len(files) > 1 else ""
+        notify(f"{source}: {shapes}{place}{left_out(source, JSON_LINES) if files else ''}")
     return conversations
 
 

@@ -28,6 +28,7 @@ def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values.
 
     - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
+    - `changed`: sentences about files of the source that have changed since their preparation.
     - Prepared data: `source`, `files` (their number), `items` (their kind), `tokenizer`; for each
       split `items`, `tokens` (in an epoch, without padding), `label_tokens` (that count in the
       loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.
@@ -45,6 +46,7 @@ def describe(data: Data) -> Facts:
     - A character tokenizer: `characters` (how many) and `symbols`.
     """
     facts: Facts = {"vocab": data.vocab}
+    facts |= {"changed": list(data.changed)} if data.changed else {}
     if index := data.index:
         files = {f["file"] for source in index.source.values() for f in source.get("files", ())}
         facts |= {
@@ -139,11 +141,11 @@ def _source(index: Index, stream: str) -> Facts:
 
 
 def warnings(facts: Facts) -> list[str]:
-    """Warnings about a makeshift chat template, about sources from which nothing is used, and about
-    sources of a mixture that a run repeats often."""
-    texts, template = [], facts.get("template", "")
+    """Warnings about changed files, about a makeshift chat template, about sources from which
+    nothing is used, and about sources of a mixture that a run repeats often."""
+    texts, template = [*facts.get("changed", ())], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
-        texts = [f"conversations are written as {template}; a model trained to chat has its own"]
+        texts += [f"conversations are written as {template}; a model trained to chat has its own"]
     texts += repeated(facts.get("mixture", ()))
     uses = ("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")
     for key, split, use in uses:

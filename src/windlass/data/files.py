@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError, is_utf8, plural
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson")
@@ -53,8 +53,13 @@ def find_files(
         names = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         places = list(map(Path, names))
     if files := [place for place in places if place.is_file()]:
+        if odd := [file for file in files if not is_utf8(str(file))]:
+            shown = str(odd[0]).encode("utf-8", "backslashreplace").decode()
+            raise UserError(f"{setting}: the name of {shown} is not UTF-8: rename the file")
         return files
-    hint = ""
+    hint, skipped = "", left_out(pattern, endings)
+    if skipped:
+        hint = f"{skipped}: a glob reads them, as {setting}='{path}/**/*.md'"
     if "," in pattern:
         names = [part.strip(" []'\"") for part in pattern.split(",")]
         value = json.dumps(names, ensure_ascii=False)
@@ -64,6 +69,16 @@ def find_files(
         f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
     )
+
+
+def left_out(pattern: str, endings: tuple[str, ...] = ENDINGS) -> str:
+    """The endings of a directory's files that are not read, as `; not read: 3 .md`; else empty."""
+    top = Path(pattern).expanduser()
+    places = [path for path in top.rglob("*") if path.is_file()] if top.is_dir() else []
+    visible = (p for p in places if not any(x.startswith(".") for x in p.relative_to(top).parts))
+    kinds = Counter(suffixes(path)[0] or "without ending" for path in visible)
+    counts = [f"{kinds[x]:,} {x}" for x in sorted(kinds) if x not in endings]
+    return f"; not read: {', '.join(counts)}" if counts else ""
 
 
 def check_source(source: str, setting: str, conversations: bool = False) -> None:
@@ -109,7 +124,10 @@ def has_changed(source: str, description: dict[str, Any]) -> bool:
     """Whether local files differ from the prepared ones; False if they no longer exist."""
     with suppress(UserError, OSError):
         if not source.startswith(("http://", "https://", "hf:", "shards:")) and source != "stdlib":
-            return describe_files(find_files(source)) != description["files"]
+            now, then = describe_files(find_files(source)), description["files"]
+            for file in (*now, *then):
+                file["file"] = Path(file["file"]).name  # a moved file is the same
+            return now != then
     return False
 
 

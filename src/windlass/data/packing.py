@@ -109,10 +109,15 @@ class BestFitSamples:
         return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
 
     @property
+    def documents_per_row(self) -> float:
+        """The items of a row, in the mean."""
+        return len(self._order) / max(1, len(self))
+
+    @property
     def facts(self) -> dict[str, float]:
         """How full the rows are, for `facts.describe`."""
-        rows = len(self)
-        fill, per_row = self.real_tokens / (rows * self.context), len(self._order) / rows
+        fill = self.real_tokens / (len(self) * self.context)
+        per_row = self.documents_per_row
         return {"fill": round(fill, 6), "items_per_sample": round(per_row, 3)}
 
     def items_of(self, index: int) -> Sequence[int]:

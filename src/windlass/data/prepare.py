@@ -13,8 +13,9 @@ import os
 import platform
 import time
 import zipfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,11 @@ class Prepared:
     """The prepared data of a recipe, checked."""
 
     directory: Path
-    index: Index
-    tokenizer: Tokenizer
+    index: Index = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
     is_new: bool = False  # prepared now, by this process
     seconds: float = 0.0  # to prepare, wait and check
+    changed: Sequence[str] = ()  # what has changed since, in sentences; on rank 0
 
 
 def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str = "") -> Prepared:
@@ -81,6 +83,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
         RunFailed: The disk is full or fails.
     """
     recipe, started, progress = as_recipe(recipe), time.perf_counter(), Progress()
+    changed = list[str]()
     settings = preparing_settings(recipe)
     directory = data_dir(recipe, settings)
     try:
@@ -101,7 +104,7 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
                 for number, name in enumerate(names):
                     origin = index.source.get(stream_name(kind, number))
                     if name and origin and has_changed(name, origin):
-                        progress.note(f"{name} has changed since it was prepared; {again}")
+                        changed.append(f"{name} has changed since it was prepared; {again}")
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
@@ -109,7 +112,8 @@ def prepare(recipe: Recipe | str | Path, ranks: Ranks | None = None, pinned: str
         raise RunFailed(f"{directory}: {error.strerror}; {remedy}") from None
     finally:
         progress.close()
-    return Prepared(directory, index, tokenizer, is_new, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Prepared(directory, index, tokenizer, is_new, seconds, changed)
 
 
 def _write(
@@ -142,9 +146,18 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
 
 
 def preparing_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings and files that determine the data; their hash names the directory."""
-    data = recipe.data
-    settings: dict[str, Any] = {"tokenizer_files": vocabulary.tokenizer_files(data.tokenizer)}
+    """The settings and files that determine the data; their hash names the directory.
+
+    Paths are as written, so that a run and its data can move.
+    """
+    home, located, recipe = recipe.home, recipe.data, recipe.as_written
+    data, files = recipe.data, vocabulary.tokenizer_files(located.tokenizer)
+
+    def written(path: str) -> str:
+        return path.removeprefix(f"{home}/")
+
+    hashes = {written(path): digest for path, digest in files.items()}
+    settings: dict[str, Any] = {"tokenizer_files": hashes}
     if data.tokenizer == "bpe":
         settings["tokenizer_vocab"] = data.tokenizer_vocab
     if data.format == "text":
@@ -158,8 +171,8 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
             settings["mix"] = [part.model_dump(include=own) for part in data.mix]
             settings["source"] = data.sources
         return settings
-    sources = [*data.sources, *data.eval_sources]
-    files = describe_files([path for name in sources for path in local_files(name, data.format)])
+    sources = [*located.sources, *located.eval_sources]
+    rows = describe_files([path for name in sources for path in local_files(name, data.format)])
     return {
         **settings,
         **{key: getattr(data, key) for key in ROWS_SETTINGS},
@@ -168,7 +181,7 @@ def preparing_settings(recipe: Recipe) -> dict[str, Any]:
         "seed": recipe.run.seed,
         **({"revision": data.revision} if data.revision else {}),
         "layout": squad.PROMPT if data.format == "squad" else chat.LAYOUT,
-        **{f"file {file['file']}": file.get("sha256") or file["changed_ns"] for file in files},
+        **{f"file {written(f['file'])}": f.get("sha256") or f["changed_ns"] for f in rows},
     }
 
 
@@ -180,7 +193,7 @@ def data_dir(recipe: Recipe, settings: dict[str, Any] | None = None) -> Path:
     naming = {key: value for key, value in settings.items() if key != "tokenizer_files"}
     digest = hashlib.sha256(json.dumps(naming, sort_keys=True).encode()).hexdigest()
     name = slug(recipe.data.sources[0]) if recipe.data.format == "text" else recipe.data.format
-    return Path("data") / f"{name}-{digest[:8]}"
+    return (recipe.home or Path()) / "data" / f"{name}-{digest[:8]}"
 
 
 def _find(recipe: Recipe, wanted: dict[str, Any], directory: Path) -> Index | None:
@@ -228,8 +241,11 @@ class Data:
     fingerprint: str  # compared on resume: equal for equal tokens, split and tokenizer
     vocab: int
     directory: Path | None = None  # of the prepared data
-    template: chat.Template | None = None  # the layout of conversations (`data.format = "chat"`)
-    index: Index | None = None  # of the prepared data: see `facts.describe`
+    # the layout of conversations (`data.format = "chat"`)
+    template: chat.Template | None = field(default=None, repr=False)
+    # of the prepared data: see `facts.describe`
+    index: Index | None = field(default=None, repr=False)
+    changed: Sequence[str] = ()  # as in `Prepared`
 
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
@@ -260,29 +276,44 @@ def as_data(recipe: Recipe, prepared: Prepared) -> Data:
         template = chat.Template.of_directory(prepared.directory / FOLDER)
     train, val = open_samples(recipe, prepared)
     numbers = index.fingerprint, tokenizer.vocab
-    return Data(train, val, tokenizer, *numbers, prepared.directory, template, index)
+    place, changed = prepared.directory, prepared.changed
+    return Data(train, val, tokenizer, *numbers, place, template, index, changed)
 
 
-def from_dataset(dataset: Any, recipe: Recipe) -> Data:
-    """The data of a run from a `torch.utils.data.Dataset`, without validation data and tokenizer.
+def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
+    """A user's data: `Data` as they are, or from a `torch.utils.data.Dataset`, without tokenizer.
+
+    A tuple holds two datasets, for training and validation. A single one is for training, or
+    for validation if it is to be `measured`.
 
     Reads every item once, for the number of token ids and for a fingerprint, which a resume
     compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise UserError(
-            f"data: {type(dataset).__name__} has no length and index; Windlass reads samples in "
-            "its own order, so give a map-style dataset"
-        )
-    samples, digest, largest = DatasetSamples(dataset, recipe.model.context), hashlib.sha256(), 0
-    for index in range(len(samples)):
-        row = samples.item(index)
-        if row.min() < 0:
-            raise UserError(f"data: item {index} of the dataset has a negative token")
-        digest.update(row.tobytes())
-        largest = max(largest, int(row.max()))
-    vocab = max(largest + 1, recipe.model.vocab)
-    return Data(samples, None, None, digest.hexdigest()[:16], vocab)  # type: ignore[arg-type]
+    if isinstance(data, Data | None):
+        return data
+    pair = data if isinstance(data, tuple) else (None, data) if measured else (data, None)
+    if len(pair) != 2:
+        raise UserError("data: give one dataset, or a pair: (training, validation)")
+    sets, digest, largest = list[Any](), hashlib.sha256(), 0
+    for dataset in pair:
+        if dataset is None:
+            sets.append(None)
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"data: {type(dataset).__name__} has no length and index; Windlass reads samples "
+                "in its own order, so give a map-style dataset"
+            )
+        samples = DatasetSamples(dataset, recipe.model.context)
+        for index in range(len(samples)):
+            row = samples.item(index)
+            if row.min() < 0:
+                raise UserError(f"data: item {index} of the dataset has a negative token")
+            digest.update(row.tobytes())
+            largest = max(largest, int(row.max()))
+        sets.append(samples)
+    train, val = sets
+    return Data(train, val, None, digest.hexdigest()[:16], largest + 1)  # type: ignore[arg-type]
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> tuple[Samples, Samples | None]:

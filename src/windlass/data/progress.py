@@ -19,7 +19,15 @@ class Progress:
 
     def note(self, text: str) -> None:
         # `rich` redirects stderr, so the line stands above the bar
-        print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+        text = f"{self._name}: {text}"
+        if not sys.stderr.isatty():
+            print(text, file=sys.stderr, flush=True)
+            return
+        from rich.console import Console
+
+        # with whole words
+        plain = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        plain.print(text, overflow="ignore", crop=False)
 
     def update(self, stage: str, fraction: float, tokens: int = 0) -> None:
         """Show a stage, the fraction of it that is done (0: unknown), and the tokens written."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from windlass.data.order import permute
+from windlass.data.order import permute, sample_indices
 from windlass.data.shards import Index, Split, Stream, cut_shards
 from windlass.errors import UserError
 from windlass.recipe.settings import IGNORE_INDEX
@@ -133,6 +133,11 @@ class PackedSamples:
             tokens[at, counts[at] :], labels[at, counts[at] :] = 0, IGNORE_INDEX
         return Batch(tokens, labels, *last)
 
+    @property
+    def documents_per_row(self) -> float:
+        """The documents or parts of documents of a row, in the mean."""
+        return 1 + (0 if self._starts is None else len(self._starts)) / max(1, self._count)
+
     @cached_property
     def attended(self) -> float:
         """The mean length, over all tokens, of the part of a token's document in its row."""
@@ -221,7 +226,10 @@ class DatasetSamples:
 
     def item(self, index: int) -> np.ndarray:
         """Item `index`, int64 [T + 1]; UserError if it has another shape or type."""
-        item = np.asarray(self.dataset[index])
+        item = self.dataset[index]
+        # numpy would read the items of any other object, such as a dataset, perhaps without end.
+        is_row = hasattr(item, "__array__") or isinstance(item, list | tuple)
+        item = np.asarray(item if is_row else None)
         if item.dtype.kind not in "iu" or item.shape != (self.context + 1,):
             raise UserError(
                 f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "
@@ -329,6 +337,19 @@ class Rows:
     def real_tokens(self) -> int:
         """Positions in an epoch, without padding."""
         return len(self._tokens) - len(self)
+
+    def mean_width(
+        self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
+    ) -> float:
+        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
+
+        `batch`: the samples of a step, which `length_buckets` sorts by length.
+        """
+        steps = max(1, len(self) // batch)
+        sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
+        sizes = sizes.reshape(steps, batch)
+        sizes = np.sort(sizes) if length_buckets else sizes
+        return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
 
     @property
     def fingerprint(self) -> str:

@@ -29,6 +29,7 @@ from windlass.data.files import (
     describe_files,
     document,
     find_files,
+    left_out,
     listing,
     other_keys,
     read_records,
@@ -92,9 +93,9 @@ def open_corpus(
         return _open_hf(source[3:], split or data.split, data)
     if source.startswith(("http://", "https://")):
         return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
-    files = find_files(source)
-    if len(files) > 1:
-        notify(f"{source}: {listing(files)}")
+    files, skipped = find_files(source), left_out(source)
+    if len(files) > 1 or skipped:
+        notify(f"{source}: {listing(files)}{skipped}")
     return _open_files(source, files, data.text_key)
 
 

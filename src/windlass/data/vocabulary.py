@@ -16,6 +16,7 @@ from windlass.data.tokenizer import (
     END_OF_TEXT,
     FOLDER,
     JSON_FILE,
+    PROBE,
     Description,
     Tokenizer,
     byte_letters,
@@ -76,10 +77,10 @@ def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
     """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
 
-    Windlass only warns if both have equally many ids, or the weights are not used.
+    Windlass only warns if the weights are not used.
     """
-    model, own, wanted = recipe.model, own_tokenizer(recipe.model), recipe.data.tokenizer
-    if own in (wanted, "byte"):
+    model, own, wanted = recipe.model, own_tokenizer(recipe.model, ""), recipe.data.tokenizer
+    if own in (wanted, ""):
         return
     revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
     try:
@@ -87,17 +88,15 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     except UserError:  # the model has none, or does not exist any more
         return
     ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
-    if trained_ids.items() <= ids.items():  # the same, perhaps with added tokens
-        return
+    probes = (t.inner.encode(PROBE, add_special_tokens=False).ids for t in (tokenizer, trained))
+    if trained_ids.items() <= ids.items() and len(set(map(tuple, probes))) == 1:
+        return  # the same, perhaps with added tokens
     other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
     text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
     remedy = f"which its weights were trained with; leave data.tokenizer out, or write {own}"
-    if model.from_scratch:
-        notify(f"{text}; its weights are not used, so this may be intended")
-    elif trained.vocab == tokenizer.vocab:
-        notify(f"{text}, {remedy}")
-    else:
+    if not model.from_scratch:
         raise UserError(f"{text}, {remedy}")
+    notify(f"{text}; its weights are not used, so this may be intended")
 
 
 def tokenizer_files(setting: str) -> dict[str, str]:

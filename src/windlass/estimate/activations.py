@@ -5,8 +5,6 @@ The results of each operation count until their last reference is gone. The kern
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import weakref
 from typing import Any
 from unittest import mock
@@ -40,7 +38,7 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
     low = LOW.get(precision)
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
     matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
-    with FakeTensorMode(allow_non_fake_inputs=True), _no_packed_rows(), matrix:
+    with FakeTensorMode(allow_non_fake_inputs=True), matrix:
         _replace_parameters(model)
         with Meter() as meter, Attention():
             tokens = torch.zeros(micro_batch, recipe.model.context, dtype=torch.int64)
@@ -61,15 +59,6 @@ def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> t
 def _matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A matrix of the size of a quantised one, without `bitsandbytes`."""
     return torch.empty(layer.out_features, layer.in_features, dtype=dtype)
-
-
-def _no_packed_rows() -> contextlib.AbstractContextManager[Any]:
-    """Make `transformers` build masks for one text per row, which it cannot see in fake rows."""
-    masking = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    if not hasattr(masking, name):
-        return contextlib.nullcontext()
-    return mock.patch.object(masking, name, lambda *_: None)
 
 
 def _replace_parameters(model: nn.Module) -> None:

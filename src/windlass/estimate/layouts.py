@@ -122,21 +122,26 @@ def layout_on(
     device: Device,
     precision: str,
     usable: int | None = None,
+    counted: CountedSizes | None = None,
+    documents: float = 0.0,
 ) -> Layout:
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
-    On CUDA a micro-batch that the recipe leaves open is the largest of our GPT that fits. It is the
-    one by tokens if the memory is unknown or nothing fits.
+    On CUDA a micro-batch that the recipe leaves open is the largest that fits. It is the one by
+    tokens if the memory is unknown, nothing fits, or `counted`, the size of a model of
+    `transformers` with its measured activations, is missing.
     """
     layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes)
+    layout = replace(layout, workspace=device.workspace_bytes, documents=documents)
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
-    if not is_open or usable is None or recipe.model.kind != "gpt" or not vocab:
+    model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted
+    known = not isinstance(model, CountedSizes) or model.peaks
+    if not is_open or usable is None or model is None or not vocab or not known:
         return layout
     if world > 1 or layout.policy.shards_parameters:
         usable = int(usable * CAREFUL / USABLE)
-    return with_micro_batch(recipe.model, vocab, layout, recipe.optim.kind, usable) or layout
+    return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
 
 
 def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | int | bool], str]:

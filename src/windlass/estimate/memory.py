@@ -12,6 +12,7 @@ accumulation, and neither it nor `FSDPMemTracker` runs our DDP and FSDP2 steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,7 @@ GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
 """Numbers that `windlass.optim.muon` orthogonalises at once; a test keeps the two equal."""
+FLASH_ROWS = 128  # of the sums in the backward pass of flash attention, for each document
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
 """The generators' states that activation checkpointing saves for each block."""
 
@@ -138,6 +140,9 @@ class Step:
             4, self.compute
         )  # bytes of a number of the weights
         self.cuda = layout.device == "cuda"
+        # Bytes of a number in the input of a block's product, which saves it rounded.
+        self.float8 = layout.precision == "float8"
+        self.operand = 1 if self.float8 else self.compute
         self.vocab = -(-rank.vocab // parts)  # V
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
@@ -172,7 +177,8 @@ class Step:
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
         # Autocast's copies of a block's matrices, which the backward pass needs.
-        self.copies = rank.matrices * self.compute if self.compute < self.master else 0
+        copied = self.compute < self.master and not self.float8
+        self.copies = rank.matrices * self.compute if copied else 0
 
     def norm(self) -> int:
         """A normalisation saves its input (the stream), and a mean and a scale for each token."""
@@ -191,7 +197,8 @@ class Step:
         """The bytes from the input of the projections to the input of the output projection."""
         model, n, c, d, k = self.model, self.n, self.compute, self.queries, self.kv
         heads, kv_heads = self.rank.heads, self.rank.kv_heads
-        saved = self.wide  # the input
+        saved = n * model.width * self.operand  # the input
+        saved += n * d * self.float8  # the rounded result
         upcast = model.qk_norm and not self.cuda and c < 4  # fp32 copies of queries and keys
         if model.qk_norm:
             saved += n * (heads + kv_heads) * self.master
@@ -214,15 +221,43 @@ class Step:
             saved += n * (d + k) * c  # transformed queries and keys
         return saved + n * d * c + n * heads * max(4, c)  # the result, and a log-sum-exp
 
-    def block_saved(self) -> int:
-        """The bytes that a block saves without checkpointing, without copies of its weights."""
+    def feed_forward(self) -> int:
+        """The bytes from the input of the first matrix to the input of the last one."""
         activation = self.model.activation
         copies = {"gelu": 2, "gelu_tanh": 2, "relu": 1, "relu2": 2, "swiglu": 4}[activation]
         # Autocast casts the input of two matrices twice, unless it is gathered after one cast.
         casts = self.copies and self.stream_width > self.compute
-        twice = activation == "swiglu" and casts and self.layout.tensor == 1
-        feed_forward = (2 if twice else 1) * self.wide + copies * self.hidden
-        return 2 * self.norm() + self.attention() + feed_forward + 2 * self.dropout(self.compute)
+        casts = (casts and self.layout.tensor == 1) or self.float8
+        inputs = (2 if activation == "swiglu" and casts else 1) * self.n * self.model.width
+        saved = inputs * self.operand + copies * self.hidden
+        if (
+            self.float8
+        ):  # of the last product's input, only the derivative of relu needs the original
+            saved += self.hidden // self.compute - (activation != "relu") * self.hidden
+        return saved
+
+    def document_masks(self) -> int:
+        """The bytes of a mask that keeps documents apart where flash attention cannot."""
+        model, layout = self.model, self.layout
+        if not layout.documents or not self.cuda or (self.compute == 2 and not model.dropout):
+            return 0
+        return layout.micro_batch * model.context**2 * self.compute
+
+    def attention_backward(self) -> int:
+        """The bytes of flash attention's backward pass: gradients, and sums in fp32.
+
+        It pads the sums of each document by FLASH_ROWS, also of the documents that fill up the
+        number to a power of two (`model.documents.edges_of`).
+        """
+        layout, n, d = self.layout, self.n, self.queries
+        count = math.ceil(layout.documents * layout.micro_batch)
+        padded = n + FLASH_ROWS * (1 << (count - 1).bit_length() if count else 0)
+        return n * (2 * d + 2 * self.kv) * self.compute + padded * (d + self.rank.heads) * 4
+
+    def block_saved(self) -> int:
+        """The bytes that a block saves without checkpointing, without copies of its weights."""
+        saved = self.attention() + self.feed_forward()
+        return 2 * self.norm() + saved + 2 * self.dropout(self.compute)
 
     def saved(self, blocks: int) -> int:
         """The bytes that `blocks` blocks save with the layout's checkpointing."""
@@ -240,11 +275,16 @@ class Step:
 
     def inside(self) -> int:
         """The recomputed activations and their gradients in a block's backward pass."""
-        # The derivative of a square takes two more copies.
-        copies = {"swiglu": 2, "relu2": 3}.get(self.model.activation, 1)
+        # A product of two hidden states has two gradients.
+        copies = {"swiglu": 2, "relu2": 2}.get(self.model.activation, 1)
         gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
         recomputed = max(0, self.block_saved() - self.saved(1))
-        return recomputed + self.stream + gathered + copies * self.hidden
+        moments = [copies * self.hidden]
+        if self.layout.documents and self.cuda and not self.document_masks():
+            # The feed-forward layer has released its activations.
+            moments.append(self.attention_backward() - self.feed_forward() - self.norm())
+        masks = self.document_masks()
+        return recomputed + self.stream + gathered + masks + max(moments)
 
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
@@ -254,6 +294,7 @@ class Step:
             tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.master
         saved += 8 * self.n * (model.ngrams - 1) * rank.first  # the rows of n-grams
+        saved += self.document_masks()
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 
     def waiting(self, later: bool) -> int:

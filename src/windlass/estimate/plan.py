@@ -27,11 +27,11 @@ from windlass.estimate.milestones import (
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
 from windlass.estimate.search import LayoutRow, Machine, layout_rows
 from windlass.estimate.step import MANY, NotMeasured, constants, slowest
-from windlass.estimate.subject import Size, Subject, subject_of, with_activations
+from windlass.estimate.subject import STREAMED, Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import NO_PEAK, Speed, measured_speed, speed_on
 from windlass.model.convert import export_note
-from windlass.model.size import CountedSizes
+from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
@@ -89,7 +89,8 @@ class Plan:
         """The tables of `windlass plan`."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=100, color_system=None)
+        how: Any = {"color_system": None, "force_jupyter": False}
+        console = Console(file=io.StringIO(), width=100, **how)
         print_plan(self, console)
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
@@ -127,7 +128,7 @@ def plan(
         per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
-        is_run = (Path(source) / "recipe.toml").is_file() and not overrides
+        is_run = Run(source).exists and not overrides
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
@@ -157,7 +158,7 @@ def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
     """The speed of the runs with the same model and kind of device, if any."""
-    begun = [run for run in runs if run.recipe_path.is_file()]
+    begun = [run for run in runs if run.exists]
     same = [run for run in begun if run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
     devices = ("", subject.device.name.lower())
@@ -176,6 +177,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
         return None, f"{peak}: {advice}"
     model, layout = recipe.model, subject.layout
+    width = subject.width or float(model.context)  # a row as training pads it
+    model = model.model_copy(update={"context": round(width)})
     how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
     own, speeds = subject.counted, machine.speeds(recipe)
     network = own if own and model.kind == "hf" else model
@@ -185,11 +188,11 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
     except NotMeasured as error:
         return None, str(error)
-    tokens = min(model.context, subject.tokens_per_sample or model.context)
+    tokens = min(width, subject.tokens_per_sample or width)
     samples = layout.micro_batch * layout.accumulation * layout.data_world
     detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
-    if tokens < model.context:  # padding is computed, too
-        share = 100 * tokens / model.context
+    if tokens < width:  # padding is computed, too
+        share = 100 * tokens / width
         detail += f"; {share:.0f} % of the places are tokens, the rest padding"
     if step.bubble:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
@@ -201,11 +204,11 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
-    width = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if width < NARROWEST or subject.precision not in ("bf16", "fp16"):
+    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
         beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
         return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
-    rows, low, high = constants().ranges[device.family]
+    rows, _, low, high = constants().ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
     if rows == 1:
         detail += (
@@ -213,8 +216,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         )
         return replace(speed, detail=detail), ""
     which = "8 of 10" if rows >= MANY else "all"
-    detail += f"; {which} of {rows} published runs on {device.family} reached "
-    detail += f"{slow:.2f} to {fast:.2f} times their prediction"
+    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
+    detail += f"{fast:.2f} times a prediction fitted without their project"
     return replace(speed, detail=detail, range=(slow, fast)), ""
 
 
@@ -248,7 +251,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         steps=steps,
         done=subject.done,
         tokens_per_step=tokens_per_step,
-        padded_tokens_per_step=batch * context,
+        padded_tokens_per_step=batch * (subject.width or context),
         taken_as_full=tokens is None and padded,
         tokens=None if steps is None else round(steps * tokens_per_step),
         epochs=steps * batch / samples if steps is not None and samples else None,
@@ -265,6 +268,10 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
             unknown["mixture"] = str(error)
     if steps is not None:
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
+        saves = (recipe.checkpoint.every, recipe.checkpoint.keep_every)
+        if not samples and subject.reason != STREAMED and any(isinstance(x, str) for x in saves):
+            parts["checkpoints"] = None
+            unknown["checkpoints"] = f"some are written at epochs: {subject.reason}"
     return replace(plan, **parts)
 
 
@@ -291,7 +298,10 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     model, vocab = subject.counted or recipe.model, size.vocab or 0
     rows = memory_rows(model, vocab, recipe.optim.kind, subject.layout, device.usable_bytes)
     settings, advice = recommend(rows, recipe.train.micro_batch)
-    per_step = size.flops_per_token * plan.tokens_per_step
+    flops = size.flops_per_token
+    if subject.width and not subject.counted:  # attention over the padded row, not the context
+        flops = flops_per_token(recipe.model, vocab, subject.width)
+    per_step = flops * plan.padded_tokens_per_step
     optimal: dict[str, int] = {}
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     if not pretrained or recipe.train.steps == "compute-optimal":  # D = 20 N is for new weights
@@ -302,7 +312,7 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
         "memory": rows,
         "recommended": settings,
         "advice": advice,
-        "flops": None if plan.steps is None else per_step * plan.steps,
+        "flops": None if plan.steps is None else round(per_step * plan.steps),
         **optimal,
     }
 

@@ -63,7 +63,7 @@ class Constants:
     latency: float
     products: tuple[float, float]  # of an A100 and an H100
     attention: tuple[float, float]
-    ranges: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    ranges: dict[str, tuple[int, int, float, float]] = field(default_factory=dict)
 
 
 @cache

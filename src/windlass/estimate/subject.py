@@ -51,6 +51,8 @@ class Subject:
     vocab: int | None = None  # rows of the embedding, if the recipe leaves them to the tokenizer
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
+    width: float = 0.0  # mean positions of a row as training pads it; 0: the context
+    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     val_samples: int = 0  # of the validation set; 0: none, or unknown
     mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
@@ -90,7 +92,9 @@ class Subject:
         recipe, vocab = self.recipe, self.size.vocab or 0
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
-        return layout_on(recipe, vocab, self.world, self.device, self.precision)
+        of_hf = self.counted if recipe.model.kind == "hf" else None
+        own = recipe, vocab, self.world, self.device, self.precision
+        return layout_on(*own, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
@@ -155,11 +159,16 @@ def subject_of(
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
     counted = last.get("samples") and last.get("tokens")
+    per_sample = last["tokens"] / last["samples"] if counted else None
+    padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
+    growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
     subject = replace(
         subject,
         vocab=vocab,
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
-        tokens_per_sample=last["tokens"] / last["samples"] if counted else None,
+        tokens_per_sample=per_sample,
+        width=growth * (per_sample or 0.0),
+        documents=documents_of_row(started.get("data", {}).get("train", {})),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
@@ -168,6 +177,14 @@ def subject_of(
         reason=STREAMED if recipe.data.disk_tokens else subject.reason,
     )
     return with_counted_sizes(subject)
+
+
+def documents_of_row(train: dict[str, Any]) -> float:
+    """The documents of a row in the facts of a run's training data, if attention keeps them apart."""
+    if "attended" not in train:
+        return 0.0
+    per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text
+    return float(train.get("items_per_sample", per_row))
 
 
 def with_counted_sizes(subject: Subject) -> Subject:
@@ -207,21 +224,28 @@ def with_activations(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import epoch_samples, real_tokens
+    from windlass.data.samples import Rows, epoch_samples, masks_documents, real_tokens
 
+    recipe, width = subject.recipe, 0.0
     try:
-        if (prepared := find_prepared(subject.recipe)) is None:
+        if (prepared := find_prepared(recipe)) is None:
             return subject
-        samples, val = cast(tuple[Any, Any], open_samples(subject.recipe, prepared))
+        samples, val = cast(tuple[Any, Any], open_samples(recipe, prepared))
     except UserError as error:
         return replace(subject, reason=str(error))
     count = epoch_samples(samples)
+    if isinstance(samples, Rows):
+        batch, data = recipe.batch(subject.world, subject.device.kind), recipe.data
+        how = (data.order, recipe.run.seed, data.length_buckets)
+        width = samples.mean_width(batch.global_batch, batch.micro_batch, *how)
     return replace(
         subject,
+        width=width,
         vocab=prepared.tokenizer.vocab,
         samples_per_epoch=count,
         tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
+        documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
         val_samples=len(val or ()),
-        mixture=samples if subject.recipe.data.mix else None,
+        mixture=samples if recipe.data.mix else None,
         reason=subject.reason if count else STREAMED,
     )

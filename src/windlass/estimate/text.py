@@ -54,6 +54,8 @@ def print_plan(plan: Any, console: Console) -> None:
         if plan.checkpoints:
             total = _scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
+        elif why := plan.unknown.get("checkpoints"):
+            disk.append(("in all", f"unknown, because {why}"))
         if plan.tokens_bytes:
             disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} of training data"))
         _section(console, "Disk", disk)
@@ -141,6 +143,7 @@ def _print_memory(plan: Any, console: Console) -> None:
         notes.append("act 0: memory peaks in the update, when the activations are freed.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
+        notes += _frozen_weights(plan)
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
@@ -158,6 +161,17 @@ def _print_memory(plan: Any, console: Console) -> None:
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
+
+
+def _frozen_weights(plan: Any) -> list[str]:
+    """A note on the memory of frozen weights under autocast."""
+    frozen, first = plan.size.parameters - plan.size.trained, plan.memory[0].layout
+    in_fp32 = 4 * frozen <= max(row.memory.parameters for row in plan.memory)
+    if not frozen or not in_fp32 or first.precision in ("fp32", "fp64"):
+        return []
+    copies = "act has a 2-byte copy of each of their matrices for the backward pass"
+    copies += ", one block's at a time" * (first.checkpointing == "full")
+    return [f"param has {frozen:,} frozen weights in fp32, and {copies}."]
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
@@ -190,7 +204,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     links = f"{machine.device.link / 1e9:g} GB/s inside a host"
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
-    how = f"ms: predicted as under Time, with {links}."
+    how = f"ms: predicted for full rows as under Time, with {links}."
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
     notes = [

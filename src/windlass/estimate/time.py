@@ -33,7 +33,7 @@ class Speed:
     # Measured seconds of an evaluation, a checkpoint and a sample.
     costs: dict[str, float] = field(default_factory=dict)
     device: str = ""  # as the ledger names it
-    # Predicted: 8 of 10 published runs on the device were between these factors of the prediction.
+    # Predicted: published runs on the device were between these factors of a fit without them.
     range: tuple[float, float] | None = None
 
 
@@ -127,13 +127,16 @@ class PredictedAndActual:
     device_bytes: float | None = None  # memory of the smallest device; None: unknown
 
 
-def predicted_and_actual(run: Run) -> PredictedAndActual:
-    """The time to finish as predicted after 5 % of the steps, and the actual one."""
+def predicted_and_actual(run: Run, raw: Sequence[Line] = ()) -> PredictedAndActual:
+    """The time to finish as predicted after 5 % of the steps, and the actual one.
+
+    `raw`: the run's ledger, if it has just been read.
+    """
     environment = run.environment
     sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
     total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
     outcome = PredictedAndActual(device_bytes=None if total is None else total * 1e6)
-    raw = list(read_lines(run.metrics_path))
+    raw = raw or list(read_lines(run.metrics_path))
     ledger, events = effective(raw), [x for x in raw if x["kind"] == "event"]
     starts = [x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x]
     started = starts[0] if starts else {}

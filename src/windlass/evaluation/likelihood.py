@@ -27,6 +27,7 @@ from windlass.data.sources import load_dataset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import casting_once, evaluating
+from windlass.model.build import scalar
 from windlass.model.documents import Branches, documents_of
 from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums, takes_sources
@@ -90,7 +91,7 @@ def evaluate_loss(
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
                 with casting_once(autocast):
-                    total += model(here.tokens, here.labels, **sources, **documents_of(here, model))
+                    total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
                 if poll is not None and max_async([poll()], ranks).wait()[0]:
                     return None
                 if progress is not None:

@@ -22,7 +22,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.fileio import read_json
-from windlass.model.build import build_model, own_module
+from windlass.model.build import build_model, keeping_modes, own_module
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
 from windlass.model.share import is_fsdp
@@ -91,10 +91,10 @@ def find_source(
     path = Path(name).expanduser()
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
-    if not foreign or (path / "recipe.toml").is_file():
+    if not foreign or Run(path).exists:
         choice = load.find_checkpoint(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
-        if not run.recipe_path.is_file():
+        if not run.exists:
             problem = f"{choice.path} is not in a run directory"
             raise UserError(f"{problem}: there is no {run.recipe_path}")
         home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
@@ -129,9 +129,10 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights in evaluation mode, parallelized by the recipe's strategy.
+    """The model with its weights, parallelized by the recipe's strategy.
 
-    Each rank reads only its own part of the weights.
+    Each rank reads only its own part of the weights. The model is in evaluation mode, but a user's
+    module keeps its mode: `evaluating` changes it while it is measured.
     """
     recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
     model = source.module and own_module(source.module, recipe.model.context)
@@ -152,7 +153,30 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
             fill_from_adapter(unwrap(wrapped).model, source.adapter)  # type: ignore[arg-type]
     else:
         restore(source.open_checkpoint(), wrapped)
-    return wrapped.eval()
+    return wrapped.eval() if source.module is None else wrapped
+
+
+def load_model(
+    run: str | Path | Run,
+    *,
+    model: nn.Module | None = None,
+    device: str = "",
+    weights: str = "raw",
+) -> nn.Module:
+    """A saved model in evaluation mode: `load_model(run)(tokens)` returns logits [B, T, V].
+
+    Args:
+        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
+            `transformers`, `hf:NAME`.
+        model: An instance of your own class, for a run that trains it; the weights are loaded into
+            it.
+        device: `cpu` or `cuda`; default: cuda if available.
+        weights: `raw`, or `average` for the averaged weights (`train.average`).
+
+    Raises:
+        UserError: The model does not exist, is damaged, or needs `model`.
+    """
+    return open_model(find_source(run, (), model, weights), alone(device or None)).eval()
 
 
 @contextmanager
@@ -164,17 +188,15 @@ def evaluating(model: Any) -> Iterator[None]:
     Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
     would train the wrong ones.
     """
-    modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        for module in modules:
-            module.training = True
-        for module in model.modules():
-            if is_fsdp(module):
-                module.reshard()
+    with keeping_modes(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for module in model.modules():
+                if is_fsdp(module):
+                    module.reshard()
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from windlass.data import squad as squad_data
-from windlass.data.prepare import Data, open_data
+from windlass.data.prepare import Data, open_data, own_data
 from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
@@ -75,8 +76,8 @@ class Suites:
         `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
-        # Only the loss of text has passes of one shape; others must not recompile the training.
-        fixed = suite == LOSS_SUITE and self.recipe.data.format == "text"
+        # Passes of other shapes must not recompile the training.
+        fixed = suite == LOSS_SUITE and not self.recipe.data.ragged_
         arithmetic = partial(autocast, self.recipe, self.ranks.device)
         how: dict[str, Any] = {"autocast": arithmetic, "poll": poll}
         how |= {} if suite.startswith(HARNESS) else {"progress": progress}
@@ -87,7 +88,11 @@ class Suites:
         elif suite == HELLASWAG_SUITE:
             items, endings = self._endings
         started = time.perf_counter()  # without reading the items
-        with nullcontext() if fixed else varying_shapes():
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
+        seeded = torch.random.fork_rng(devices=devices)
+        with seeded, nullcontext() if fixed else varying_shapes():
+            # A module may draw random numbers in evaluation mode, too.
+            torch.manual_seed(self.recipe.run.seed)
             if suite in self.own:
                 scores = self.own[suite](model)
             elif suite.startswith(HARNESS):
@@ -191,7 +196,7 @@ def evaluate(
     on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
     *,
     model: nn.Module | None = None,
-    data: Data | None = None,
+    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None = None,
     weights: str = "raw",
 ) -> Evaluation:
     """Measure a saved model on the ranks of this process's launch, and record the scores.
@@ -210,7 +215,8 @@ def evaluate(
         on_progress: Called between the passes of a suite with the samples done and their total.
         model: An instance of your own class, for a run that trains it; the weights are loaded into
             it.
-        data: Your own samples; the loss is measured on their validation set.
+        data: Your own samples, as in `train`; the loss is measured on their validation set, or on
+            a single `Dataset`.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
@@ -237,7 +243,8 @@ def evaluate(
     if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
         make_dir(folder, f"give another place as {argument('out', 'DIR')}")
     with init_ranks(env, recipe) as ranks:
-        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, data)
+        samples = own_data(data, recipe, measured=True)
+        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, samples)
         return write(result, folder) if ranks.main and folder else result
 
 
@@ -278,6 +285,9 @@ def measure(
     """Every suite of the source's recipe in turn; all ranks call it together."""
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
+    if LOSS_SUITE in suites and source.tokenizer is None and given is None:
+        problem = f"{source.name} was trained on data of your own"
+        raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
     data = given or (open_data(recipe, ranks) if LOSS_SUITE in suites else None)
     if data is not None:
         if given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:

@@ -29,6 +29,7 @@ from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
+from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
@@ -251,14 +252,18 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
 
     run, recipe, step = source.run, source.recipe, checkpoint.step
     assert run is not None
-    # Results at this step. Those of `windlass eval` take precedence over the training's.
     lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     if source.weights == "average":
         measured = {"loss": "average_loss", "full_loss": "full_average_loss"}
         line = lines.get(LOSS_SUITE, {})
         lines = {LOSS_SUITE: {k: line[name] for k, name in measured.items() if name in line}}
     name_of_record = f"{step_name(step, source.weights)}.json"
-    lines |= read_json(run.path / "eval" / name_of_record).get("results", {})
+    record = read_json(run.path / "eval" / name_of_record)
+    results = [(suite, line, "") for suite, line in lines.items()]
+    for suite, line in record.get("results", {}).items():
+        other = _other_data(suite, record.get("measured", {}).get(suite, {}), checkpoint, recipe)
+        # On the run's own data, `windlass eval` measures all of it.
+        results = [one for one in results if other or one[0] != suite] + [(suite, line, other)]
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -274,13 +279,35 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         code=", trust_remote_code=True" if convert.export_note(recipe.model) else "",
         settings=tomli_w.dumps(scrub(recipe.tree())),
         scores=[
-            (suite, measure, _shown(value))
-            for suite, line in lines.items()
+            (suite, measure, _shown(value), other or "the run's own validation data")
+            for suite, line, other in results
             for measure, value in decode(line).items()
             if isinstance(value, float) and of_eval(measure).role in ("score", "derived")
         ],
         **_origin(run, recipe.model),
     )
+
+
+def _other_data(
+    suite: str, measured: dict[str, Any], checkpoint: Checkpoint, recipe: Recipe
+) -> str:
+    """The data and split of a measurement of `windlass eval`; empty if they are the run's own."""
+    settings, own = measured.get("settings", {}), recipe.flat()
+    keys = [key for key in settings if key.startswith("data.") or key.endswith("_file")]
+    alike = all(settings[key] == own.get(key) for key in keys)
+    if suite != LOSS_SUITE:
+        files = ", ".join(f"`{scrub(file)}`" for file in measured.get("files", {}))
+        return "" if alike else files or "other data"
+    fingerprint = str(measured.get("data", ""))
+    if fingerprint == checkpoint.meta.get("data"):
+        return ""
+    mark = f"fingerprint {fingerprint[:8]}"
+    if alike:  # samples given to `evaluate`
+        return f"other data, {mark}"
+    source, split = settings.get("data.eval_source"), settings.get("data.eval_split")
+    held_out = "" if source or split else "held out from "
+    source = source or settings.get("data.source") or settings.get("data.mix")
+    return f"{held_out}`{scrub(source)}`{f', split {split}' if split else ''}, {mark}"
 
 
 def _shown(value: float) -> str:

@@ -18,6 +18,7 @@ from windlass.model.hf_files import WeightFiles
 from windlass.model.share import whole_shape
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
+from windlass.run import Run
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
 IRRELEVANT = re.compile(
@@ -39,7 +40,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
-    foreign = (path / "config.json").is_file() and not (path / "recipe.toml").is_file()
+    foreign = (path / "config.json").is_file() and not Run(path).exists
     if foreign or name.startswith("hf:"):
         directory = hub.directory(name.removeprefix("hf:"), key="model.init_from", weights=True)
         if isinstance(model, GPT):

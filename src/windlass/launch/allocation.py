@@ -10,11 +10,11 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
+from windlass.errors import BAD_INPUT, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.schedulers.base import Allocation
-from windlass.processes import visible_gpus
+from windlass.processes import WINDLASS, visible_gpus
 from windlass.variables import SECRET_NAME
 
 COMMON_VARIABLES = r"(OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES)(_\w+)?"
@@ -59,10 +59,12 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 
 
 def default_launcher(allocation: Allocation, launcher: str = "") -> str:
-    """What starts the ranks: `launcher`, else the scheduler's default; empty outside a job.
+    """What starts the ranks: `launcher` without its options, else the scheduler's default; empty
+    outside a job.
 
     UserError if the scheduler does not have `launcher`.
     """
+    launcher = (launcher.split() or [""])[0]
     if launcher and launcher not in LAUNCHERS:
         raise UserError(f"--launcher {launcher}: write {', '.join(LAUNCHERS)}")
     if allocation.scheduler == "none":
@@ -85,9 +87,11 @@ def launch_command(
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself.
 
     `openmpi`: which `mpiexec` it is. `environ`: the ranks' environment. `launcher`: one of
-    `LAUNCHERS`; for `torchrun` the scheduler's default launcher starts one agent on each host.
-    `cores`: of a task, in units of a rank's. The host file has the ranks of hosts that differ.
+    `LAUNCHERS`, with more options; for `torchrun` the scheduler's default launcher starts one agent
+    on each host. `cores`: of a task, in units of a rank's. The host file has the ranks of hosts
+    that differ.
     """
+    more = shlex.split(launcher)[1:]
     launcher, environ = default_launcher(allocation, launcher), environ or {}
     if not launcher:
         return list(command)
@@ -97,12 +101,12 @@ def launch_command(
             problem = "torchrun needs the same number of ranks on each host"
             raise UserError(f"{problem}: set --per-host N")
         agents = replace(allocation, per_host=(1,) * len(allocation.hosts))
-        words = _torchrun(allocation, command, environ)
+        words = _torchrun(allocation, [*more, "--no-python", *command], environ)
         own = default_launcher(allocation)
         return launch_command(agents, words, openmpi, environ, own, cores=per_host)
     if launcher != "mpiexec":
         scheduler = SCHEDULERS[allocation.scheduler]
-        return [*scheduler.launcher(allocation, environ, cores), *command]
+        return [*scheduler.launcher(allocation, environ, cores), *more, *command]
     options = ["-ppn", str(per_host)] if per_host else []
     if openmpi:
         options = ["--map-by", f"ppr:{per_host}:node"] if per_host else []
@@ -111,20 +115,19 @@ def launch_command(
             options += ["-x", name]
     # without a host file mpiexec asks the scheduler
     hostfile = ["--hostfile", allocation.hostfile] if allocation.hostfile else []
-    return ["mpiexec", "-n", str(allocation.ranks), *options, *hostfile, *command]
+    return ["mpiexec", "-n", str(allocation.ranks), *options, *hostfile, *more, *command]
 
 
 def _torchrun(
     allocation: Allocation, command: Sequence[str], environ: Mapping[str, str]
 ) -> list[str]:
-    """The agent of one host, which starts the host's ranks."""
+    """The agent of one host, which starts the host's ranks; `command` may begin with options."""
     address = environ.get("MASTER_ADDR", allocation.hosts[0])
     port = environ.get("MASTER_PORT", TORCHRUN_PORT)
     return [
         "env",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120",  # seconds for a save; by default it kills after 30
-        sys.executable,
-        "-m",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600",  # seconds for a save; by default it kills after 30
+        *processes.MODULE,
         "torch.distributed.run",
         f"--nnodes={len(allocation.hosts)}",
         f"--nproc-per-node={allocation.per_host[0]}",
@@ -132,7 +135,6 @@ def _torchrun(
         f"--rdzv-endpoint={address}:{port}",
         f"--rdzv-id={allocation.job}",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        "--no-python",
         *command,
     ]
 
@@ -154,7 +156,8 @@ def wait_for_ranks(
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(2.0)
-        if failed_at is None and any(reports.glob("failure-*")):
+        codes = {path.read_text() for path in reports.glob("code-*")} - {"", "0", str(STOPPED)}
+        if failed_at is None and (codes or any(reports.glob("failure-*"))):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > seconds:
             child.kill()
@@ -177,11 +180,17 @@ def outcome(code: int, reports: Path) -> int:
 
 
 def plan_launch(
-    command: Sequence[str], ranks: int, per_host: int, launcher: str, dry_run: bool
+    command: Sequence[str],
+    ranks: int,
+    per_host: int,
+    launcher: str,
+    dry_run: bool,
+    program: str = "",
 ) -> tuple[Allocation, list[str]]:
     """This shell's allocation, and the words that start `command` on its ranks.
 
-    It sets the store's address for the ranks in this process's environment.
+    In a job, `program` takes the place of a command's `windlass`. It sets the store's address for
+    the ranks in this process's environment.
     """
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
     chosen = default_launcher(allocation, launcher)
@@ -191,6 +200,9 @@ def plan_launch(
     if port := free_port(allocation.hosts[0]):
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
+    for own in (WINDLASS, ("windlass",)) if program and chosen else ():
+        if tuple(command[: len(own)]) == own:
+            command = [*shlex.split(program), *command[len(own) :]]
     return allocation, launch_command(allocation, command, openmpi, os.environ, launcher)
 
 
@@ -214,14 +226,21 @@ def launch_in_job(
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = wait_for_ranks(child, reports)
+        # A launcher ends by itself once every host has told it how the ranks there ended.
+        waited_in_vain = code < 0
         code = outcome(code if code >= 0 else 128 - code, reports)
         alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
         lost = [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
         if code == LOST and lost:
             show(f"windlass: lost {', '.join(lost)}: no rank there has reported its end")
-            if path := os.environ.get(LOST_HOSTS):
+            # After a kill of a rank, for example for its memory, the host is well.
+            if waited_in_vain and (path := os.environ.get(LOST_HOSTS)):
                 Path(path).write_text(",".join(lost))
-        return code
+        again = any(read_json(path).get("again") for path in reports.glob("failure-*.json"))
+    if code == FAILED and again:  # memory ran out, and the micro-batches are smaller now
+        show("windlass: starting the ranks again")
+        return launch_in_job(allocation, words, show)
+    return code
 
 
 def free_port(host: str) -> int:

@@ -1,7 +1,10 @@
-"""A job that is to be submitted, and a site's settings for every job. No torch, no disk."""
+"""A job to submit, a site's settings for every job, and what a training tells its job. No torch."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +17,11 @@ LAUNCHERS = ("srun", "mpiexec", "torchrun")
 SCRIPT = "submit.sh"  # in the directory of a run or of an array's logs
 INDEX = "{index}"  # in a job's command: the number of the array's task
 TIME = r"\d+:[0-5]\d:[0-5]\d"
+SAVED = "WINDLASS_SAVED"  # in a batch job: the file of `report_saved`
+LIMIT = "WINDLASS_LIMIT"  # beside it: the job's time limit in seconds; 0: unknown
+GRACE_SECONDS = 120  # between the signal to stop and the time limit, at least
+STOP_MARGIN_SECONDS = 30  # of a stop, beside its saves: the step, trackers, the ranks' ends
+END_MARGIN_SECONDS = 10  # of a batch job, after the training
 GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have no more
 
 
@@ -50,8 +58,12 @@ class Site(BaseModel):
     """Lines of shell to run first, as `source ~/venv/bin/activate`."""
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
-    launcher: str = Field("", pattern=f"^({'|'.join(LAUNCHERS)})?$")
-    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`."""
+    launcher: str = Field("", pattern=f"^(({'|'.join(LAUNCHERS)})( .*)?)?$")
+    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`; more
+    options of it may follow."""
+    program: str = ""
+    """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
+    empty: the Python that submits."""
     cells_at_once: int = Field(0, ge=0)
     """Most cells of a study that run at the same time; 0: no limit."""
     scratch: str = ""
@@ -68,8 +80,8 @@ class Site(BaseModel):
 
 
 def seconds_of(time: str) -> int:
-    """The seconds of HH:MM:SS."""
-    hours, minutes, seconds = map(int, time.split(":"))
+    """The seconds of HH:MM:SS; 0 for an empty text."""
+    hours, minutes, seconds = map(int, (time or "0:0:0").split(":"))
     return 3600 * hours + 60 * minutes + seconds
 
 
@@ -91,11 +103,41 @@ class Job:
     before: Sequence[str] = ()
     after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
     max_restarts: int = 3  # after lost hosts
+    lead: int = GRACE_SECONDS  # between the signal to stop and the time limit
 
     @property
     def script(self) -> Path:
         return self.logs / SCRIPT
 
     def short_name(self) -> str:
-        """The name without the characters that PBS and LSF reject."""
+        """The name without the characters that schedulers reject or replace."""
         return re.sub(r"[^\w.+-]", "_", self.name)
+
+
+def stop_lead(save_seconds: float) -> int:
+    """How many seconds before a time limit a stop has to begin, by the time of a save.
+
+    A save may be in progress then, and another one follows.
+    """
+    return max(GRACE_SECONDS, math.ceil(2 * save_seconds) + STOP_MARGIN_SECONDS)
+
+
+def report_saved(save_seconds: float) -> None:
+    """Tell the script of a batch job that a checkpoint was saved, and its `stop_lead`."""
+    if path := os.environ.get(SAVED):
+        most = int(os.environ.get(LIMIT) or 0) // 2  # half of the time is for the training
+        lead = max(GRACE_SECONDS, min(most, stop_lead(save_seconds)))
+        with contextlib.suppress(OSError):
+            new = Path(f"{path}.new")
+            new.write_text(f"{lead}\n", encoding="ascii")
+            new.replace(path)  # the script reads it at any time
+
+
+def job_grace() -> float:
+    """The seconds that a batch job leaves its training from the signal to the end; else 0."""
+    if not (path := os.environ.get(SAVED)):
+        return 0.0
+    lead = float(GRACE_SECONDS)
+    with contextlib.suppress(OSError, ValueError):
+        lead = float(Path(path).read_text(encoding="ascii"))
+    return lead - END_MARGIN_SECONDS

@@ -34,6 +34,7 @@ END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
 SECOND_SECONDS = 0.5  # for rank 0 to end by the first Ctrl-C when the second one arrives
 STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
+IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30
 FINAL_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart changes them
 GOOD_CODES = (errors.DONE, errors.STOPPED)
@@ -61,7 +62,9 @@ def launch(
             WINDLASS_ATTEMPT.
         worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after
             a rank was lost.
-        max_restarts: most restarts after a failure. Bad input and a stop by a signal cause none.
+        max_restarts: most restarts after a failure. Bad input, a stop by a signal, and two starts
+            in a row without a new step cause none. A restart after memory ran out, which has smaller
+            micro-batches, does not count.
         log: gets messages of one or more lines; default: print to stderr.
 
     Returns:
@@ -69,7 +72,7 @@ def launch(
         2, 44, 46: the code of the first rank to end. 1: a failure.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    world, attempt = allowed[0], 0
+    world, attempt, restarts, reached, idle = allowed[0], 0, 0, 0, 0
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -82,14 +85,21 @@ def launch(
                 except BaseException:
                     group.kill()
                     raise
+                step = group.last_step()
             final = code in (*GOOD_CODES, *FINAL_CODES) or group.forwarded
-            if final or attempt == max_restarts:
+            if final or (restarts == max_restarts and not group.again):
+                return code
+            moves = step > reached or group.again  # smaller micro-batches come to an end
+            idle, reached = 0 if moves else idle + 1, max(step, reached)
+            if idle == IDLE_STARTS:
+                log(f"windlass: {idle} starts in a row made no new step: not started again")
                 return code
             if group.lost:
                 world = max((smaller for smaller in allowed if smaller < world), default=world)
-            attempt += 1
-            ranks = f"{world} rank{'s' * (world > 1)}"
-            log(f"windlass: restart {attempt} of {max_restarts}, with {ranks}")
+            attempt, restarts = attempt + 1, restarts + (not group.again)
+            ranks = errors.plural(world, "rank")
+            count = f"restart {restarts} of {max_restarts}, with {ranks}"
+            log(f"windlass: {f'starting {ranks} again' if group.again else count}")
 
 
 @dataclass
@@ -145,6 +155,7 @@ class Group:
     workers: list[Worker] = field(default_factory=list)
     forwarded: set[int] = field(default_factory=set)
     lost: bool = False
+    again: bool = False  # a rank asks for another start
 
     def run(self) -> int:
         self._start()
@@ -186,7 +197,7 @@ class Group:
             processes.WATCH_DIR: str(self.watch_dir),
             processes.PARENT: str(os.getpid()),
         }
-        if self.world > 1:  # a single rank measures how many are best (training/threads.py)
+        if self.world > 1:  # a single rank has torch's number
             environ.setdefault("OMP_NUM_THREADS", str(processes.thread_share(self.world)))
         # The kernel's signal follows the thread that forks. If that is not the main thread, each
         # rank itself watches its parent.
@@ -264,6 +275,7 @@ class Group:
             return first.code
         self.lost = bool(hung) or (first not in alive and (first.code or 0) < 0)
         how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
+        self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""
@@ -280,6 +292,11 @@ class Group:
     def report(self, what: str, rank: int) -> dict[str, Any]:
         """The last `status` of a rank, or the `failure` that ended it; empty if there is none."""
         return read_json(self.watch_dir / f"{what}-{rank}.json")
+
+    def last_step(self) -> int:
+        """The last step that a rank has done."""
+        reports = (self.report("status", rank) for rank in range(self.world))
+        return max(r.get("step", 0) - (r.get("phase") in processes.IN_STEP) for r in reports)
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import json
 import os
 import re
@@ -14,19 +14,22 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from windlass.data.prepare import data_dir
+from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import SCRIPT, TIME, Job, Site, seconds_of
+from windlass.launch.job import GRACE_SECONDS, SCRIPT, TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.base import GRACE_SECONDS, Scheduler
+from windlass.launch.schedulers.base import Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
+from windlass.recipe.paths import from_here
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
@@ -35,9 +38,6 @@ WATCH_SECONDS = 5.0
 EARLY_SECONDS = 60  # by which SLURM may send a signal ahead of its time
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
-# settings that may name an existing file or directory, with a prefix or without
-INPUTS = ["data.source", "data.eval_source", "data.tokenizer", "model.name", "model.init_from"]
-INPUTS += ["eval.hellaswag_file", "eval.squad_file", "checkpoint.resume"]
 LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 
 
@@ -66,6 +66,16 @@ class Submitted(NamedTuple):
     directory: Path
     script: str
     job: str  # its id; empty without submission
+
+
+class Queued(NamedTuple):
+    """A submitted job."""
+
+    directory: Path  # of its script and logs
+    scheduler: Scheduler
+    job: str
+    state: str  # in words; empty: the job is over
+    array: list[int]  # the numbers of its tasks
 
 
 def site_file() -> Path:
@@ -114,10 +124,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine has no {programs}: {remedy}")
     one = SCHEDULERS[name]
-    if site.launcher and site.launcher not in one.LAUNCHERS:
+    if site.launcher and (launcher := site.launcher.split()[0]) not in one.LAUNCHERS:
         launchers = " or ".join(one.LAUNCHERS)
         remedy = f"write launcher = {launchers} in the site file"
-        raise UserError(f"{one.TITLE} has no {site.launcher}: {remedy}")
+        raise UserError(f"{one.TITLE} has no {launcher}: {remedy}")
     return name
 
 
@@ -128,8 +138,12 @@ def make_job(
     logs: Path,
     site: Site,
     asked: Resources,
+    save_seconds: float = 0.0,
 ) -> Job:
-    """A job with the resources to train any of these recipes; UserError if the site lacks them."""
+    """A job with the resources to train any of these recipes; UserError if the site lacks them.
+
+    `save_seconds`: of a save, if it is known. The job's signal comes early enough for it.
+    """
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
@@ -142,12 +156,13 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    limit = asked.time or site.time
-    if limit and seconds_of(limit) <= GRACE_SECONDS + EARLY_SECONDS:
-        early = (
-            f"a job saves {GRACE_SECONDS} s before its limit, and up to {EARLY_SECONDS} s earlier"
-        )
-        raise UserError(f"--time {limit}: {early} on SLURM; write 00:10:00 or more")
+    limit, lead = asked.time or site.time, stop_lead(save_seconds)
+    if limit and seconds_of(limit) <= lead + EARLY_SECONDS:
+        why = f", because a save takes {save_seconds:.0f} s" if lead > GRACE_SECONDS else ""
+        early = f"a job saves {lead} s before its limit{why}, and up to {EARLY_SECONDS} s earlier"
+        more = max(10, 2 * lead // 60)
+        advice = f"write {more // 60:02d}:{more % 60:02d}:00 or more"
+        raise UserError(f"--time {limit}: {early} on SLURM; {advice}")
     if asked.max_size and not asked.min_busbw:
         raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
     ranks = asked.per_host or max(1, gpus)
@@ -156,7 +171,7 @@ def make_job(
         world = asked.nodes * ranks
         memory = max(host_memory_gb(recipe, world, ranks, on_cpu) for recipe in recipes)
     job = Job(name, command, Path.cwd(), logs, asked.nodes, ranks, gpus, memory)
-    return replace(job, time=asked.time, max_restarts=asked.max_restarts)
+    return replace(job, time=asked.time, max_restarts=asked.max_restarts, lead=lead)
 
 
 def submit_run(
@@ -166,24 +181,32 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
 ) -> Submitted:
     """Submit the training of a recipe.
 
     The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
-    starts of the job train. `dry_run` writes nothing, and the id is empty.
+    starts of the job train. `dry_run` writes nothing, and the id is empty. `notify` gets a message
+    if the data is not prepared.
 
     Raises UserError for what the site lacks, the recipe cannot do, or the scheduler rejects.
     """
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
     place = Path(site.scratch or Path.cwd())
-    run = Run((place / recipe.run_dir).resolve())
-    recipe = with_places(recipe, place).replace({"run.dir": str(run.path)})
-    grace = type(recipe.checkpoint).model_fields["grace_seconds"].default  # for torchrun
-    if recipe.checkpoint.grace_seconds == grace:
-        recipe = recipe.replace({"checkpoint.grace_seconds": GRACE_SECONDS - 10})
+    run = Run(recipe.run_dir.resolve())
+    if not run.exists:
+        run = Run((place / recipe.run_dir).resolve())
+    recipe = recipe.replace({"run.dir": str(run.path)})
+    if recipe.home is None:
+        # Inputs are here. What the job prepares belongs on the site's scratch disk.
+        places = ("data.dir", "run.base")
+        inputs = {key: value for key, value in recipe.flat().items() if key not in places}
+        recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     snapshot = str(run.path / SNAPSHOT)
-    job = make_job(run.name, (*LAUNCH, "train", snapshot), [recipe], run.path, site, asked)
+    saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
+    command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
+    job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     after = track_commands([recipe], site, str(run.path))
     job = replace(job, directory=place, before=asked.check(snapshot), after=after)
@@ -191,31 +214,23 @@ def submit_run(
     if state:
         follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
         raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
+    note_unprepared([recipe], place, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
 
-def with_places(recipe: Recipe, directory: Path) -> Recipe:
-    """The recipe for a job that runs in `directory`: paths of files here become absolute."""
-
-    def absolute(text: str) -> str:
-        prefix = next((p for p in ("hf:", "squad:", "shards:", "gpt2:") if text.startswith(p)), "")
-        place = text.removeprefix(prefix)
-        is_here = place and (Path(place).exists() or glob.glob(place))
-        return f"{prefix}{Path.cwd() / place}" if is_here else text
-
-    if directory.resolve() == Path.cwd():
-        return recipe
-    changed = dict[str, Any]()
-    for key, value in recipe.flat().items():
-        if key in INPUTS and value and value != "stdlib":
-            new = list(map(absolute, value)) if isinstance(value, list) else absolute(value)
-            changed |= {key: new} if new != value else {}
-    for number, part in enumerate(recipe.data.mix):
-        for name in ("source", "eval_source"):
-            value = getattr(part, name)
-            if value and value != "stdlib":
-                changed[f"data.mix.{number}.{name}"] = absolute(value)
-    return recipe.replace(changed)
+def note_unprepared(
+    recipes: Sequence[Recipe], directory: Path, notify: Callable[[str], None]
+) -> None:
+    """Say which data a job in `directory` would prepare inside its allocation."""
+    missing = dict[Path, None]()
+    for recipe in recipes:
+        with contextlib.suppress(UserError):  # the job says what is wrong with the source
+            place = directory / data_dir(recipe)
+            if not recipe.data.disk_tokens and Index.load(place) is None:
+                missing[place] = None
+    for place in missing:
+        problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
+        notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
 
 
 def track_commands(
@@ -224,11 +239,11 @@ def track_commands(
     """The commands that complete the trackers after a job: W&B offline, and MLflow servers."""
     environ = os.environ | site.environment
     behind = {
-        "wandb": environ.get("WANDB_MODE") == "offline",
+        "wandb": environ.get("WANDB_MODE") in ("offline", "dryrun"),
         "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
     }
     used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
-    track = ("env", "WANDB_MODE=online", "timeout", "600", *WINDLASS, "track", run)
+    track = ("env", "WANDB_MODE=online", *WINDLASS, "track", run)
     return [(*track, *options, "--to", name) for name in used if behind.get(name)]
 
 
@@ -243,11 +258,6 @@ def submit(
         job.logs.mkdir(parents=True, exist_ok=True)
         for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
             mark.unlink(missing_ok=True)
-        for path, _, last, state in _jobs(job.logs):
-            if not state:
-                path.unlink()
-            elif path.name == SUBMITTED:
-                path.rename(path.with_name(FOLLOWING.replace("*", last)))
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())
         job.script.write_text(script, encoding="utf-8")
@@ -264,34 +274,48 @@ def submit(
             f"cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
         )
     job_id = one.submitted(done.stdout)
-    write_atomic(job.logs / SUBMITTED, json.dumps({"scheduler": scheduler, "job": job_id}) + "\n")
+    record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}
+    write_atomic(job.logs / SUBMITTED, json.dumps(record) + "\n")
     return Submitted(job.logs, script, job_id)
 
 
 def queued(directory: Path) -> tuple[str, str]:
     """The id of a directory's job, and its state in words (empty: over); both empty without a job.
 
-    An array has several jobs if tasks continue in their own jobs; the first one not over counts.
+    Among several jobs the first one that is not over counts.
     """
-    jobs = [(job, state) for _, _, job, state in _jobs(directory)]
+    jobs = [(one.job, one.state) for one in _jobs(directory)]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
-def _jobs(directory: Path) -> list[tuple[Path, Scheduler, str, str]]:
-    """The jobs of a directory, the last one first: file that names it, scheduler, id and state."""
-    paths = (directory / SUBMITTED, *sorted(directory.glob(FOLLOWING)))
+def queued_tasks(directory: Path) -> dict[int, Queued]:
+    """The tasks of a study's jobs that wait or run: the job of each by the number of its cell."""
+    tasks = dict[int, Queued]()
+    for one in _jobs(directory):
+        if one.state:
+            states = one.scheduler.tasks(one.job, one.state, lambda words: _run(words).stdout)
+            own = {one.scheduler.task_number(task): state for task, state in states.items()}
+            # without states of single tasks, none has begun or the scheduler does not answer
+            held = one.array if own.keys() <= {None} else [n for n in one.array if own.get(n)]
+            tasks |= dict.fromkeys(held, one)
+    return tasks
+
+
+def _jobs(directory: Path) -> list[Queued]:
+    """The jobs of a run or study, the last one first; each array of a study has a directory."""
+    arrays = sorted(directory.glob("jobs/*"), key=lambda one: (len(one.name), one.name))
     jobs = []
-    for path in paths:
-        if (submitted := read_json(path)).get("job"):
-            scheduler, job = SCHEDULERS[submitted["scheduler"]], str(submitted["job"])
-            jobs.append((path, scheduler, job, _state(scheduler, job)))
+    for folder in (directory, *reversed(arrays)):
+        for path in (folder / SUBMITTED, *sorted(folder.glob(FOLLOWING))):
+            if (known := read_json(path)).get("job"):
+                scheduler, job = SCHEDULERS[known["scheduler"]], str(known["job"])
+                state = _state(scheduler, job)
+                jobs.append(Queued(folder, scheduler, job, state, known.get("array", [])))
     return jobs
 
 
 def _state(scheduler: Scheduler, job: str) -> str:
     """The state of a job in words; empty if it is over."""
-    if shutil.which(scheduler.SUBMIT) is None:
-        return ""
     query = scheduler.query(job)
     done = _run(query)
     if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
@@ -300,7 +324,11 @@ def _state(scheduler: Scheduler, job: str) -> str:
 
 
 def _run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    """Run a program of the scheduler; UserError if this machine does not have it."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    except FileNotFoundError:
+        raise UserError(f"this machine has no {command[0]}: use a login node") from None
 
 
 def cancel(directory: Path) -> str:
@@ -312,37 +340,40 @@ def cancel(directory: Path) -> str:
     if not jobs:
         problem = f"{directory} has no {SUBMITTED}"
         raise UserError(f"{problem}: it was not submitted with `windlass submit`")
-    alive = [(scheduler, job, state) for _, scheduler, job, state in jobs if state]
+    alive = [one for one in jobs if one.state]
     if not alive:
-        raise UserError(f"job {jobs[0][2]} of {directory} is over: there is nothing to cancel")
-    if silent := next((state for *_, state in alive if state.startswith("unknown")), ""):
+        raise UserError(f"job {jobs[0].job} of {directory} is over: there is nothing to cancel")
+    if silent := next((one.state for one in alive if one.state.startswith("unknown")), ""):
         raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
     # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
     # waiting job is deleted. The script of a running job gets a signal, lets the ranks save, and
     # does not requeue the job.
-    for scheduler, job, state in alive:
-        for command in scheduler.cancel(job, state, lambda words: _run(words).stdout):
+    for one in alive:
+        for command in one.scheduler.cancel(one.job, one.state, lambda words: _run(words).stdout):
             done = _run(command)
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
-    return ", ".join(job for _, job, _ in alive)
+    return ", ".join(one.job for one in alive)
 
 
 def watch(directory: Path, show: Callable[[str], None]) -> None:
     """Show state and logs of a directory's job until it is over."""
-    shown, last, since = dict[Path, int](), "", (directory / SCRIPT).stat().st_mtime
+    shown, last, since = dict[Path, int](), "", dict[Path, float]()
     while True:
-        job, state = queued(directory)
-        if state and state != last:
-            show(f"[{job}: {state}]")
-        logs = [*directory.glob("*.out"), *directory.glob("*.OU")]  # .OU: from PBS or LSF itself
-        for log in sorted(log for log in logs if log.stat().st_mtime >= since):
+        jobs = _jobs(directory)
+        alive = [one for one in jobs if one.state]
+        for one in alive or jobs[: not since]:
+            since[one.directory] = (one.directory / SCRIPT).stat().st_mtime
+        if alive and (line := f"[{alive[0].job}: {alive[0].state}]") != last:
+            show(last := line)
+        # .OU: from PBS or LSF itself
+        logs = [log for one in since for end in ("out", "OU") for log in one.glob(f"*.{end}")]
+        for log in sorted(log for log in logs if log.stat().st_mtime >= since[log.parent]):
             with log.open(errors="replace") as file:
                 file.seek(shown.get(log, 0))
                 if text := file.read():
                     show(text.rstrip("\n"))
                 shown[log] = file.tell()
-        if not state:
+        if not alive:
             break
-        last = state
         time.sleep(WATCH_SECONDS)

@@ -7,6 +7,7 @@ H heads, K key and value heads, E = D / H width of a head.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
         weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
-        # Autocast would raise a low-precision stream; the kernels add up in float32 by themselves.
-        low = x.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext():
+        with kept_low(x):
             if self.rms:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
             return F.layer_norm(x, weight.shape, weight, bias, self.eps)
@@ -82,7 +81,8 @@ class Attention(nn.Module):
         if rotary or self.qk_norm:
             qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
             if self.qk_norm:
-                qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
+                with kept_low(qk):
+                    qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
             if rotary:
                 qk = rotary(qk)
             q, k = qk.to(v.dtype).split([H, K], dim=2)
@@ -139,7 +139,8 @@ class FeedForward(nn.Module):
             case "relu":
                 h = F.relu(h)
             case "relu2":
-                h = F.relu(h).square()
+                h = F.relu(h)
+                h = h * h  # CUDA's autocast would compute `square` in float32
         return from_columns(self.down, h, self.share)
 
 
@@ -163,6 +164,15 @@ class Block(nn.Module):
         rate = self.dropout if self.training else 0.0
         x = x + drop(self.attn(self.attn_norm(x), rotary, cache, rows, documents), rate, rows)
         return x + drop(self.ff(self.ff_norm(x), rows), rate, rows)
+
+
+def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context for the norm of `x`: autocast does not raise it to float32.
+
+    The kernels add up in float32 by themselves.
+    """
+    low = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext()
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:

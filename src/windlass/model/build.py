@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,43 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
     from windlass.model.hf import wrap
 
     return wrap(model, context)
+
+
+def set_training(model: nn.Module) -> None:
+    """Put a user's module in training mode: `from_pretrained` returns models in evaluation mode.
+
+    A frozen part or a single layer in evaluation mode stays in it, on purpose, if the module around
+    it is in training mode.
+    """
+    parts = [part for whole in model.modules() if whole.training for part in whole.children()]
+    evaluating = [part for part in parts if not part.training]
+    model.train()
+    for part in evaluating:
+        if not any(p.requires_grad for p in part.parameters()) or not list(part.children()):
+            part.eval()
+
+
+@contextmanager
+def keeping_modes(model: nn.Module) -> Iterator[None]:
+    """Give every part of a module its mode (training or evaluation) back at the end."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:  # a whole before its parts
+            if module.training != training:
+                module.train(training)  # an override may do more: loralib adds adapters to weights
+
+
+def scalar(loss: Any) -> Tensor:
+    """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    what = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        what = f"a tensor of shape {list(loss.shape)}"
+    advice = "return a scalar, the loss summed over labels that are not -100"
+    raise UserError(f"forward(tokens, labels) of your model returned {what}; {advice}")
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:

@@ -5,9 +5,10 @@ Windlass makes `Documents` once for a micro-batch, on the host, from the numbers
 
 - On a GPU by `torch.nn.attention.varlen_attn` (flash attention), in bf16 or fp16 without dropout.
   The number of edges is padded to a power of two, and its dimension is dynamic: one graph.
-- Else by a product for each document, which costs the sum of their squared lengths.
-- On a CPU by a mask, if rows are so short that a product for each document is slower, with dropout
-  (so that the dropout masks are those of any layout), and in compiled blocks (without new shapes).
+- Otherwise on a GPU by a mask [B, 1, T, T], which all blocks share.
+- On a CPU by a product for each document, which costs the sum of their squared lengths. It takes
+  a mask if rows are so short that this is faster, with dropout (so that the dropout masks are those
+  of any layout), and in compiled blocks (without new shapes).
 
 Legend: B batch, T time, H heads, K key and value heads, E head width.
 """
@@ -84,23 +85,25 @@ class Documents:
         """
         return shifted.masked_fill(self.positions < k, NO_TOKEN)
 
-    def within(
-        self, blocks: Sequence[nn.Module], rate: float, is_whole: bool
-    ) -> Callable[[int, int], Spans]:
-        """`spans` for a pass through blocks, with the masks that it needs.
+    def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
+        """`spans` for a pass through blocks with dropout at `rate`, with the masks that it needs."""
+        device, attention = self.positions.device, blocks[0].attn
+        dtype = attention.qkv.weight.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        if device.type == "cpu":
+            compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
+            short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
+            masked = compiled or short or rate > 0
+        else:
+            masked = rate > 0 or not takes_flash(device, dtype, attention.head_width)
+        return partial(self.spans, dtype=dtype if masked else None)
 
-        Also dropout at `rate` needs a mask, in a part of a model, where it is a slice of the whole.
-        """
-        compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
-        short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
-        on_cpu = self.positions.device.type == "cpu" and (compiled or short or rate > 0)
-        return partial(self.spans, masked=on_cpu or (rate > 0 and not is_whole))
-
-    def spans(self, first: int, stop: int, masked: bool = False) -> Spans:
+    def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
         """The attention of the tokens from `first` to before `stop` in each row.
 
-        Tokens past the row's end (padding) belong to its last document. With `masked` the result
-        has a mask.
+        Tokens past the row's end (padding) belong to its last document. `dtype` is the precision of
+        a mask; without it the result has none.
         """
         rows, length = self.numbers.shape
         begins = torch.ones_like(self.numbers, dtype=torch.bool)
@@ -112,9 +115,15 @@ class Documents:
                 queries.append(max(0, end - max(start, first)))
                 keys.append(end - start)
         mask = None
-        if masked:
-            own = self.numbers[:, torch.arange(stop).clamp(max=length - 1)]
-            mask = (own[:, first:, None] == own[:, None, :]).tril(first).unsqueeze(1)
+        if dtype is not None:
+            # On the device, because the host waits for the copy of a large tensor. In its last form,
+            # because attention would convert it once for each block, and save the results.
+            own, device = self.numbers, self.positions.device
+            own = own.to(device, non_blocking=True)
+            own = own[:, torch.arange(stop, device=device).clamp(max=length - 1)]
+            seen = (own[:, first:, None] == own[:, None, :]).tril(first).unsqueeze(1)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            mask.masked_fill_(~seen, -torch.inf)
         assert (sum(queries), sum(keys)) == (rows * (stop - first), rows * stop)
         return Spans(queries, keys, mask, self.positions.device)
 
@@ -132,7 +141,7 @@ class Branches(Documents):
         own = torch.where(follows, shifted, tokens.gather(1, place.clamp(min=0)))
         return super().before(tokens, own, k)
 
-    def spans(self, first: int, stop: int, masked: bool = True) -> Spans:
+    def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
         numbers = self.numbers.to(self.positions.device, non_blocking=True)
         queries, keys = numbers[:, first:stop, None], numbers[:, None, :stop]
         seen = ((keys == 0) | (keys == queries)).tril(first)
@@ -162,15 +171,14 @@ class Spans:
         self, queries: list[int], keys: list[int], mask: Tensor | None, device: torch.device
     ):
         self.queries, self.keys = queries, keys
-        self.mask = None if mask is None else mask.to(device, non_blocking=True)  # [B, 1, T, S]
+        self.mask = mask  # [B, 1, T, S], of bools or of numbers to add to the scores
         self.edges: tuple[Tensor, Tensor] | None = None
-        if queries and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        if mask is None and device.type == "cuda":
             self.edges = edges_of(queries, device), edges_of(keys, device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """Causal attention of [B, H, T, E] to [B, K, S, E] within each document."""
-        width, plain = q.shape[3], not dropout and q.dtype in HALF
-        if self.edges is not None and plain and width % 8 == 0 and width <= 256:
+        if self.edges is not None:
             from windlass.model.flash import flash
 
             ends = end_to_end(q), end_to_end(k), end_to_end(v)
@@ -180,7 +188,6 @@ class Spans:
             return attend(q, k, v, self.mask, dropout=dropout)
         return self.one_by_one(q, k, v, dropout)
 
-    @torch._disable_dynamo  # imports torch._dynamo when it is called, not now
     def one_by_one(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         """A product for each document."""
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
@@ -199,6 +206,12 @@ class Spans:
             y = attend(heads[0], heads[1], heads[2], last, own == seen, dropout)
             outputs.append(y.squeeze(0).transpose(0, 1))
         return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
+
+
+def takes_flash(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Whether flash attention takes heads of this width on a device."""
+    fits = dtype in HALF and head_width % 8 == 0 and head_width <= 256
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def end_to_end(x: Tensor) -> Tensor:

@@ -6,23 +6,29 @@ fills the weights later, perhaps into shards. Legend: B batch, T time, D model w
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files, hf_tensor
+from windlass.model.block import multiplied
 from windlass.model.documents import Documents, edges_of
 from windlass.model.loss import (
     PLAIN,
     Piece,
     SourceSums,
     Tail,
+    cap_of_logits,
     cross_entropy_of_logits,
     cross_entropy_sum,
 )
@@ -35,6 +41,7 @@ from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` lists them
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")  # names in configurations
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The argument for a cache: for attention and most hybrids, for Mamba."""
 
@@ -58,7 +65,7 @@ class HfModel(nn.Module):
         # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self.plain = str(self.config._attn_implementation)  # attention without documents
-        self._plain_head = has_plain_head(model)
+        self.head_form = head_form(model)
         body: Any = model.base_model
         self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
         self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
@@ -67,17 +74,20 @@ class HfModel(nn.Module):
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
-    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
+    def fill_weights(
+        self, seed: int, directory: Path | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
-        `model.from_scratch` from the seed and their names. Adapters always follow from the seed.
+        `model.from_scratch` from the seed and their names; the ranks of `group` share this work.
+        Adapters always follow from the seed.
         UserError if the files do not fit or are pickled.
         """
-        self._fill(seed, directory)
+        self._fill(seed, directory, group)
         hf_files.fill_magnitudes(self.model)
 
-    def _fill(self, seed: int, directory: Path | None) -> None:
+    def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -86,7 +96,7 @@ class HfModel(nn.Module):
                 tensors[name.replace(".base_layer", "")] = parameter
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
-            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
+            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
             return
         directory = directory or hf_files.weights_directory(self)
         prefix, remote = str(self.model.base_model_prefix), self.settings.trust_remote_code
@@ -105,9 +115,8 @@ class HfModel(nn.Module):
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
 
-        Flash attention would look at a single row only, so it gets the edges. On a GPU other
-        attention than flash would make a mask [B, T, T], so flex attention takes its place, until a
-        pass without documents. UserError if the model has neither.
+        Flash attention would look at a single row only, so it gets the edges. On a GPU flex
+        attention takes the place of others, until a pass without documents.
         """
         on_gpu = documents is not None and documents.positions.device.type == "cuda"
         wanted = attention_within_documents(self.model, self.settings) if on_gpu else self.plain
@@ -164,25 +173,28 @@ class HfModel(nn.Module):
         if cache is not None:
             return cache.read(tokens)
         objective = self.objective if self.training else PLAIN
-        if not self._plain_head or (labels is None and places is None):
-            logits: Tensor = self.model(**given).logits
+        if self.head_form is None or (labels is None and places is None):
+            with without_reads(documents):
+                logits: Tensor = self.model(**given).logits
             if labels is None:
                 return logits if places is None else logits.flatten(0, 1)[places]
             own = logits.flatten(0, 1), labels.flatten(), objective, by_source
             return cross_entropy_of_logits(*own)
+        scale, cap = self.head_form
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
         tied = labels is not None and not self.piece and self._looks_up(weight)
         if tied and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
-        hidden = self.model.base_model(**given).last_hidden_state
+        with without_reads(documents):
+            hidden = multiplied(self.model.base_model(**given).last_hidden_state, scale)
         if labels is None:
-            return head(hidden.flatten(0, 1)[places])  # type: ignore[no-any-return]
+            return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         if self.piece:
             hidden = self.share.enter(hidden)
-        how: Any = {"piece": self.piece, "objective": objective, "by_source": by_source}
-        how["tail"] = self.loss_tail
+        how: Any = {"cap": cap, "piece": self.piece, "objective": objective}
+        how |= {"by_source": by_source, "tail": self.loss_tail}
         return cross_entropy_sum(hidden, weight, labels, head.bias, **how)
 
     def _looks_up(self, weight: Tensor) -> bool:
@@ -193,19 +205,35 @@ class HfModel(nn.Module):
         return plain and table.weight is weight and self._takes_rows
 
 
+@contextlib.contextmanager
+def without_reads(documents: Documents | None) -> Iterator[None]:
+    """A pass of `transformers` in which the host does not wait for the device.
+
+    It would look for documents in the positions, and for padding in the tokens.
+    """
+    from unittest.mock import patch
+
+    from transformers import PreTrainedModel, masking_utils
+
+    numbers = None
+    if documents is not None and documents.several:
+        numbers = documents.numbers.to(documents.positions.device, non_blocking=True)
+    find = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: numbers)
+    warn = patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
+    with find, warn:
+        yield
+
+
 def attention_within_documents(model: Any, settings: ModelSettings) -> str:
-    """The implementation of attention for rows of documents on a GPU; UserError if there is none."""
+    """The implementation of attention for rows of documents on a GPU.
+
+    Flex attention has no dropout. Without it there is a mask [B, 1, T, T], as in our GPT.
+    """
     current = str(model.config._attn_implementation)
-    if current.startswith("fl"):  # flash or flex
-        return current
-    if settings.attention == "auto" and model._supports_flex_attn:
-        return "flex_attention"
-    kind = f"{type(model).__name__} with attention {current}"
-    problem = f"{kind} would need a mask of T x T entries for each row on a GPU"
-    raise UserError(
-        f'data.document_mask: {problem}: write model.attention="flash_attention_2" (or "auto"), or '
-        "data.document_mask=false"
-    )
+    text = model.config.get_text_config()
+    dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
+    flex = settings.attention == "auto" and model._supports_flex_attn and not dropout
+    return "flex_attention" if flex and not current.startswith("fl") else current
 
 
 def wrap(model: Any, context: int) -> HfModel:
@@ -252,6 +280,9 @@ class HfCache:
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
             self.cache = None  # recurrent networks continue from their state by one token at a time
         cached = self.cache is not None
+        if not cached and len(self.tokens[0]) > tokens.shape[1]:
+            what = f"{type(self.model).__name__} keeps no cache of these tokens"
+            warnings.warn(f"{what}: each new token reads all tokens again", stacklevel=2)
         given = {self.name: self.cache, **self.last_only} if cached else self.last_only
         ids = tokens if cached else self.tokens
         logits: Tensor = self.model(input_ids=ids, use_cache=cached, **given).logits
@@ -364,15 +395,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks or max(lists, key=len, default=[])
 
 
-def has_plain_head(model: Any) -> bool:
-    """Whether the logits are exactly the product of the output embedding and the last hidden state.
+def head_form(model: Any) -> tuple[float, float] | None:
+    """The scale and the soft cap (0: none) of the logits `cap(head(scale * last hidden state))`;
+    None if they are something else.
 
     It tries a shallow copy of the model with a fixed hidden state and a small head.
     """
     head, base = model.get_output_embeddings(), model.base_model
     name = next((name for name, module in model.named_children() if module is head), None)
     if type(head) is not nn.Linear or base is model or name is None:
-        return False
+        return None
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
@@ -392,9 +424,15 @@ def has_plain_head(model: Any) -> bool:
     try:
         with torch.no_grad():
             logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
-            return torch.equal(logits, stand_in(hidden))
+            cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
+            plain = stand_in(hidden)
+            # Cohere and Granite have a scale; its last digits here are rounding errors.
+            scale = 1.0 if cap or head.bias is not None else float((logits / plain).median())
+            scale = float(f"{scale:.6g}")
+            expected = cap_of_logits(stand_in(scale * hidden), cap)
+            return (scale, cap) if torch.allclose(logits, expected, rtol=1e-5) else None
     except Exception:  # the head needs more than a hidden state, so the model makes its own logits
-        return False
+        return None
 
 
 def add_lora(model: nn.Module, lora: LoraSettings) -> None:

@@ -406,7 +406,7 @@ def divide_ends(
     """Cut embedding and head by vocabulary if the loss can be computed by pieces."""
     network, tensor = model.model, share.tensor
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
-    if tensor is None or not model._plain_head or not isinstance(embedding, nn.Embedding):
+    if tensor is None or model.head_form is None or not isinstance(embedding, nn.Embedding):
         return None
     parts: Iterable[tuple[Any, type[Part]]] = ((embedding, Embedding), (head, Head))
     names = {module: name for name, module in network.named_modules()}

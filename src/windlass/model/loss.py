@@ -98,7 +98,11 @@ def takes_sources(model: Any) -> bool:
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
     """Logits [..., V] of hidden states [..., D]; `cap` as in `model.logit_cap`."""
-    logits = F.linear(x.to(weight.dtype), weight, bias)
+    return cap_of_logits(F.linear(x.to(weight.dtype), weight, bias), cap)
+
+
+def cap_of_logits(logits: Tensor, cap: float) -> Tensor:
+    """Logits with a soft bound; 0 for none."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 

@@ -334,7 +334,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: An
     seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     if isinstance(mask, Spans):
         assert mask.mask is not None
-        seen = mask.mask
+        seen = mask.mask == 0
     scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[3])).masked_fill(~seen, -math.inf)
     keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
     return (scores.softmax(-1) * keep) @ v

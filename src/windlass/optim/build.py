@@ -45,7 +45,8 @@ def build_optimizer(
     groups = make_groups(model, settings)
     mesh = replicas if shard_state else None
     devices = {p.device.type for g in groups for p in g["params"]}
-    assert devices, "a model without trained parameters"
+    if not devices:
+        raise UserError("your model has no parameter to train: set requires_grad of some to True")
     rows: dict[nn.Parameter, nn.Parameter] = {}
     fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES
@@ -300,13 +301,14 @@ def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
-    """The tensors and parameters (over all shards) of each group, with its peak learning rate and
-    weight decay."""
+    """The tensors and parameters (over all shards) of each group, with its peak learning rate,
+    weight decay, and whether one kernel updates it."""
     return [
         {
             "name": g["name"],
             "lr": g["base_lr"],
             "weight_decay": g["weight_decay"],
+            "fused": bool(g.get("fused")),
             "tensors": len(g["params"]),
             "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
         }

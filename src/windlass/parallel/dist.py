@@ -13,6 +13,7 @@ import errno
 import faulthandler
 import json
 import os
+import random
 import re
 import socket
 import sys
@@ -24,12 +25,28 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from windlass import processes
-from windlass.errors import BAD_INPUT, FAILED, RunFailed, Stopped, UserError, first_line
-from windlass.parallel.env import DistEnv, interface_to
+from windlass.errors import (
+    BAD_INPUT,
+    FAILED,
+    OutOfMemory,
+    RunFailed,
+    Stopped,
+    UserError,
+    first_line,
+)
+from windlass.parallel.env import (
+    LOOPBACK,
+    NO_HOSTS,
+    DistEnv,
+    address_to,
+    interface_to,
+    this_host,
+)
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
@@ -84,8 +101,11 @@ class Ranks:
         if self.store is None:
             return
         self.store.set_timeout(timedelta(seconds=seconds))
+        # torch 2.14 has a public function, and warns of the private one.
+        public = hasattr(dist, "set_timeout")
+        set_timeout = dist.set_timeout if public else dist.distributed_c10d._set_pg_timeout
         for group in self.mesh.groups():
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            set_timeout(timedelta(seconds=seconds), group)
 
     def all_gather_object(self, name: str, value: Any) -> list[Any]:
         """Every rank's value (anything that JSON holds), in order of the ranks; waits for all."""
@@ -141,7 +161,8 @@ class Ranks:
         """
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
-        failure = self.status.failure(text, lost_contact(error))
+        again = isinstance(error, OutOfMemory)
+        failure = self.status.failure(text, lost_contact(error), again)
         if self.world > 1:
             faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
             atexit.register(exit_now, BAD_INPUT if isinstance(error, UserError) else FAILED)
@@ -174,13 +195,16 @@ class Ranks:
 
 def process_settings() -> Callable[[], None]:
     """A function that restores the process's present settings, which a training changes: threads,
-    precision, deterministic kernels, Dynamo's splits under DDP, and gloo's network interface."""
+    precision, deterministic kernels, Dynamo's splits under DDP, gloo's network interface, and the
+    states of the random generators."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     compiler = sys.modules.get("torch._dynamo")
     optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
     interface = os.environ.get(INTERFACE)
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -188,6 +212,11 @@ def process_settings() -> Callable[[], None]:
         use_deterministic(deterministic, warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         os.environ.pop(INTERFACE, None)
         if interface is not None:
             os.environ[INTERFACE] = interface
@@ -253,9 +282,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
             ranks._heartbeat = Heartbeat(ranks.status, env, ranks.store, interval)
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
-            # These say nothing of hosts, which may have unequal numbers of ranks.
-            if env.launcher in ("openmpi", "mpi"):
-                ranks.env = by_hosts(env, ranks.all_gather_object("host", socket.gethostname()))
+            if env.launcher in NO_HOSTS:
+                ranks.env = by_hosts(env, ranks.all_gather_object("host", this_host()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         own = first.rank == env.rank
@@ -272,7 +300,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     on_host = device.type == "cpu" or settings.offload
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
-    elif env.world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
+    elif env.local_world > 1 and on_host and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(processes.thread_share(env.local_world))
     if device.type == "cpu":
         processes.keep_freed_memory()
@@ -280,9 +308,10 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    interface = loopback if env.nodes == 1 else interface_to(env.addr)
-    if interface:
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's collectives crash"
+        raise UserError(f"{problem}: unset the variable, or write INFO")
+    if interface := gloo_interface(ranks):
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
     timeout = timedelta(seconds=settings.startup_timeout_seconds)
@@ -298,14 +327,31 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.set_timeout(settings.startup_timeout_seconds)
 
 
+def gloo_interface(ranks: Ranks) -> str:
+    """The network interface between the ranks; empty if it is unknown.
+
+    On the first host the route to its own name may be the loopback, so its ranks look for the
+    address of another host.
+    """
+    env = ranks.env
+    if env.nodes == 1:
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    places = ranks.all_gather_object("address", [env.node, address_to(env.addr)])
+    others = (address for node, address in places if node and address)
+    return interface_to(env.addr if env.node else next(others, env.addr))
+
+
 def listen_at(env: DistEnv) -> int | None:
     """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
 
     A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
     """
+    several = env.nodes > 1 or (
+        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
+    )
     try:
         address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and env.nodes > 1:
+        if address.startswith("127.") and several:
             return None
         listening = socket.create_server((address, env.port), backlog=max(64, env.world))
     except OSError as error:

@@ -8,9 +8,10 @@ import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from windlass.errors import UserError
-from windlass.launch.schedulers import SCHEDULERS, find_job
+from windlass.launch.schedulers import SCHEDULERS, find_job, host_name
 
 LOOPBACK = "127.0.0.1"
 # derived ports: below the range from which Linux hands out ports
@@ -50,6 +51,8 @@ VARIABLES: dict[str, Mapping[str, str]] = {
     **{name: one.RANK for name, one in SCHEDULERS.items()},
 }
 """The variables that hold each number, by launcher; the first that is set counts."""
+NO_HOSTS = ("environment", "openmpi", "mpi")
+"""Launchers whose variables do not tell reliably which ranks share a host."""
 SIGNS = {
     "windlass": {"WINDLASS_LAUNCHED"},
     "environment": {"RANK", "WORLD_SIZE"},
@@ -63,7 +66,8 @@ class DistEnv:
     """One process of several: its numbers, globally and on its host, and the address of the store.
 
     `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and
-    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler with its own launcher (`slurm`).
+    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler with its own launcher (`slurm`). For
+    `NO_HOSTS` the numbers of hosts and on the host are guesses until the ranks have met.
     `attempt` counts restarts of the same job from 0.
     """
 
@@ -129,17 +133,34 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
 
 
+def this_host() -> str:
+    """What tells this host from the others.
+
+    Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
+    network.
+    """
+    name = host_name(os.environ) or socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{name} {boot} {os.readlink('/proc/self/ns/net')}"
+    return name
+
+
+def address_to(host: str) -> str:
+    """This machine's address on the route to a host; empty if it is the loopback."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
+        own = str(probe.getsockname()[0])
+        return "" if own.startswith("127.") else own
+    return ""
+
+
 def interface_to(host: str) -> str:
     """This machine's network interface on the route to a host; empty if it is the loopback."""
     import psutil
 
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
-        own = probe.getsockname()[0]
-        addresses = psutil.net_if_addrs().items()
-        names = (name for name, found in addresses if own in {a.address for a in found})
-        return "" if own.startswith("127.") else next(names, "")
-    return ""
+    own, interfaces = address_to(host), psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if own in {a.address for a in found}), "")
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,10 +92,12 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     if recipe.train.compile is True:
         # Dynamo would split a block under DDP at the ends of buckets. `Ranks` restores the setting.
         torch._dynamo.config.optimize_ddp = False
+        # Rows of varying length have the same graph in the first step of a start as in any other.
+        compiled = functools.partial(torch.compile, dynamic=recipe.data.ragged_ or None)
         for block in blocks:
-            block.forward = torch.compile(block.forward)
+            block.forward = compiled(block.forward)
         for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
-            head.loss_tail = torch.compile(loss_tail)
+            head.loss_tail = compiled(loss_tail)
     sharded = ranks.strategy.shards_parameters
     if sharded:
         _shard(model, blocks, ranks, recipe)
@@ -115,7 +118,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     # A pipeline adds up gradients itself, after the passes of all its stages.
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model
-    return _replicate(model, replicas.get_group(), ranks.device, recipe.parallel.bucket_mb)
+    return _replicate(model, replicas.get_group(), ranks.device, recipe)
 
 
 def lower_stream(model: nn.Module, precision: str) -> None:
@@ -144,19 +147,20 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def _replicate(
-    model: nn.Module, group: dist.ProcessGroup, device: torch.device, bucket_mb: float
+    model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
     """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers"  # torch >= 2.12
-    # No buffer of ours changes.
+    # `training.buffers` shares them after each step.
     no_sync: Any = {name if name in names else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=group,
         init_sync=False,  # `parallelize` has sent rank 0's values
-        bucket_cap_mb=bucket_mb,
+        bucket_cap_mb=recipe.parallel.bucket_mb,
+        find_unused_parameters=recipe.parallel.find_unused_parameters,
         gradient_as_bucket_view=True,
         **no_sync,
     )
@@ -166,7 +170,8 @@ def _replicate(
         return reduced.get_future().then(lambda future: future.value()[0])
 
     wrapped.register_comm_hook(None, add)
-    settle_buckets(wrapped)
+    if not wrapped.find_unused_parameters:  # else DDP keeps its first buckets
+        settle_buckets(wrapped)
     return wrapped
 
 
@@ -184,6 +189,30 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     wrapped.zero_grad(set_to_none=True)  # the next forward pass cuts them
 
 
+def check_gradients_reduced(model: nn.Module) -> None:
+    """After the backward pass of a step: UserError if DDP still waits for a gradient.
+
+    DDP sends no bucket before all of its gradients are there. It would raise in the next forward
+    pass, after an update with gradients that differ between the ranks.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return
+    try:
+        model.reducer._rebuild_buckets()  # `settle_buckets` has cut them, so it only checks
+    except RuntimeError as error:
+        if not (found := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))):
+            raise
+        names = [name for name, p in model.module.named_parameters() if p.requires_grad]
+        unused = [names[int(number)] for number in found[1].split()]
+        more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
+        problem = f"the loss of this step's last micro-batch does not use {', '.join(unused[:4])}"
+        advice = "set requires_grad_(False) if no step uses them"
+        setting = "else parallel.find_unused_parameters=true"
+        raise UserError(
+            f"{problem}{more}, so DDP cannot add up gradients: {advice}, {setting}"
+        ) from None
+
+
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
     """`model.blocks()`; none if a user's module lacks it, or UserError if the recipe needs it."""
     if callable(blocks := getattr(model, "blocks", None)):
@@ -194,6 +223,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
         *["parallel.activation_checkpointing"] * checkpointing,
         *["train.compile"] * (recipe.train.compile is True),
         *['train.precision = "float8"'] * (recipe.train.precision == "float8"),
+        *['optim.kind = "muon"'] * (recipe.optim.kind == "muon"),
     ]
     if needs:
         problem = f"{' and '.join(needs)}: {type(model).__name__} does not say which parts repeat"

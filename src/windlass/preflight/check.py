@@ -157,7 +157,10 @@ def _nvml(uuid: str) -> dict[str, Any]:
 
 
 def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Space and write speed of run and data directory, and if this rank sees a file of rank 0."""
+    """Space and write speed of run and data directory, and if this rank sees a file of rank 0.
+
+    The first rank of each host writes.
+    """
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     # several jobs may check one directory at the same time
     check = ranks.broadcast_object("check", uuid.uuid4().hex)
@@ -167,16 +170,17 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
         directory = next(path for path in parents if path.is_dir())
         mark = directory / f".windlass-check-{check}"
         probe = directory / f".windlass-check-{check}-{ranks.rank}"
-        speed, error = 0.0, ""
+        speed, error = None, ""
         try:
             if ranks.main:
                 mark.touch()
-            start = time.perf_counter()
-            with probe.open("wb") as file:
-                file.write(bytes(PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            speed = PROBE_BYTES / 1e6 / (time.perf_counter() - start)
+            if ranks.env.local_rank == 0:
+                start = time.perf_counter()
+                with probe.open("wb") as file:
+                    file.write(bytes(PROBE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+                speed = PROBE_BYTES / 1e6 / (time.perf_counter() - start)
         except OSError as failure:
             error = failure.strerror or str(failure)
         ranks.all_gather_object("written", None)

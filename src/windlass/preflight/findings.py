@@ -82,7 +82,8 @@ def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
 def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
     """Whether ranks can write to a directory, how fast the slowest does, and if all hosts see it.
 
-    `disks`: the host of each rank, and what the rank measured there.
+    `disks`: the host of each rank, and what the rank measured there. `write_mb_s` is None for all
+    but the first rank of a host.
     """
     first = disks[0][1]
     errors = {f"{disk['error']} on {host}" for host, disk in disks if disk["error"]}
@@ -90,7 +91,7 @@ def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) 
         text = f"{first['path']}: {'; '.join(sorted(errors))}"
         advice = "make it writable, or set another run.dir or data.dir"
         return Finding(name, text, PROBLEM, advice)
-    slowest = min(disk["write_mb_s"] for _, disk in disks)
+    slowest = min(disk["write_mb_s"] for _, disk in disks if disk["write_mb_s"])
     shared = all(disk["shared"] for _, disk in disks)
     text = f"{first['path']}: {first['free_gb']:,.0f} GB free, writes {slowest:,.0f} MB/s"
     if nodes > 1 and not shared:

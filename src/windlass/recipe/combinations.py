@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, plural
+from windlass.errors import UserError, is_utf8, plural
 from windlass.recipe.average import AverageSettings
+from windlass.recipe.paths import PATHS
 from windlass.recipe.units import EPOCHS
 
+LONGEST_NAME = 255  # bytes, of Linux's file systems
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
 
@@ -24,6 +26,17 @@ def model(r: Any) -> Problems:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
+
+
+def names(r: Any) -> Problems:
+    for key, value in r.flat().items():
+        if not is_utf8(str(value)):
+            yield key, "the name is not UTF-8: rename the file or directory"
+        is_path = PATHS.fullmatch(key) or key in ("run.name", "run.dir")
+        texts = value if isinstance(value, list) else [value]
+        parts = [part for text in texts if isinstance(text, str) for part in text.split("/")]
+        if is_path and any(len(part.encode("utf-8", "replace")) > LONGEST_NAME for part in parts):
+            yield key, f"a file's name has at most {LONGEST_NAME} bytes: write a shorter one"
 
 
 def unused_keys(r: Any) -> Problems:
@@ -311,7 +324,8 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
             return key, f"{ranks} ranks do not divide the {count:,} {what}"
     few, many = sorted((m.kv_heads_, ranks))
     if many % few:
-        return "model.kv_heads", f"{ranks} ranks cannot share {few} key and value heads evenly"
+        problem = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
+        return "model.kv_heads", problem
     return None
 
 
@@ -341,7 +355,8 @@ def schedule(r: Any) -> Problems:
     steps = sum(part for part in (warmup, decay) if isinstance(part, int))
     share = sum(part for part in (warmup, decay) if isinstance(part, float))
     length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
-    if share > 1 or (isinstance(length, int) and steps > length):
+    # Shares round to steps: the sum may be less than a step too long.
+    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) >= length + 1):
         alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
         key = "decay" if decay and not alone else "warmup"
         size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""
@@ -350,7 +365,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
+    *(names, model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
     *(streamed, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
     *(schedule,),
 )

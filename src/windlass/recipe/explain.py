@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable
 from operator import attrgetter
@@ -97,7 +98,7 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
-    text = template.read_text(encoding="utf-8").replace("THIS_FILE", str(file))
+    text = template.read_text(encoding="utf-8").replace("THIS_FILE", shlex.quote(str(file)))
     sources = sources_of(data)
     changes: dict[str, object] = {"name": model, "source": sources}
     if len(sources) == 1:

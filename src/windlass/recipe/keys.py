@@ -34,6 +34,7 @@ FORMS = {
     "checkpoint.best": "loss, loss.average_loss, squad.f1, squad.exact_match, hellaswag.acc, "
     "hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
     "telemetry.tags": "a list of short names",
+    "telemetry.profile": "STEP:COUNT or STEP:COUNT:all, as 100:3",
     "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
 }
 """The values of a setting with a `pattern`, in words."""

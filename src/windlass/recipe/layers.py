@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import shlex
@@ -13,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, did_you_mean
+from windlass.fileio import read_json
 from windlass.recipe.other_tools import translate_yaml
+from windlass.recipe.paths import home_of, located
 
+RECIPE, LINEAGE = "recipe.toml", "lineage.json"
+"""In a run: the recipe to read and edit, and the recipe as Windlass last recorded it."""
+RUN_FILES = (LINEAGE, "metrics.jsonl", "average.json")
+"""A directory with a recipe and one of these is a run."""
 SECTIONS = 10
 """Tables and keys at the top of a whole recipe, `preset` among them."""
 Changes = str | Mapping[str, Any] | Iterable[str]
@@ -159,8 +166,8 @@ def _has_prompt_of_preset(tree: dict[str, Any], source: Any) -> bool:
 def _find(recipe: str | Path) -> Path:
     """The file of a preset, a path or a run directory; UserError suggests a valid one."""
     shipped, path, name = presets(), Path(recipe), str(recipe)
-    for file in (path / "recipe.toml", path if path.suffix == ".toml" else None, shipped.get(name)):
-        if file and file.is_file():
+    for file in (path / RECIPE, path if path.suffix == ".toml" else None, shipped.get(name)):
+        if file and (file.is_file() or recorded(file)):
             return file
     if path.is_dir():
         inside = [str(file.parent) for file in sorted(path.glob("*/recipe.toml"))]
@@ -194,7 +201,28 @@ def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[
     path, shipped = _find(recipe), presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
+    if path.name == RECIPE and any((path.parent / name).is_file() for name in RUN_FILES):
+        files.append(("the run's path", {"run.dir": str(path.parent)}))
     return [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
+
+
+def recorded(path: Path) -> dict[str, Any]:
+    """The recipe that Windlass last recorded beside a run's `recipe.toml`; else empty."""
+    record = read_json(path.with_name(LINEAGE)) if path.name == RECIPE else {}
+    return dict(record.get("recipe") or {})
+
+
+def is_outdated(path: Path) -> bool:
+    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one.
+
+    Any other difference from the recorded recipe is the user's edit.
+    """
+    if not recorded(path):
+        return False
+    if not path.is_file():
+        return True
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return bool(digest == read_json(path.with_name(LINEAGE))["replaced"])
 
 
 def check_preset(own: dict[str, Any], where: str) -> None:
@@ -210,7 +238,8 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = "" if (outdated := is_outdated(path)) else path.read_text(encoding="utf-8")
+        tree = recorded(path) if outdated else tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         why = f"a byte in line {line} is not UTF-8; save the file as UTF-8"
@@ -219,6 +248,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         why = f"{error}; texts need quotation marks"
+        why += "; if you delete it, Windlass writes the run's own" * bool(recorded(path))
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
     own = [(path, flatten(tree))]
@@ -226,4 +256,14 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         check_preset(own[0][1], str(path))
         return own
     beside = path.parent / str(base)
-    return _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve())) + own
+    below = _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
+    return [(file, _of_new_run(settings)) for file, settings in below] + own
+
+
+def _of_new_run(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run's recipe, if it is one, for the recipe of another run."""
+    if "run.base" not in settings:
+        return settings
+    home = home_of(settings["run.base"]) or Path.cwd()
+    kept = {k: v for k, v in settings.items() if k not in ("run.base", "run.dir")}
+    return {key: located(key, value, home) for key, value in kept.items()}

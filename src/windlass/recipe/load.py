@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.keys import meant, problems_of, rows_of
 from windlass.recipe.layers import (
+    RECIPE,
     Changes,
     check_preset,
     dotted,
@@ -31,15 +32,17 @@ from windlass.recipe.layers import (
     layers,
     merge,
     presets,
+    recorded,
     typed,
 )
-from windlass.recipe.network import ModelSettings, Section, describe
+from windlass.recipe.network import Frozen, ModelSettings, Section, describe
+from windlass.recipe.paths import from_here, home_of, located
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
 NON_SEMANTIC = (
-    *("run.name", "run.dir", "run.notes", "data.dir", "data.workers", "data.prefetch"),
-    "data.disk_tokens",
+    *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
+    *("data.prefetch", "data.disk_tokens"),
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
     *("train.compile", "train.deterministic", "train.fit"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
@@ -62,10 +65,8 @@ class RecipeError(UserError):
         super().__init__("\n".join([f"recipe {name} has {count}:", *lines]))
 
 
-class Recipe(BaseModel):
+class Recipe(Frozen):
     """Everything that defines a run. Frozen: `replace` makes a changed copy."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     preset: str = Field("custom", pattern=r"^[A-Za-z0-9._+-]+$")
     """The preset or file this recipe came from: the first half of the run's name."""
@@ -78,30 +79,58 @@ class Recipe(BaseModel):
     checkpoint: sections.CheckpointSettings = sections.CheckpointSettings()
     eval: sections.EvalSettings = sections.EvalSettings()
     telemetry: sections.TelemetrySettings = sections.TelemetrySettings()
+    # The sections with their paths as written, if `run.base` has made these absolute.
+    _written: dict[str, Section] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _resolve_defaults(self) -> Recipe:
-        """Derive learning rate and tokenizer from `model` if unset; they still count as unset."""
+    def _resolve(self) -> Recipe:
+        """Make paths absolute (`run.base`). Derive learning rate and tokenizer from `model` if
+        unset; they still count as unset."""
+        home = self.home or Path()
+        for name in ("data", "model", "eval", "checkpoint") if self.home else ():
+            part = getattr(self, name)
+            absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
+            if changed := {key: new for key, new in absolute.items() if new != getattr(part, key)}:
+                self._written[name] = part
+                self.__dict__[name] = part.model_copy(update=changed)
         derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
         for section, name, default in derived:
             part = getattr(self, section)
             if name not in part.model_fields_set or getattr(part, name) == "auto":
-                part = part.model_copy(update={name: default(self.model)})
-                part.model_fields_set.discard(name)
-                self.__dict__[section] = part
+                value = default(self.model)
+                for parts in (self.__dict__, self._written):
+                    if section in parts:
+                        part = parts[section].model_copy(update={name: value})
+                        part.model_fields_set.discard(name)
+                        parts[section] = part
         return self
+
+    @property
+    def home(self) -> Path | None:
+        """The directory that relative paths start from; None: the working directory."""
+        return home_of(self.run.base)
+
+    @property
+    def as_written(self) -> Recipe:
+        """This recipe with its paths as written, which identify its data; without `run.base` the
+        same."""
+        written = self.model_copy()
+        written.__dict__.update(self._written)
+        return written
 
     def replace(self, *changes: Changes, **values: Any) -> Recipe:
         """A checked copy: `replace({"optim.lr": 3e-4})`, `replace(optim={"lr": 3e-4})`, or text."""
-        tree = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
+        how: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
+        tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        merge(tree, new)
+        merge(tree, from_here(new, self.run.base))
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
         """The preset, and the settings that differ from it, or from the defaults without one."""
         before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
-        changes = {k: v for k, v in self.flat().items() if k != "preset" and v != before.get(k)}
+        hidden = ("preset", "run.base")
+        changes = {k: v for k, v in self.flat().items() if k not in hidden and v != before.get(k)}
         shown = [f"{key}={typed(value)}" for key, value in changes.items()]
         if len(shown) > REPR_SETTINGS:
             shown[REPR_SETTINGS:] = [f"and {len(shown) - REPR_SETTINGS} more"]
@@ -113,7 +142,8 @@ class Recipe(BaseModel):
         """Every setting that has an effect, as nested plain values."""
         unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
         # TOML has no None.
-        return self.model_dump(mode="json", by_alias=True, exclude=unused, exclude_none=True)
+        how: dict[str, Any] = {"exclude": unused, "exclude_none": True}
+        return self.as_written.model_dump(mode="json", by_alias=True, **how)
 
     def flat(self) -> dict[str, Any]:
         """The same, each under its dotted key."""
@@ -240,7 +270,8 @@ class Recipe(BaseModel):
         """
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):
-            merge(tree, layer)
+            base = str(tree["run"].get("base", "")) if isinstance(tree.get("run"), dict) else ""
+            merge(tree, from_here(layer, base))
         return validate(tree, str(recipe))
 
     @staticmethod
@@ -273,7 +304,7 @@ def default_lr(model: ModelSettings) -> float:
     return 2e-4 if model.lora.rank else 5e-5
 
 
-def own_tokenizer(model: ModelSettings) -> str:
+def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
     if origin.startswith("hf:"):
@@ -281,14 +312,18 @@ def own_tokenizer(model: ModelSettings) -> str:
     path = Path(origin.partition("@")[0]).expanduser()
     for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
         with contextlib.suppress(OSError, ValueError, KeyError):
-            recipe = tomllib.loads((run / "recipe.toml").read_text(encoding="utf-8"))
+            file, saved = run / RECIPE, run / "tokenizer"
+            recipe = recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
-            trained_on_corpus = name in ("bpe", "char")
-            return f"hf:{run / 'tokenizer'}" if trained_on_corpus else name
+            if name in ("bpe", "char"):  # trained on the corpus
+                return f"hf:{saved}"
+            if name != "byte" or saved.is_dir():  # a run of own data without text has none
+                home = home_of(recipe.get("run", {}).get("base", "")) or Path()
+                return str(located("data.tokenizer", name, home))
     files = ("tokenizer.json", "tokenizer_config.json")
     if origin and any((path / name).is_file() for name in files):
         return f"hf:{path}"
-    return f"hf:{model.name}" if model.kind == "hf" else "byte"
+    return f"hf:{model.name}" if model.kind == "hf" else default
 
 
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:

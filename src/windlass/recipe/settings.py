@@ -44,7 +44,10 @@ class RunSettings(Section):
     name: str = Field("", pattern=r"^[A-Za-z0-9._+=-]*$")
     """The run's name, in trackers and reports; empty: `<preset>-<config hash>`."""
     dir: str = ""
-    """The run's directory; empty: `runs/<name>`."""
+    """The run's directory; empty: `runs/<name>`. A run given as RECIPE has its own path."""
+    base: str = ""
+    """Directory that relative paths of the recipe start from; empty, or not on this machine: the
+    working directory. The recipe of a run has the directory where the run began."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
@@ -135,6 +138,11 @@ class DataSettings(Section):
         return sizes.get(self.tokenizer.partition(":")[0], 0)
 
     @property
+    def ragged_(self) -> bool:
+        """Whether the rows of one step are longer than the rows of another."""
+        return self.packing == "documents" or (self.format != "text" and self.packing == "packed")
+
+    @property
     def unused(self) -> list[str]:
         """The settings without an effect in a mixture, and of a mixture without one."""
         return ["source", "eval_source"] if self.mix else ["mix", "stages"]
@@ -177,9 +185,8 @@ class TrainSettings(Section):
     steps, and 256 after 2,000. The learning rate does not follow. Evaluations keep `global_batch`."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
-    largest that `windlass plan` fits into the free memory (about 16,384 tokens of a model of
-    `transformers` or your own; not run on a GPU). It is less if memory runs out in the first step
-    of a run of one rank. A resumed run keeps it."""
+    largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module;
+    not run on a GPU). It is less after memory ran out. A resumed run keeps it."""
     fit: bool = False
     """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
     `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
@@ -225,7 +232,7 @@ class TrainSettings(Section):
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one rank; 0: the fastest number, or a share of the cores per rank."""
+    """CPU threads of one rank; 0: OMP_NUM_THREADS, else usable cores ÷ ranks of the host."""
 
     @field_validator("batch_schedule", mode="before")
     @classmethod
@@ -368,6 +375,8 @@ class ParallelSettings(Section):
     """FSDP2: units to gather ahead in the backward pass; 0: PyTorch's choice, which is one."""
     bucket_mb: float = Field(25.0, gt=0)
     """DDP: size of a gradient bucket in MB."""
+    find_unused_parameters: bool = False
+    """DDP: for your own module that does not use all parameters on every rank and step; slower."""
     timeout_seconds: float = Field(600.0, gt=0)
     """Longest time of a collective; after it the run ends and names the rank and phase."""
     startup_timeout_seconds: float = Field(1800.0, gt=0)
@@ -482,5 +491,10 @@ class TelemetrySettings(Section):
     """Tags in W&B; in MLflow each is a tag with the value `true`."""
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two background samples of each rank's utilisation and memory."""
+    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
+    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for Perfetto
+    and a table of operators in `RUN/profile`."""
+    memory_snapshot: bool = False
+    """On a GPU: if memory runs out, write torch's memory snapshot and name the largest blocks."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

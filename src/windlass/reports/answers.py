@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import plural
+from windlass.errors import by_text, plural
 from windlass.reports.scaling import ScalingView
 from windlass.reports.study import StudyView
 from windlass.reports.text import show
@@ -27,7 +27,8 @@ BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
 
 TROUBLES = {
     "failed": "failure",
-    "preempted": "preemption",
+    "preempted": "unsaved stop",  # a stop with a save loses nothing
+    "stopped": "unsaved stop",
     "save_failed": "failed save",
     "rewound": "rewind",
     "skipped": "skipped step",
@@ -50,6 +51,7 @@ class Trouble(NamedTuple):
     name: str
     text: str
     times: int = 1
+    label: str = ""  # of the run or cell, if there are several
 
 
 @dataclass(frozen=True)
@@ -160,10 +162,10 @@ def good(view: RunView) -> Answer:
     if track["step"][-1] == 0 < view.step:
         parts.append("evaluated before training only")
     elif track["step"][0] == 0 < track["step"][-1]:
-        parts.append(f"{show(float(track['loss'][0]), 'loss')} before training")
+        parts.append(f"loss {show(float(track['loss'][0]), 'loss')} before training")
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
-        parts.append(f"lowest {lowest} at step {step:,}")
+        parts.append(f"lowest loss {lowest} at step {step:,}")
     for suite, own in view.evals.items():
         for name in (
             own.scores()[-2:] if suite != LOSS and suite != str(measure).split(".")[0] else ()
@@ -185,9 +187,10 @@ def fast(view: RunView) -> Answer:
     ranks = plural(int(view.start.get("world", 1)), "rank") + device
     ranks += f", {view.sizes.layout}" * bool(view.sizes.layout)
     mfu = f"MFU {show(view.speed.mfu, 'share')}" if view.speed.mfu is not None else ""
-    return Answer(
-        FAST, f"{show(view.speed.tokens_per_s, 'count')} tokens/s", _sentence(step, ranks, mfu)
-    )
+    profiles = [" and ".join(e["files"]) for e in view.events if e.get("files")]
+    text = f"{show(view.speed.tokens_per_s, 'count')} tokens/s"
+    profile = f"profile in {profiles[-1]}" if profiles else ""
+    return Answer(FAST, text, _sentence(step, ranks, mfu, profile))
 
 
 def cost(views: Sequence[RunView]) -> Answer:
@@ -220,7 +223,8 @@ def troubles_of(view: RunView) -> list[Trouble]:
                 text += f"; {plural(lost, 'step')} {'was' if lost == 1 else 'were'} done again"
             found.append(Trouble("kill", text))
     for event in sorted(view.events, key=lambda line: str(line["time"])):
-        if name := TROUBLES.get(str(event["event"])):
+        name = TROUBLES.get(str(event["event"]))
+        if name and not event.get("saved"):
             found.append(Trouble(name, _text(event, name), int(event.get("count", 1))))
     return found
 
@@ -237,7 +241,7 @@ def wrong(troubles: Sequence[Trouble]) -> Answer:
     parts = [plural(count, name) for name, count in counts.items()]
     if not parts:
         return Answer(WRONG, "Nothing", mark="good")
-    texts = [trouble.text for trouble in troubles]
+    texts = by_text((trouble.label, trouble.text) for trouble in troubles)
     remark, more = (texts[0], ()) if len(texts) == 1 else ("", texts)
     return Answer(WRONG, _sentence(*parts), remark, "warn", more)
 
@@ -265,9 +269,7 @@ def _comparison_head(views: Sequence[RunView]) -> Head:
         else:
             quality = Answer(GOOD, "Not known: no evaluation")
     troubles = [
-        trouble._replace(text=f"{view.label}: {trouble.text}")
-        for view in views
-        for trouble in troubles_of(view)
+        trouble._replace(label=view.label) for view in views for trouble in troubles_of(view)
     ]
     answers = [first, quality, _fastest(views), cost(views), wrong(troubles)]
     place = ", ".join(str(view.run.path.resolve()) for view in views)
@@ -307,14 +309,14 @@ def _study_head(seen: StudyView, scaled: ScalingView | None) -> Head:
     bad = [r for r in seen.results if r.state in ("failed", "diverged")]
     unlucky = {r.run.path for r in bad}
     troubles = [
-        Trouble(f"{r.state} cell", f"{r.cell.label}: {r.reason or r.divergence or r.state}")
+        Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
         for r in bad
     ]
     for view in seen.views:
         own = troubles_of(view)
         if view.run.path in unlucky:  # the reason of the cell says it
             own = [one for one in own if one.name not in ("failure", "divergence", "kill")]
-        troubles += [one._replace(text=f"{view.label}: {one.text}") for one in own]
+        troubles += [one._replace(label=view.label) for one in own]
     answers = [Answer(WORKED, text, others, _mark(others)), quality, speed, cost(seen.views)]
     answers.append(wrong(troubles))
     path = seen.study.path.resolve()
@@ -341,7 +343,8 @@ def _scaling(scaled: ScalingView) -> tuple[Answer, Answer]:
     question = "How well does it scale?"
     measured = [row for row in scaled.rows if row.measured]
     if not measured:
-        return Answer(question, "Not known: no setup has finished"), Answer(FAST, "Not known")
+        reasons = dict.fromkeys(row.missing.get("step_ms", "not run yet") for row in scaled.rows)
+        return Answer(question, f"Not known: {'; '.join(reasons)}"), Answer(FAST, "Not known")
     largest = max(measured, key=lambda row: row.world)
     fastest = max(measured, key=lambda row: row.values["samples_per_s"])
     if scaled.winners:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from windlass.reports.tracks import Numbers
 from windlass.reports.view import Restart, RunView
@@ -22,6 +21,7 @@ from windlass.reports.view import Restart, RunView
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
 FEW = 4  # lines of a chart in colour; of more lines the best BEST are in colour, the rest in grey
 BEST = 3
+SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,13 @@ class Series:
     def x(self) -> Numbers:
         """The place of each point in a picture."""
         return self.at["x"] if "x" in self.at else self.at["step"]
+
+
+def is_spread(lines: Iterable[Series]) -> bool:
+    """Whether positive values span so much that only a logarithmic scale shows them all."""
+    values = np.concatenate([[], *(one.y for one in lines if not one.diverged)])
+    good = values[np.isfinite(values)]
+    return len(good) > 0 and good.min() > 0 and bool(good.max() / good.min() >= SPREAD)
 
 
 @dataclass(frozen=True)
@@ -137,26 +144,6 @@ def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
 def pattern(number: int) -> dict[str, Any]:
     """Colour and dash of a line by its place: lines differ in both, and 40 pairs are unlike."""
     return {"colour": number % COLOURS, "dash": number % DASHES}
-
-
-def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
-    """Indices of about `limit` points that look like the whole curve; all if there are fewer.
-
-    They are the first, lowest and highest point and the first NaN of each span. `x` [n] rises; some
-    NaN of `y` [n] stay, so that a gap or a bad step is visible.
-    """
-    n = len(x)
-    if n <= limit:
-        return np.arange(n)
-    keep = {0, n - 1}
-    edges = np.linspace(0, n, max(2, limit // 3) + 1).astype(np.int64)
-    for start, stop in itertools.pairwise(edges):
-        good = np.isfinite(y[start:stop])
-        keep |= {start, *(start + np.flatnonzero(~good)[:1])}
-        if good.any():
-            keep |= {start + np.argmin(np.where(good, y[start:stop], np.inf))}
-            keep |= {start + np.argmax(np.where(good, y[start:stop], -np.inf))}
-    return np.array(sorted(keep), dtype=np.int64)
 
 
 def smoothing(charts: Iterable[Chart]) -> float:

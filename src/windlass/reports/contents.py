@@ -17,6 +17,8 @@ from windlass.reports.table import Table, stacked
 from windlass.reports.view import RunView, first
 from windlass.study.results import common_measure
 
+CELL_PAGES = 200
+
 
 class Contents:
     """Everything in a report of some runs, or of a study with its started runs.
@@ -33,17 +35,20 @@ class Contents:
         self.published = published(views, study, table, scaled.values if scaled else ())
         self.winners = scaled.winners if scaled else study.winners if study else []
         self.looks = looks(views, ranking(views, study))
+        # Bounded, because each takes a tenth of a second and 100 kB.
+        self.cell_pages = list(views[:CELL_PAGES]) if study else []
         self.run_charts, self.time = charts(views), time_chart(views)
         self.study_charts = scaled.charts if scaled else sweep_charts(study) if study else []
         self.settings = tables.all_settings(views)
-        # the settings that differ between the runs, or from the defaults
-        self.changed = [row for row in self.settings if row.differs or row.changed]
+        # A study's table of cells has the settings that differ.
+        self.differing = [row for row in self.settings if row.differs and not study]
+        self.changed = [row for row in self.settings if row.changed and not row.differs]
         self.law = LawView(study.study) if study and is_ladder(study.study) else None
         self.study_charts = self.law.charts if self.law else self.study_charts
         self.head = head_of(views, study, scaled)
         single = len(views) == 1 and not study
         total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
-        shown = [total]
+        shown = [tables.results(views[0], brief=True) if single else total]
         if study:
             above = scaled or self.law
             shown = [*(above.tables if above else ()), *study_tables(study)]
@@ -65,8 +70,10 @@ class Contents:
 
 def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
     """The indices of the runs, the best first; in their own order if their losses do not compare."""
+    best = None
     if study:
         lower = any(result.lower for result in study.results)
+        best = study.found.cell.run.path if study.found.cell else None
         by_run = {result.run.path: result.score for result in study.results}
         scores = [by_run.get(view.run.path) for view in views]
     else:
@@ -74,4 +81,8 @@ def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
         name = BEST.get(common_measure([view.validation for view in views])[0], "")
         scores = [first(view.values.get(name)) for view in views]
     keys = [math.inf if x is None or math.isnan(x) else x if lower else -x for x in scores]
-    return sorted(range(len(views)), key=lambda run: (bool(divergence(views[run])), keys[run]))
+
+    def place(run: int) -> tuple[bool, bool, float]:
+        return views[run].run.path != best, bool(divergence(views[run])), keys[run]
+
+    return sorted(range(len(views)), key=place)

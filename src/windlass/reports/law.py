@@ -79,7 +79,7 @@ def law_table(ladder: Ladder) -> Table:
         for name, (value, low, high) in ladder.law.constants().items()
     )
     notes = [
-        f"Errors of the runs with the most compute, predicted from the others: {predicted}.",
+        f"The errors are of the largest runs, predicted from the others: {predicted}.",
         f"The chosen form, fitted to all runs: {constants}; 80 % ranges by bootstrap over runs.",
         *(f"Not in the fit: {reason}." for reason in ladder.left_out),
     ]

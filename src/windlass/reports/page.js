@@ -7,7 +7,7 @@ const several = data.runs.length > 1;
 const find = (selector, from = document) => from.querySelector(selector);
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 
-const state = { axis: "step", logX: false, logY: false, smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
+const state = { axis: "step", logX: false, logY: data.charts.some((chart) => chart.id === "loss" && chart.y.log), smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
 
 const [FEW, BEST] = [4, 3]; // as in charts.py
 

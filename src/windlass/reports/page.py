@@ -13,11 +13,13 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
@@ -33,13 +35,21 @@ from windlass.variables import scrub
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
 
 
+def cell_page(view: RunView) -> str:
+    """The page of a study's cell, beside the study's own page."""
+    return f"cells/{view.run.name}.html"
+
+
 def page(report: Contents) -> str:
-    files = map(Path(__file__).with_name, ("page.html", "page.css", "chart.js", "page.js"))
-    template, css, *js = (file.read_text("utf-8") for file in files)
+    files = map(Path(__file__).with_name, ("page.css", "chart.js", "page.js"))
+    css, *js = (file.read_text("utf-8") for file in files)
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]
     study, heading = report.study, report.study.heading if report.study else ""
+    environment = _environment(report.views)
+    if study:  # the pages of the cells have the others
+        environment = [fact for fact in environment if fact.same]
     parts: dict[
         str, tuple[str, Any]
     ] = {  # the sections that can be: the heading, and what is in it
@@ -57,7 +67,7 @@ def page(report: Contents) -> str:
         "time": (report.time.title if report.time else "", report.time),
         "samples": ("Samples", _samples(report.views)),
         "settings": ("Settings", report.settings),
-        "environment": ("Environment", _environment(report.views)),
+        "environment": ("Environment", environment),
     }
     if not study:  # the curves of a run come first
         parts = {"curves": parts.pop("curves"), **parts}
@@ -69,13 +79,18 @@ def page(report: Contents) -> str:
         "script": Markup(script),
         "script_hash": f"sha256-{digest}",
         "data": htmlsafe_json_dumps(scrub(payload(report.looks, lines)), allow_nan=False),
-        "differ": any(row.differs for row in report.settings),
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
+        "links": _cell_links(report),
         "show": show,
         "sample_limit": SAMPLES,
         "few": FEW,
         "best": BEST,
     }
+    return _template().render(context)
+
+
+@cache
+def _template() -> Template:
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -84,7 +99,14 @@ def page(report: Contents) -> str:
         keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, Markup) else printable(scrub(str(value))),
     )
-    return environment.from_string(template).render(context)
+    return environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
+
+
+def _cell_links(report: Contents) -> list[str]:
+    """The page of the cell in each row of the table of cells; empty without one."""
+    pages = {view.run.path: cell_page(view) for view in report.cell_pages}
+    results = report.study.results if report.study else ()
+    return [quote(pages.get(result.run.path, "")) for result in results]
 
 
 def payload(runs: Sequence[Look], charts: Iterable[Chart]) -> dict[str, Any]:
@@ -165,10 +187,17 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
     return samples
 
 
-def _environment(views: Sequence[RunView]) -> list[tuple[str, ...]]:
-    """A row for each fact: its name and its value in each run; first if the runs differ."""
+class Fact(NamedTuple):
+    name: str
+    texts: list[str]  # in each run
+    same: bool
+
+
+def _environment(views: Sequence[RunView]) -> list[Fact]:
     environments = (flatten(scrub(view.run.environment)) for view in views)
     facts = [{key: show(value) for key, value in one.items()} for one in environments]
-    names = dict.fromkeys(name for one in facts for name in one)
-    rows = [(name, *(one.get(name, MISSING) for one in facts)) for name in names]
-    return sorted(rows, key=lambda row: len(set(row[1:])) == 1)
+    listed = []
+    for name in dict.fromkeys(name for one in facts for name in one):
+        texts = [one.get(name, MISSING) for one in facts]
+        listed.append(Fact(name, texts, len(set(texts)) == 1))
+    return listed

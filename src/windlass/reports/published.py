@@ -34,14 +34,21 @@ class Row(NamedTuple):
 
     def cell(self, name: str) -> Any:
         """The value of a measure or setting, or why there is none."""
-        measure = of_published(name)
-        if self.gpus is False and measure.gpu:
-            return "no GPU"
+        measure, reason = of_published(name), self.reason(name)
         value, ranks = self.values.get(measure.of or name), self.values.get("world")
         if name == "gpus" and not self.gpus and ranks:
             return plural(ranks, "CPU rank")
-        if value is not None:
-            return value if measure.factor == 1 else measure.factor * value
+        if reason or value is None:
+            return reason
+        return value if measure.factor == 1 else measure.factor * value
+
+    def reason(self, name: str) -> str:
+        """Why a measure is missing; empty if it is there."""
+        measure = of_published(name)
+        if self.gpus is False and measure.gpu:
+            return "no GPU"
+        if self.values.get(measure.of or name) is not None:
+            return ""
         if reason := self.reasons.get(measure.of or name):
             return reason
         if self.state != "finished":
@@ -98,9 +105,16 @@ def published(
     cells = [[row.cell(x) for x in columns.values()] for row in rows]
     measures = {heading: of_published(x) for heading, x in columns.items()}
     on_cpus = any(row.gpus is False for row in rows) and not any(row.gpus for row in rows)
-    hidden = [heading for heading, measure in measures.items() if measure.gpu and on_cpus]
+    hidden = {x: "not measured without a GPU" for x, m in measures.items() if m.gpu and on_cpus}
+    for heading, x in columns.items():  # one reason for the whole column is a note
+        reasons = {row.reason(x) for row in rows if row.state == "finished"}
+        if len(rows) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
+            hidden.setdefault(heading, reason)
     heads = [Column(x, x, m.kind, shown=x not in hidden) for x, m in measures.items()]
-    notes = [f"{', '.join(hidden)}: not measured without a GPU."] if hidden else []
+    notes = [
+        f"{', '.join(x for x in hidden if hidden[x] == reason)}: {reason}."
+        for reason in dict.fromkeys(hidden.values())
+    ]
     notes += [spec["note"]] if "note" in spec else []
     return Table(wanted, heads, cells, spec["title"], notes)
 

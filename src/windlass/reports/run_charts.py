@@ -11,9 +11,9 @@ import numpy as np
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import plural
-from windlass.reports.charts import COLOURS, Axis, Chart, Series, pattern, thin
+from windlass.reports.charts import COLOURS, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.text import show, slug
-from windlass.reports.tracks import Numbers, Track, interpolate
+from windlass.reports.tracks import Numbers, Track, interpolate, thin
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source
@@ -73,7 +73,8 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
     in_bits = common_measure([view.validation for view in views])[0] == BITS
     factors = [bits_factor(view) if in_bits else 1.0 for view in views]
     series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
-    chart = Chart("loss", "Loss", "bits per byte" if in_bits else "nats per token", series)
+    unit, y = "bits per byte" if in_bits else "nats per token", Axis(log=is_spread(series))
+    chart = Chart("loss", "Loss", unit, series, y=y)
     notes = ["lines: training, points: validation"] * (len(views) > 1)
     notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
     return replace(chart, note="; ".join(notes))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from windlass.errors import plural
-from windlass.estimate.time import UNCALIBRATED
+from windlass.errors import by_text, plural
+from windlass.estimate.time import NO_PEAK, UNCALIBRATED
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from windlass.study.study import Study
 
 METERS_NOTE = (
-    "The driver's numbers come from NVML, and the wall clock's samples/s from the whole run without "
-    "its start-up. The trainer measures the memory that its allocator holds, and the samples/s of its "
-    "steps after the warm-up."
+    "The driver's numbers come from NVML (none without a GPU), and the wall clock's samples/s from the "
+    "whole run without its start-up. The trainer measures the memory that its allocator holds, and the "
+    "samples/s of its steps after the warm-up."
 )
+ON_CPU = "not measured on a CPU"
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 RECOMMENDED = (
     "Recommended: the setup with the least memory among those within 2 % of the fastest, or within "
@@ -44,6 +45,8 @@ FORMULAS = {
     f"step ÷ its samples), N0 the fewest ranks; speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
     "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; "
     "speed-up = efficiency · N ÷ N0.",
+    "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
+    "in a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
     "strategies": RECOMMENDED,
     "layouts": "Speed-up = T(dp) ÷ T, T the time of a step, T(dp) that of data parallelism alone. "
     f"{RECOMMENDED}",
@@ -111,7 +114,8 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
             repeated = any(name in row.spread for row in setups)
             columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
     ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    columns += [Column(name, shown=False) for name in (*ends, "repeats", "remarks", "reasons")]
+    hidden = (*ends, "repeats", "reason", "remarks", "reasons")
+    columns += [Column(name, shown=False) for name in hidden]
     rows = [[cells.get(column.name) for column in columns] for cells in map(_cells, setups)]
     return Table("scaling", columns, rows, "Setups", sentences(study, setups))
 
@@ -122,7 +126,8 @@ def _cells(row: Setup) -> dict[str, Any]:
         **row.assignment,
         **row.values,
         "setup": row.name,
-        "state": f"{row.state}: {row.reason}" if row.reason else row.state,
+        "state": row.state,
+        "reason": row.reason,
         "repeats": len(row.results),
         "remarks": "; ".join(row.remarks),
         "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
@@ -137,13 +142,14 @@ def _cells(row: Setup) -> dict[str, Any]:
 def meter_table(setups: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Table:
     """What driver and wall clock report of each setup beside the trainer's own measurements."""
     on_cpu = any(row.on_cpu for row in setups)
+    no_gpus = all(row.on_cpu for row in setups if row.start)
     shown = [m for m in METERS.values() if on_cpu or m.name != "rss_mb"]
     rows = []
     for row, numbers in zip(setups, values, strict=True):
         state, no_gpu = "not measured" if row.start else row.state, "no GPU" * row.on_cpu
         cells = ((no_gpu if m.gpu else "") or numbers.get(m.name) or state for m in shown)
         rows.append((row.name, *cells))
-    columns = [Column(m.name, m.heading, m.kind) for m in shown]
+    columns = [Column(m.name, m.heading, m.kind, shown=not (m.gpu and no_gpus)) for m in shown]
     columns.insert(0, Column("setup", "Setup"))
     return Table("meters", columns, rows, "The two meters", [METERS_NOTE])
 
@@ -167,9 +173,10 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in setups if row.measured]
     repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
+    formula = FORMULAS["weak model" if scaling.grow == "model" else scaling.mode]
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {FORMULAS[scaling.mode]}"
+        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
     ]
     if scaling.grow == "model" and len(measured) > 1:
         text.append(_growth(measured[0], measured[-1]))
@@ -188,9 +195,9 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
             "Predicted: the plan's model of a step, with this machine's measured rates of matrix "
             "products, memory and collectives."
         )
-    for row in setups:
-        remarks = (remark for remark in row.remarks if not remark.startswith("recommended"))
-        text += [f"{row.name}: {remark}." for remark in remarks]
+    remarks = [(row.name, f"{remark}.") for row in setups for remark in row.remarks]
+    text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
+    text += by_text((row.name, row.reason) for row in setups if row.reason)
     return text + _reasons(scaling, measured)
 
 
@@ -202,20 +209,22 @@ def _growth(low: Setup, high: Setup) -> str:
     return (
         f"{layers:g} times the layers are {parameters:.3g} times the parameters ({sizes}), because "
         f"embedding and head do not grow, and {flops:.3g} times the FLOPs of a rank in a step. "
-        "Runtime ÷ baseline's is what the exercise prints as its efficiency; ours is the inverse, "
-        "computed from the time of a step, and 100 % at best."
+        "The efficiency counts these FLOPs, so that perfect scaling is 100 %. Runtime ÷ baseline's "
+        "is the ratio that the exercise prints as its efficiency."
     )
 
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
-    """Why columns are empty: a sentence for each reason and its setups."""
+    """Why columns are empty, in one note: a sentence for each reason and its setups."""
     other = "compared" if scaling.mode in AT_ONE_WORLD else "strategies"
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
     for name, measure in SETUP.items():
         without: dict[str, list[str]] = {}
         for row in measured:
             if measure.heading and name in row.missing and measure.role not in ("optional", other):
-                without.setdefault(row.missing[name], []).append(row.name)
+                why = row.missing[name]
+                why = ON_CPU if why in (NO_PEAK, UNCALIBRATED) else why
+                without.setdefault(why, []).append(row.name)
         words = measure.title.partition(" (")[0]
         words = words if words.isupper() else words[0].lower() + words[1:]
         for why, setups in without.items():
@@ -223,10 +232,10 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     text = []
     for (why, *setups), columns in empty.items():
         names = "" if len(setups) == len(measured) else f" of {'; '.join(setups)}"
-        if why == UNCALIBRATED and scaling.project:
+        if why == ON_CPU and scaling.project:
             columns.append(f"projection to {', '.join(map(str, scaling.project))} ranks")
         text.append(f"No {', '.join(columns)}{names}: {why}.")
-    return text
+    return [" ".join(text)] if text else []
 
 
 def winners(study: Study, setups: Sequence[Setup]) -> list[Winner]:
@@ -293,7 +302,10 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
     throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
     charts = []
     if base.measured:  # nothing compares with a baseline without numbers
-        growth = 1.0 if scaling.grow == "model" else ranks / base.world
+        growth = ranks / base.world
+        if scaling.grow == "model":
+            flops = np.array([setup.values["flops_per_device"] for setup in measured])
+            growth = base.values["flops_per_device"] / flops
         throughput.append(ideal(base.values["samples_per_s"] * growth))
         efficiency.append(ideal(100))
         charts.append(chart("efficiency", "Efficiency", "%", *efficiency, y=zero, note=note))

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.checkpoint.retention import LOSS
-from windlass.reports.charts import BEST, FEW, Axis, Chart, Series, pattern
+from windlass.errors import by_text
+from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import measure_column
 from windlass.reports.text import numeric, show
-from windlass.reports.view import RunView
+from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import BITS, SeedGroup, find_winners, seed_groups
+from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
 from windlass.study.study import Study
 from windlass.telemetry.measures import title_of
 from windlass.variables import scrub
@@ -34,7 +35,7 @@ class Winner(NamedTuple):
     text: str  # what it sets, and its score
     command: str  # that trains it
     remark: str
-    rows: list[int]  # its rows in the table of cells
+    rows: list[int]  # its rows in the table of cells, if it is the best of all
 
 
 class StudyView:
@@ -50,12 +51,18 @@ class StudyView:
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
         begun = [result for result in self.results if result.begun]
-        self.views = [RunView(r.run, label_of(r.cell.assignment)) for r in begun]
+        varied = {key for key, values in study.values.items() if len(values) > 1}
+        self.varied = [key for key in study.keys if key in varied] or study.keys
+        rows = ROWS // max(1, len(begun))
+        assigned = [{key: r.cell.assignment[key] for key in self.varied} for r in begun]
+        labels = map(label_of, assigned)
+        self.views = [RunView(r.run, x, rows) for r, x in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
-        # by what cells are compared, or why there is no best
-        self.best, self.remark = list[SeedGroup](), ""
+        self.found = Winners([], "")
         if study.scaling is None:
-            self.best, self.remark = find_winners(self.results, study.measure, study.values)
+            self.found = find_winners(self.results, study.measure, study.values)
+        # the best first, and by what cells are compared, or why there is no best
+        self.best, self.remark = self.found
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
@@ -71,7 +78,8 @@ class StudyView:
         winners = []
         for group in self.best:
             command, remark = self.study.winner_command(group.assignment)
-            rows = [place for place, result in enumerate(self.results) if result in group.results]
+            best = self.found.cell if group is self.best[0] else None
+            rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             score = f"best {self.title}"
             if group.seeds:
@@ -87,14 +95,15 @@ def cell_table(seen: StudyView) -> Table:
     columns = list(map(measure_column, names.split()))
     if seen.study.measure != LOSS:
         columns.append(Column("score", f"Best {seen.title}", "score"))
-    if any(r.reason for r in seen.results):
-        columns.append(Column("reason", "Reason"))
+    columns.append(Column("reason", shown=False))
     runs, rows = {one.run.path: one.values for one in seen.views}, []
     for r in seen.results:
         own = {"state": r.state, "score": r.score, "reason": r.reason or None}
         values = runs.get(r.run.path, {}) | own
         rows.append((*r.cell.assignment.values(), *(values.get(column.name) for column in columns)))
-    return Table("cells", [*map(Column, seen.study.keys), *columns], rows, "Cells")
+    notes = by_text((r.cell.label, str(scrub(r.reason))) for r in seen.results if r.reason)
+    keys = [Column(key, shown=key in seen.varied) for key in seen.study.keys]
+    return Table("cells", [*keys, *columns], rows, "Cells", notes)
 
 
 def seed_table(seen: StudyView) -> Table:
@@ -168,13 +177,14 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     circles = any(one.points == "only" for one in series)
     notes = ["solid: medians over the seeds, hollow: each seed"] * circles
     notes += [f"grey: {len(others) - BEST} lines that are not among the best"] * (len(others) > FEW)
-    log = numbers and places[0] > 0 and places[-1] / places[0] >= 8
+    log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
         f"{seen.title[0].upper()}{seen.title[1:]} against {key}",
         seen.unit,
         series,
         x=Axis(names[key], places, [show(value) for value in values], log=log),
+        y=Axis(log=lower and is_spread(series)),
         note="; ".join(notes),
     )
 

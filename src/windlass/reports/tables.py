@@ -13,8 +13,13 @@ from windlass.reports.tracks import Track
 from windlass.reports.view import RunView, evaluation_names
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, of_eval, of_result
 
-MANY_EVALUATIONS = 12  # have a table of their own only; fewer have a line each among the results
-NAMING = ("preset", "run.name", "run.dir", "run.notes", "data.dir")
+FINAL_AND_BEST = (
+    ("eval_loss", "best_eval_loss", "best_eval_step"),
+    ("eval_bits_per_byte", "best_bits_per_byte"),
+)
+"""Final measures, each with its best value and the step of that value."""
+PLACE = ("run.dir", "run.base")
+NAMING = ("preset", "run.name", "run.notes", "data.dir")
 """Settings that always differ between runs, and explain nothing."""
 
 
@@ -23,22 +28,22 @@ def measure_column(name: str) -> Column:
     return Column(name, measure.title, measure.kind, shown=measure.principal)
 
 
-def results(view: RunView) -> Table:
-    """A row for each measure, with the loss of each evaluation if there are only a few."""
-    track, each = view.evals.get(LOSS), []
-    if track is not None and 1 < len(track) <= MANY_EVALUATIONS:
-        names = evaluation_names(track, view.settings.get("eval.every"))
-        each = list(zip(names, track["loss"].tolist(), strict=True))
-    rows, kinds = list[tuple[Any, ...]](), list[str]()
-    for name, value in view.values.items():
-        if each and name.startswith(EPOCH_LOSS):
-            continue  # one of `each`
-        text, kind = of_result(name).title, of_result(name).kind
-        rows.append((name, text, value))
-        if name == "eval_loss":
-            rows += [(f"{name} {what}", f"{text}, {what}", loss) for what, loss in each]
-        kinds += [kind] * (len(rows) - len(kinds))
+def results(view: RunView, brief: bool = False) -> Table:
+    """A row for each measure; `brief`: each number once, without what the evaluations' table has."""
+    values, titles = dict(view.values), dict[str, str]()
+    if brief:
+        values = {n: x for n, x in values.items() if not n.startswith(EPOCH_LOSS)}
+        suite = str(values.get("best_measure")).replace(".", "_")  # such as squad_f1
+        for final, *best in (
+            *FINAL_AND_BEST,
+            (suite, "best_score", "best_score_step", "best_measure"),
+        ):
+            if final in values and values[final] == values.get(best[0]):
+                titles[final] = f"{of_result(final).title}, also the best"
+                values = {name: x for name, x in values.items() if name not in best}
+    rows = [(name, titles.get(name) or of_result(name).title, x) for name, x in values.items()]
     columns = [Column("name", shown=False), Column("measure", "Measure"), Column(view.label)]
+    kinds = [of_result(name).kind for name in values]
     return Table("results", columns, rows, "Results", kinds=kinds)
 
 
@@ -95,10 +100,12 @@ class SettingRow(NamedTuple):
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
-    """Every setting: first if it differs between the runs, then if it is not the default."""
+    """Every setting, but for the run's place: first if it differs between the runs, then if it is not
+    the default.
+    """
     defaults, fields = Recipe(preset="custom").flat(), settings()
     rows = []
-    for key in dict.fromkeys(key for view in views for key in view.settings):
+    for key in dict.fromkeys(key for view in views for key in view.settings if key not in PLACE):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
         differs, changed = (any(x != y for x in values) for y in (values[0], defaults.get(key)))
@@ -107,5 +114,9 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    columns = [Column("setting", "Setting"), *(Column(view.label) for view in views)]
-    return Table("settings", columns, [(row.key, *row.values) for row in rows], "Settings")
+    """A column for each run, or a single one if all runs have the same values."""
+    same = not any(row.differs for row in rows)
+    columns = [Column("setting", "Setting")]
+    columns += [Column("value", "Value")] if same else [Column(view.label) for view in views]
+    lines = [(row.key, *(row.values[:1] if same else row.values)) for row in rows]
+    return Table("settings", columns, lines, "Settings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,36 @@ class Track:
     def scores(self) -> list[str]:
         """The measures of an evaluation that say how good the model is."""
         return [name for name in self.measures() if is_score(name)]
+
+    def thinned(self, rows: int) -> Track:
+        """At most about `rows` of the rows: half by the loss, half by the extremes of all measures."""
+        if len(self) <= rows:
+            return self
+        names, half = self.measures(), rows // 2
+        limits = [("loss", half), *((name, half // len(names)) for name in names)]
+        parts = [thin(self["step"], self[name], limit) for name, limit in limits]
+        keep = np.unique(np.concatenate(parts))
+        return Track({name: column[keep] for name, column in self.columns.items()}, self.rank)
+
+
+def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
+    """Indices of about `limit` points that look like the whole curve; all if there are fewer.
+
+    They are the first, lowest and highest point and the first NaN of each span. `x` [n] rises; some
+    NaN of `y` [n] stay, so that a gap or a bad step is visible.
+    """
+    n = len(x)
+    if n <= limit:
+        return np.arange(n)
+    keep = {0, n - 1}
+    edges = np.linspace(0, n, max(2, limit // 3) + 1).astype(np.int64)
+    for start, stop in itertools.pairwise(edges):
+        good = np.isfinite(y[start:stop])
+        keep |= {start, *(start + np.flatnonzero(~good)[:1])}
+        if good.any():
+            keep |= {start + np.argmin(np.where(good, y[start:stop], np.inf))}
+            keep |= {start + np.argmax(np.where(good, y[start:stop], -np.inf))}
+    return np.array(sorted(keep), dtype=np.int64)
 
 
 class Attempt(NamedTuple):

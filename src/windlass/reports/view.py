@@ -29,6 +29,7 @@ from windlass.telemetry.timing import device_hours, evaluation_speed, throughput
 from windlass.variables import scrub
 
 Value = float | int | str | None
+ROWS = 100_000  # of `train` lines in a report, over all its runs; a run with more is thinned
 
 
 class Restart(NamedTuple):
@@ -45,35 +46,41 @@ class Restart(NamedTuple):
 class RunView:
     """A run as a report sees it, also one without a step.
 
+    Args:
+        rows: of the curves, about; a longer run keeps the extremes of each measure.
+
     Raises:
         UserError: its recipe is unreadable.
     """
 
-    def __init__(self, run: Run, label: str = ""):
+    def __init__(self, run: Run, label: str = "", rows: int = ROWS):
         raw = list(read_lines(run.metrics_path))
         self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
         # effective, without secrets: only texts can hold one, and most lines have numbers alone
         texts = ("event", "sample")
-        self.ledger = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
+        every = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
+        # The lines of steps are nearly all of a ledger; `train` has their numbers.
+        self.ledger = [x for x in every if x["kind"] != "train"]
         self.events, self.start = self.lines("event"), last_start(self.ledger)
         self.sizes = Sizes(**self.start.get("mesh", {}))  # of the mesh
         self.summary = [{}, *self.lines("summary")][-1]
         self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
-        clock = Clock(self.ledger)
-        self.train = track_of(self.lines("train"), clock)
-        self.evals = _evals(self.lines("eval"), self.train, clock)  # by suite
+        clock = Clock(every)
+        train = track_of([x for x in every if x["kind"] == "train"], clock)
+        self.evals = _evals(self.lines("eval"), train, clock)  # by suite
         # what callbacks logged
-        self.logged = _with_tokens(track_of(self.lines("log"), clock), self.train)
+        self.logged = _with_tokens(track_of(self.lines("log"), clock), train).thinned(rows)
+        self.train = train.thinned(rows)
         self.ranks = rank_tracks(run.devices_dir, clock)
         # the last step of each start, with steps that a later start did again
         self.reached = {int(x.get("attempt", 0)): int(x["step"]) for x in raw}
-        self.restarts = _restarts(self.events, self.train, clock)
+        self.restarts = _restarts(self.events, train, clock)
         self.validation = validation_data(run, run.recipe, self.ledger)
-        self.speed = throughput(self.ledger)
+        self.speed = throughput(every)
         self.wall = wall_time(raw)  # seconds by phase over all starts, and their `total`
         self.device_hours = device_hours(raw) or None
-        self.outcome = predicted_and_actual(run)
+        self.outcome = predicted_and_actual(run, raw)
 
     def lines(self, kind: str) -> list[Line]:
         return [line for line in self.ledger if line["kind"] == kind]
@@ -93,7 +100,8 @@ class RunView:
 def views(runs: Sequence[Run]) -> list[RunView]:
     """Read several runs, each labelled by its name, or by its path if another run has that name."""
     names = [run.name for run in runs]
-    return [RunView(r, r.name if names.count(r.name) == 1 else str(r.path)) for r in runs]
+    labels = [r.name if names.count(r.name) == 1 else str(r.path) for r in runs]
+    return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]
 
 
 def _with_tokens(track: Track, train: Track, **more: Any) -> Track:

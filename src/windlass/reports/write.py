@@ -14,7 +14,7 @@ from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
 from windlass.reports.answers import text_of
 from windlass.reports.contents import Contents
-from windlass.reports.page import page
+from windlass.reports.page import cell_page, page
 from windlass.reports.study import StudyView
 from windlass.reports.table import Column, Table
 from windlass.reports.tables import settings_table
@@ -81,6 +81,10 @@ def report(
         listed = _write_tables(computed, target)
         write_atomic(target / "report.md", markdown(computed, drawn))
         write_atomic(target / "index.html", page(computed))
+        if computed.cell_pages:
+            (target / "cells").mkdir(exist_ok=True)
+        for view in computed.cell_pages:
+            write_atomic(target / cell_page(view), page(Contents([view])))
     except OSError as error:
         raise UserError(
             f"the report cannot be written to {target}: {error.strerror}; "
@@ -149,7 +153,8 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
     winners = ""
     for best in computed.winners:
-        what = best.text if computed.scaled else f"The best: {best.text}"
+        is_best = best is computed.winners[0] and not computed.scaled
+        what = f"The best: {best.text}" if is_best else best.text
         winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
     for name, table in computed.tables.items():
@@ -160,7 +165,10 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
-    first = "Settings that differ between the runs come first, then settings"
-    which = f"{first if len(computed.views) > 1 else 'Settings'} that are not the default."
-    table = settings_table(computed.views, computed.changed)
-    return f"{text}\n## Settings\n\n{which}\n\n{table.markdown()}"
+    settings = {"differ between the runs": computed.differing}
+    settings["are not the default"] = computed.changed
+    for which, rows in settings.items():
+        if rows:
+            shown = settings_table(computed.views, rows).markdown()
+            text += f"\n## Settings that {which}\n\n{shown}"
+    return text

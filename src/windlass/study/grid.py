@@ -14,6 +14,7 @@ import numpy as np
 
 from windlass.errors import UserError, argument
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
+from windlass.recipe.paths import from_here
 from windlass.variables import scrub
 
 SEED = "run.seed"
@@ -58,7 +59,8 @@ class Cell:
     @staticmethod
     def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
         """The cell of an assignment; raises UserError if its recipe is invalid."""
-        recipe = base.replace(**{k: v for k, v in assignment.items() if k not in AXES_ONLY})
+        changes = {k: v for k, v in assignment.items() if k not in AXES_ONLY}
+        recipe = base.replace(changes | {"run.base": base.run.base})  # where its paths start
         usual = base.flat() | ONE
         outside = [k for k in sorted(assignment) if k.startswith((*AXES_ONLY, *NON_SEMANTIC))]
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
@@ -126,7 +128,8 @@ def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
             raise UserError(f"{key} belongs to scaling studies: {options} set it")
     combinations = itertools.product(*(axis.values for axis in axes))
     rows = (itertools.chain(*values) for values in combinations)
-    return cells_of(base, [dict(zip(keys, row, strict=True)) for row in rows])
+    typed_here = (dict(zip(keys, row, strict=True)) for row in rows)
+    return cells_of(base, [from_here(one, base.run.base) for one in typed_here])
 
 
 def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:

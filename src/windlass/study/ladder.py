@@ -45,10 +45,11 @@ class Ladder:
 
     @cached_property
     def judged(self) -> list[Judged]:
-        """The forms by their error on the largest size, which they were fitted without."""
-        sizes = sorted({one.parameters for one in self.observations})
-        kept_back = sum(one.parameters == sizes[-1] for one in self.observations)
-        return judge(self.observations, 0 if len(sizes) < 3 else kept_back)
+        """The forms by their error on further runs or on the largest size, fitted without these."""
+        runs, sizes = self.observations, {one.parameters for one in self.observations}
+        if all(one.in_fit for one in runs) and len(sizes) > 2:
+            runs = [replace(one, in_fit=one.parameters < max(sizes)) for one in runs]
+        return judge(runs)
 
     @cached_property
     def law(self) -> Law:

@@ -7,13 +7,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from windlass.errors import BAD_INPUT, DONE, STOPPED
-from windlass.processes import WINDLASS
+from windlass.processes import MODULE, WINDLASS
 from windlass.study.grid import Cell
 
 # SIGHUP: the terminal or ssh connection is gone.
@@ -38,7 +37,7 @@ class ForkServer:
     def __init__(self, env: Mapping[str, str]):
         self.env = dict(env)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "windlass.forkserver"],
+            [*MODULE, "windlass.forkserver"],
             bufsize=0,
             env=self.env,
             stdin=subprocess.PIPE,

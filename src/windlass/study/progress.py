@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from windlass.checkpoint.retention import LOSS
+from windlass.errors import by_text
 from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
@@ -43,12 +44,16 @@ class Progress:
             self._live.__exit__(*error)
 
     def notify(self, text: str) -> None:
-        """Print a message for the user."""
-        self.console.out(text)
+        """Print a message for the user, if it is not empty."""
+        if text:
+            self.console.out(terminal.message(text, self.console.file))
 
-    def show(self, study: Study) -> None:
-        """Draw the table again, or print a line for each cell that changed or trains on."""
-        results = study.results()
+    def show(self, study: Study, results: Sequence[CellResult] = ()) -> None:
+        """Draw the table again, or print a line for each cell that changed or trains on.
+
+        `results`: of the study, if they have just been read.
+        """
+        results = results or study.results()
         if self.console.is_interactive:
             self.console.width = terminal.size(self.console.file).columns
             self._live.update(cells_table(study, results, self.console.width), refresh=True)
@@ -95,9 +100,11 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
     best = "best" if study.measure == LOSS else f"best {title_of(study.measure)}"
     settings = short_names(study.keys).values()
     head = ["cell", *settings, "state", "step", "left", "loss", "val loss", best]
-    head += ["tok/s", "device-h", "reason"]
+    head += ["tok/s", "device-h"]
     rows = [_row(number, result) for number, result in enumerate(results, 1)]
-    return terminal.table(head, rows, width, text=("state", "reason"), title=str(study.path))
+    notes = by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
+    options: dict[str, Any] = {"text": ("state",), "title": str(study.path), "notes": notes}
+    return terminal.table(head, rows, width, **options)
 
 
 def _row(number: int, r: CellResult) -> list[str]:
@@ -111,5 +118,4 @@ def _row(number: int, r: CellResult) -> list[str]:
         *("" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)),
         "" if r.tokens_per_s is None else short(r.tokens_per_s),
         "" if r.device_hours is None else f"{r.device_hours:.3g}",
-        r.reason,
     ]

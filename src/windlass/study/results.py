@@ -39,6 +39,7 @@ HELD_OUT = tuple(
     f"data.{name}"
     for name in ("source", "split", "max_documents", "max_tokens", "val_fraction", "val_shards")
 )
+UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
@@ -153,6 +154,18 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
+def unsteady(results: Sequence[CellResult], warmup: int) -> str:
+    """A remark if something else used the machine of a cell without repeats; else empty."""
+    if len(results) > 1:
+        return ""
+    times = [line["step_ms"] for line in windows(results[0].run.ledger(), warmup)]
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
+    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
+        return ""
+    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
+    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
+
+
 def run_numbers(run: Run, warmup: int) -> dict[str, float]:
     """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
     lines = run.ledger()
@@ -216,7 +229,7 @@ class CellResult:
 
     @property
     def begun(self) -> bool:
-        return self.run.recipe_path.is_file()
+        return self.run.exists
 
     @property
     def divergence(self) -> str:
@@ -339,6 +352,15 @@ class SeedGroup:
         return statistics.median(self.scores) if self.scores else None
 
     @property
+    def best(self) -> CellResult | None:
+        """The finished cell with the best score."""
+        scored = [
+            (r.score if r.lower else -r.score, r) for r in self.results if r.score is not None
+        ]
+        finished = [pair for pair in scored if pair[1].state == "finished"]
+        return min(finished, key=lambda pair: pair[0])[1] if finished else None
+
+    @property
     def label(self) -> str:
         return label_of(self.assignment) or "the recipe"
 
@@ -363,8 +385,14 @@ def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
 class Winners(NamedTuple):
     """The best groups of a study, and how they were compared or why there is none."""
 
-    groups: list[SeedGroup]  # one for each choice of the NO_CHOICE settings that the study varies
+    # The best first; one for each choice of the NO_CHOICE settings that the study varies.
+    groups: list[SeedGroup]
     remark: str
+
+    @property
+    def cell(self) -> CellResult | None:
+        """The best of all cells: the best one of the best group."""
+        return self.groups[0].best if self.groups else None
 
 
 def find_winners(
@@ -394,17 +422,19 @@ def find_winners(
     for group in seed_groups(results):
         place = {key: value for key, value in group.assignment.items() if key not in choices}
         rivals.setdefault(repr(place), []).append(group)
-    sign, winners, fewer = 1 if any(r.lower for r in results) else -1, [], list[str]()
+    sign, fewer = 1 if any(r.lower for r in results) else -1, list[str]()
+    winners = list[tuple[tuple[bool, float], SeedGroup]]()
     for groups in rivals.values():
         scored = [group for group in groups if group.scores] if len(groups) > 1 else []
         if not scored:
             continue
         most = max(len(group.results) for group in groups)
-        winners.append(min(scored, key=lambda g: (len(g.scores) < most, sign * (g.median or 0.0))))
+        ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
+        winners.append(min(ranked, key=lambda pair: pair[0]))
         few = [group for group in groups if len(group.results) < most]
         fewer += [f"{group.label} has {len(group.results)} of {most} seeds" for group in few]
     if fewer:
         seeds = ",".join(map(str, values[SEED]))
         advice = f"add its other cells with run.seed={seeds}, else it ranks last."
         remark = f"{remark} {'; '.join(fewer)}: {advice}".strip()
-    return Winners(winners, remark)
+    return Winners([group for _, group in sorted(winners, key=lambda pair: pair[0])], remark)

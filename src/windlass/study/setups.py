@@ -31,11 +31,11 @@ from windlass.study.grid import (
     Scaling,
     short_names,
 )
-from windlass.study.results import CellResult, run_numbers, step_medians, windows
+from windlass.study.results import CellResult, run_numbers, step_medians, unsteady, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
-LOW_EFFICIENCY = 0.7  # a lower one gets a remark
+LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
 STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
@@ -103,7 +103,8 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
         if setup.measured:
             _divide(setup, _probe(study, setup, scaling.warmup))
             _predict(setup, machines)
-            setup.remarks.extend(filter(None, [shared_cores(setup)]))
+            busy = unsteady(setup.results, scaling.warmup)
+            setup.remarks.extend(filter(None, [shared_cores(setup), busy]))
     if scaling.mode in AT_ONE_WORLD:
         _recommend(table)
     else:
@@ -296,6 +297,8 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         values, first, p = setup.values, base.values, setup.world / base.world
         faster = values["samples_per_s"] / first["samples_per_s"]
         efficiency = first["step_ms"] / values["step_ms"] if scaling.mode == "weak" else faster / p
+        if scaling.grow == "model":  # embedding and head do not grow
+            efficiency *= values["flops_per_device"] / first["flops_per_device"]
         values |= {"speedup": efficiency * p, "samples_factor": faster}
         if scaling.mode != "weak" and p > 1:
             values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
@@ -304,9 +307,11 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         if scaling.mode in AT_ONE_WORLD:
             continue
         values["efficiency"] = efficiency
+        percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
-            percent = f"low efficiency, {100 * efficiency:.0f} %"
-            setup.remarks.append(f"{percent}: {_largest_excess(setup, base)}")
+            setup.remarks.append(f"low efficiency, {percent}: {_largest_excess(setup, base)}")
+        elif efficiency > HIGH_EFFICIENCY:
+            setup.remarks.append(f"high efficiency, {percent}: {base.name} may have been slowed")
 
 
 def _largest_excess(setup: Setup, base: Setup) -> str:
@@ -458,6 +463,8 @@ def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
     speed, efficiency = batch / step_ms * 1e3, None
     if first.measured and scaling.mode == "weak":
         efficiency = first.values["step_ms"] / step_ms
+        if scaling.grow == "model":
+            efficiency *= work.flops_per_token / first.work.flops_per_token * first.world / world
     elif first.measured:
         efficiency = speed / first.values["samples_per_s"] * first.world / world
     return Projection(world, compute_ms, communication_ms, step_ms, speed, efficiency)

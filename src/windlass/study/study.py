@@ -17,13 +17,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from windlass.checkpoint.retention import LOSS
-from windlass.errors import UserError, argument, did_you_mean, plural
+from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import (
     NON_SEMANTIC,
@@ -62,7 +63,10 @@ from windlass.study.results import (
 )
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
-NOT_REPEATED = ("run.name", "run.dir", "run.notes", "preset", "checkpoint.", "eval.", "telemetry.")
+NOT_REPEATED = (
+    *("run.name", "run.dir", "run.base", "run.notes", "preset"),
+    *("checkpoint.", "eval.", "telemetry."),
+)
 ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
 ALONE["parallel.shard_size"] = 0
 """The settings of a rank that trains without communication."""
@@ -110,7 +114,8 @@ class Study:
         Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
-        base = recipe.replace(**recipe.flat() | {"run.dir": "", "run.name": ""})
+        place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
+        base = recipe.replace(**recipe.flat() | place)
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
         own = [plain(a) for a in axes if isinstance(a, dict)] if isinstance(axes, Sequence) else []
         grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []
@@ -152,6 +157,10 @@ class Study:
             raise UserError(f"{path} is not a study: it has no study.json")
         document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
         stored, options = document.get("cells", []), document.get("scaling")
+        for run in (Path(cell["run"]) for cell in stored):
+            if run.is_absolute() or ".." in run.parts:
+                problem = f"{path}/study.json names {run}, outside of the study"
+                raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
         if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
             raise UserError(
@@ -177,7 +186,7 @@ class Study:
             if new[key] != old[key]:
                 problem = f"{self.path} is a study with {key} = {old[key]}, not {new[key]}"
                 raise UserError(f"{problem}: {elsewhere}")
-        differ = {key: value for key, value in new.items() if value != old[key]}
+        differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
         own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
         recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
         before = {cell.directory: cell.assignment for cell in self.cells}
@@ -205,7 +214,7 @@ class Study:
     def is_study(path: str | Path) -> bool:
         return (Path(path) / "study.json").is_file()
 
-    @property
+    @cached_property
     def measure(self) -> str:
         """The measure that ranks cells: `checkpoint.best`; bits per byte for several tokenizers."""
         measure = self.recipe.checkpoint.best
@@ -216,7 +225,7 @@ class Study:
     def keys(self) -> list[str]:
         return list(self.cells[0].assignment)
 
-    @property
+    @cached_property
     def values(self) -> dict[str, list[Any]]:
         """The settings that cells assign, each with its values in the order of the cells."""
         by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
@@ -247,13 +256,16 @@ class Study:
         return self.path / "probes" / f"{cell.world}-ranks-{digest}"
 
     def runs(self) -> list[Run]:
-        return [run for run in map(self.run_of, self.cells) if run.recipe_path.is_file()]
+        return [run for run in map(self.run_of, self.cells) if run.exists]
 
     def results(self) -> list[CellResult]:
-        return [self.result(cell) for cell in self.cells]
+        statuses = self.statuses()
+        return [self._result(cell, statuses.get(cell.key)) for cell in self.cells]
 
     def result(self, cell: Cell) -> CellResult:
-        status = self.statuses().get(cell.key)
+        return self._result(cell, self.statuses().get(cell.key))
+
+    def _result(self, cell: Cell, status: Mapping[str, str] | None) -> CellResult:
         return self._ledgers.read(cell, self.run_of(cell), self.measure, status)
 
     def statuses(self) -> dict[str, dict[str, str]]:
@@ -278,6 +290,21 @@ class Study:
     def winners(self) -> Winners:
         """The groups with the best median score (see `results.find_winners`)."""
         return find_winners(self.results(), self.measure, self.values)
+
+    def best(self) -> Run:
+        """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
+        winners = self.winners()
+        if winners.cell is None:
+            reason = winners.remark or "no cell has finished with a score"
+            raise UserError(f"{self.path}: {reason.rstrip('.')}; see to_pandas()")
+        return winners.cell.run
+
+    def to_pandas(self) -> Any:
+        """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
+        require("pandas", "Study.to_pandas")
+        import pandas
+
+        return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.

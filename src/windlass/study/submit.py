@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from windlass.fileio import locked
+from windlass.launch.batch import SUBMITTED
 from windlass.launch.job import INDEX, Job, Site
 from windlass.launch.submit import (
     Resources,
     Submitted,
     find_scheduler,
     make_job,
-    queued,
+    note_unprepared,
+    queued_tasks,
     read_site,
     submit,
     track_commands,
@@ -36,25 +42,37 @@ def submit_study(
 
     - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
       the grid sets `parallel.world`, each cell has one host and these ranks.
-    - A scaling study over hosts is a job for each number of hosts, unless its last job still runs.
+    - A scaling study over hosts is a job for each number of hosts.
+
+    A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
+    job has a directory `jobs/<n>` of its own for its script, marks and logs.
 
     Raises UserError if the site lacks a setting, a cell is impossible, or the scheduler rejects it.
     """
     site, asked = site or read_site(), asked or Resources()
     scheduler = find_scheduler(scheduler, site, dry_run)
-    jobs, numbers = list[Submitted](), _cells_to_submit(study, retry_failed, notify)
-    path = study.path.resolve()
-    for nodes in sorted({study.cells[number].nodes for number in numbers}):
-        own = [number for number in numbers if study.cells[number].nodes == nodes]
-        where = path / "jobs" / f"{nodes}-nodes" if study.over_hosts else path
-        job_id, state = queued(where) if study.over_hosts else ("", "")
-        if state:
-            cancel = f"`windlass submit --cancel {where}` ends it"
-            notify(f"{nodes}-node job {job_id} is {state}; {cancel}")
-            continue
-        job = _array_job(study, own, where, site, asked, retry_failed)
-        jobs.append(submit(job, site, scheduler, dry_run))
+    jobs, path = list[Submitted](), study.path.resolve()
+    places = (path / "jobs" / str(number) for number in itertools.count(1))
+    free = (place for place in places if not (place / SUBMITTED).exists())
+    with nullcontext() if dry_run else locked(path / ".study.lock"):
+        held = set[int]() if dry_run else _queued_cells(path, notify)
+        numbers = _cells_to_submit(study, held, retry_failed, notify)
+        note_unprepared([study.cells[number].recipe for number in numbers], Path.cwd(), notify)
+        for nodes in sorted({study.cells[number].nodes for number in numbers}):
+            own = [number for number in numbers if study.cells[number].nodes == nodes]
+            job = _array_job(study, own, next(free), site, asked, retry_failed)
+            jobs.append(submit(job, site, scheduler, dry_run))
     return jobs
+
+
+def _queued_cells(path: Path, notify: Callable[[str], None]) -> set[int]:
+    """The numbers of the cells that jobs hold, with a message for each job."""
+    tasks = queued_tasks(path)
+    jobs = itertools.groupby(tasks, lambda number: (tasks[number].job, tasks[number].state))
+    for (job, state), own in jobs:
+        cells = ", ".join(map(str, own))
+        notify(f"cell {cells} is in job {job} ({state}); `windlass submit --cancel {path}` ends it")
+    return set(tasks)
 
 
 def _array_job(
@@ -72,8 +90,11 @@ def _array_job(
         asked = replace(asked, nodes=1, per_host=max(worlds))
     parts = ("model", "train", "parallel", "telemetry")  # which need resources and trackers
     recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
-    command = [*WINDLASS, "sweep", str(path), "--only", INDEX]
-    command += ["--launch"] if study.over_hosts or not worlds else []
+    launches = study.over_hosts or not worlds
+    # Without `launch` the cells' ranks are processes of the sweep.
+    program = shlex.split(site.program) if site.program and not launches else WINDLASS
+    command = [*program, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if launches else []
     command += ["--retry-failed"] if retry_failed else []
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:
@@ -84,13 +105,16 @@ def _array_job(
     return replace(job, array=numbers, before=before, after=after)
 
 
-def _cells_to_submit(study: Study, retry_failed: bool, notify: Callable[[str], None]) -> list[int]:
-    """The numbers of the open cells, with `retry_failed` also of the failed ones."""
-    states = [result.state for result in study.results()]
-    failed = [str(number) for number, state in enumerate(states) if state in FAILED_STATES]
+def _cells_to_submit(
+    study: Study, held: set[int], retry_failed: bool, notify: Callable[[str], None]
+) -> list[int]:
+    """The numbers of the open cells that no job holds, with `retry_failed` also of failed ones."""
+    every = (result.state for result in study.results())
+    states = {number: state for number, state in enumerate(every) if number not in held}
+    failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
     if failed and not retry_failed:
         notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
-    if running := [str(number) for number, state in enumerate(states) if state == "running"]:
+    if running := [str(number) for number, state in states.items() if state == "running"]:
         notify(f"cell {', '.join(running)} is running already")
     wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
-    return [number for number, state in enumerate(states) if state in wanted]
+    return [number for number, state in states.items() if state in wanted]

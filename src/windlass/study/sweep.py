@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def sweep(
         require("optuna", argument("halving"))
     study, preset_world = create_sweep(recipe, axes, overrides, path)
     if study.over_hosts and only is None:
-        how = f"`windlass submit {study.path}` submits its cells"
+        how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     with progress or Progress() as shown:
         Sweep(
@@ -141,7 +142,9 @@ def prepare_data(cells: Sequence[Cell]) -> None:
 
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
-    return [*WINDLASS, "train", str(recipe), *cell.overrides, f"run.dir={typed(str(directory))}"]
+    places = {"run.dir": str(directory), "run.base": study.recipe.run.base}
+    words = [f"{key}={typed(place)}" for key, place in places.items()]
+    return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
 @dataclass
@@ -246,19 +249,21 @@ class Sweep:
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         threads = self._threads(cells)
         while queue or self.running:
-            self._start_cells(queue, threads)
+            every = self.study.results()  # reads the study's files once for each poll
+            results = {result.cell.key: result for result in every}
+            self._start_cells(queue, threads, results)
             if self.stopping:
                 self._stop()
                 return
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process)
+                    self._watch(process, results[process.cell.key])
                     continue
                 self.running.remove(process)
                 if self._ended(process, code):
                     queue.append(process.cell)
-            self.progress.show(self.study)
+            self.progress.show(self.study, every)
             if len(self.running) == before:
                 self._wait()
 
@@ -280,12 +285,14 @@ class Sweep:
         while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
             time.sleep(0.1)
 
-    def _start_cells(self, queue: list[Cell], threads: int) -> None:
+    def _start_cells(
+        self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
+    ) -> None:
         """Start the next cells while workers are free; a cell of another process stays queued."""
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
-            result = self.study.result(cell)
+            result = results[cell.key]
             if result.state == "running":
                 continue
             queue.remove(cell)
@@ -309,11 +316,10 @@ class Sweep:
                 CellProcess(cell, command, directory, threads, devices, self.server)
             )
 
-    def _watch(self, process: CellProcess) -> None:
+    def _watch(self, process: CellProcess, result: CellResult) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, result = process.cell, self.study.result(process.cell)
-        at_end = result.steps is not None and result.last_step >= result.steps
-        if at_end or self.study.status(cell) not in ("", "interrupted"):
+        cell, at_end = process.cell, result.steps is not None and result.last_step >= result.steps
+        if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
         pruned = self.pruner.prune(result) if self.pruner else ""
         diverged = result.divergence if self.stop_diverged else ""

@@ -6,6 +6,8 @@ A backend has:
 - `write(points)`, in the order of their steps: after it the tracker has everything up to `marks`.
 - `close(state, ended)`: returns when all is delivered.
 An error means that something is not delivered.
+
+A setting that the recipe changes wins over a variable of the tracker, and that over our default.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.errors import first_line
+from windlass.recipe.settings import TelemetrySettings
 from windlass.run import ENDINGS, Run
 from windlass.variables import scrub
 
@@ -30,6 +33,7 @@ MLFLOW_DEFAULTS = {  # short, because the exporter tries again anyway
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
+PROJECT = str(TelemetrySettings.model_fields["project"].default)
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
 # W&B gets nothing of the machine, the code or the console. Its retries end.
 WANDB_SETTINGS: dict[str, Any] = {
@@ -102,6 +106,20 @@ class TensorBoard:
         self._file.close()
 
 
+def mlflow_uri(directory: Path) -> str:
+    """The store of the runs in a directory: `MLFLOW_TRACKING_URI`, or a SQLite store beside them."""
+    default = f"sqlite:///{os.path.relpath(directory / 'mlflow.db')}"
+    return os.environ.get("MLFLOW_TRACKING_URI") or default
+
+
+def mlflow_hint(uri: str) -> str:
+    """The server's address, or the command that starts one, with its address."""
+    uri = scrub(uri)
+    if uri.startswith("http"):
+        return uri.rstrip("/")
+    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}  (http://127.0.0.1:5000)"
+
+
 class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs.
@@ -115,13 +133,17 @@ class MLflow:
         import mlflow
         from mlflow.entities import Param
 
-        path, project = run.path.resolve(), settings["telemetry.project"]
-        default = f"sqlite:///{os.path.relpath(path.parent / 'mlflow.db')}"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or default
+        path, project, number = run.path.resolve(), settings["telemetry.project"], ""
+        if project == PROJECT:
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
+            number = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
+        uri = mlflow_uri(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(project)
-        experiment = known.experiment_id if known else client.create_experiment(project, artifacts)
+        known = client.get_experiment_by_name(project) if not number else None
+        if known:
+            number = known.experiment_id
+        experiment = number or client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name}
@@ -136,10 +158,9 @@ class MLflow:
         for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
-        uri = scrub(uri)
-        self.hint = f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        self.hint = mlflow_hint(uri)
         if uri.startswith("http"):
-            self.hint = f"{uri.rstrip('/')}/#/experiments/{experiment}/runs/{self._id}"
+            self.hint += f"/#/experiments/{experiment}/runs/{self._id}"
 
     def write(self, points: Iterator[Point]) -> None:
         # Metrics come before the marks. After a kill between the two, the store gets equal rows
@@ -165,7 +186,7 @@ class MLflow:
 
 class WandB:
     """One W&B run under a stable id: online if the library connects, else a complete directory that
-    `wandb sync` uploads later.
+    `wandb sync` uploads later. With the user's mode `disabled` the library writes nothing.
 
     Online a resume continues the same run; its summary has the steps of the server as `marks/*`. An
     offline start writes the effective ledger into a new directory and removes older ones.
@@ -178,26 +199,34 @@ class WandB:
         self.marks: dict[str, int] = {}
         self._old: list[Path] = []
         self._run: Any = None
-        reason = os.environ.get("WANDB_MODE", "online")  # for being offline
+        users = wandb.setup().settings  # from variables, and from `wandb offline` or `disabled`
+        mode = reason = users.mode  # the reason for being offline
+        # What is None comes from the user's variables.
         arguments: dict[str, Any] = {
             name: settings[f"telemetry.{name}"] or None
             for name in ("project", "entity", "group", "tags")
         }
-        arguments |= {"id": id, "name": run.path.resolve().name, "dir": str(run.path)}
+        if users.project and arguments["project"] == PROJECT:
+            arguments["project"] = None
+        arguments |= {"id": id, "name": users.run_name or run.path.resolve().name}
+        arguments["dir"] = os.environ.get("WANDB_DIR") or str(run.path)
         arguments |= {"config": settings, "notes": settings["run.notes"] or None}
-        arguments["settings"] = wandb.Settings(**WANDB_SETTINGS)
-        if reason == "online":
+        own = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
+        arguments["settings"] = wandb.Settings(**own)
+        if mode in ("online", "run"):
             try:
                 self._run = wandb.init(**arguments, mode="online", resume="allow")
             except Exception as error:  # no key, no network, a wrong answer
-                reason = scrub(first_line(error))
+                mode, reason = "offline", scrub(first_line(error))
                 wandb.teardown()
-        self._run = self._run or wandb.init(**arguments, mode="offline")
+        self._run = self._run or wandb.init(**arguments, mode=mode)
         for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
             self._run.define_metric(name, step_metric="step")
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
-        if self._run.settings._offline:
-            directory = run.path / "wandb" / Path(self._run.settings.sync_dir).name
+        if mode == "disabled":
+            self.hint = "disabled by W&B's own settings (WANDB_MODE): nothing is sent"
+        elif self._run.settings._offline:
+            directory = Path(os.path.relpath(self._run.settings.sync_dir))
             self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {reason})"
             runs = directory.parent.glob(f"offline-run-*-{id}")
             self._old = [path for path in runs if path != directory]

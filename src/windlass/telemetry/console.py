@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,10 @@ from windlass.run import Line
 from windlass.telemetry import measures, terminal
 from windlass.telemetry.ledger import now
 
+LEGEND = (
+    "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
+    "mtps: million tokens/s"
+)
 NOTEBOOK = 100  # columns of a line in a notebook
 BAR = 20  # columns; a bar needs at least half of them
 LASTS_SECONDS = 5.0  # the output names a phase of the start that takes longer
@@ -61,7 +64,11 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step = first_step
+        self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
+        if self._terminal is None:
+            self._print(legend)
+        else:  # only the log has these numbers
+            self._write_log(legend)
         if self._terminal is not None:
             from rich.live import Live
 
@@ -188,16 +195,8 @@ class Console:
             if self._terminal is None:
                 print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
                 return
-            # Only a sample's words are broken, so that one can copy a path that the terminal wraps.
-            sample = "|" in indent
-            wrapped = textwrap.TextWrapper(
-                self._terminal.width,
-                subsequent_indent=indent,
-                drop_whitespace=not sample,
-                break_long_words=sample,
-                break_on_hyphens=False,
-            )
-            text = "\n".join(map(wrapped.fill, text.split("\n")))
+            # a sample may have no spaces
+            text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
@@ -215,8 +214,9 @@ class Console:
         from rich.table import Table
 
         width, line = self._terminal.width, Table.grid(padding=(0, 1, 0, 0))
-        text = self._fitting(width - 1)
-        room = min(BAR, width - len(text) - 2)
+        # the next drawing erases an echoed ^C, which must not wrap to another line
+        text = self._fitting(width - 2)
+        room = min(BAR, width - len(text) - 3)
         bar = [ProgressBar(self.steps, self._step, width=room)] if room >= BAR // 2 else []
         line.add_row(text, *bar)
         return line

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from windlass.errors import RunFailed
 from windlass.run import Line
 
 
@@ -46,7 +47,8 @@ def plain(value: Any) -> Any:
 
 
 class Ledger:
-    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError.
+    """Appends lines to a run's ledger on rank 0 (`enabled`). Once open it never raises OSError, but
+    RunFailed if it was deleted.
 
     `attempt` is 0 for the first start of the run and one more for each restart. `stamp` gives
     further fields for `train`, `event` and `summary` lines, such as the wall time by phase.
@@ -58,6 +60,7 @@ class Ledger:
         self.path, self.attempt, self.enabled, self.stamp = path, attempt, enabled, stamp
         self.warning: str | None = None
         self._unwritten, self._file = b"", -1
+        self._size: int | None = None  # of the file before a write that has not ended
         if enabled:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -67,12 +70,15 @@ class Ledger:
 
     def write(self, kind: str, step: int, **fields: Any) -> Line:
         """Append a line after `step` optimizer steps, without fields that are None; returns it."""
+        if kind in ("train", "summary"):
+            self.check()
         line: Line = {"kind": kind, "step": int(step), "time": now(), "attempt": self.attempt}
         if kind in ("train", "event", "summary"):
             line |= self.stamp()
         line |= {key: value for key, value in fields.items() if value is not None}
         if self.enabled:
-            self._unwritten += encode(line).encode("utf-8", "replace") + b"\n"
+            encoded = encode(line).encode("utf-8", "replace") + b"\n"
+            self._unwritten += encoded  # without a call, in which a signal may come
             self._flush()
         return line
 
@@ -82,6 +88,12 @@ class Ledger:
             with contextlib.suppress(OSError):
                 os.fsync(self._file)
 
+    def check(self) -> None:
+        """Raise RunFailed if the file is gone, because a save would make the directory anew."""
+        if self.enabled and not self.path.exists():
+            problem = f"{self.path.parent} was deleted or moved while the run trained in it"
+            raise RunFailed(f"{problem}: move it back and train again, or begin a new run")
+
     def close(self) -> None:
         """Write the remaining lines, sync and close; a second call does nothing."""
         if self._file >= 0:
@@ -90,12 +102,17 @@ class Ledger:
             self._file, self.enabled = -1, False
 
     def _flush(self) -> bool:
+        """Write what is unwritten. A signal's handler may call it in the midst of itself."""
+        if self._size is not None:  # it ends the process, so the interrupted call does not go on
+            written = os.fstat(self._file).st_size - self._size
+            self._unwritten, self._size = self._unwritten[written:], None
         while self._unwritten:
             try:
+                self._size = os.fstat(self._file).st_size
                 written = os.write(self._file, self._unwritten)
             except OSError as error:
                 problem = f"{self.path} cannot be written ({error.strerror}); tried again later"
-                self.warning = self.warning or problem
+                self.warning, self._size = self.warning or problem, None
                 return False
-            self._unwritten = self._unwritten[written:]
+            self._unwritten, self._size = self._unwritten[written:], None
         return True

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WIDE = 1000  # columns of an output that is not a terminal, so nothing wraps
 NARROWEST = 13  # columns that text is wrapped in
+NEW_LINE = "\r\x1b[K\x1b[?25h"  # erases the line (with ^C or a live line) and shows the cursor
 # Control characters, characters that turn the direction of writing, and surrogates.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 SUBSTITUTES = dict.fromkeys("·–—−─━", "-") | dict.fromkeys("│┤", "|")
@@ -95,15 +96,37 @@ def size(stream: IO[str] | None) -> os.terminal_size:
     return os.terminal_size((columns or 80, lines or 24))
 
 
+def wrap(text: str, width: int, indent: str = "    ", cut_words: bool = False) -> str:
+    """Text in lines of `width` columns, with `indent` before the further lines of each line.
+
+    A word that is wider, such as a path, stays whole unless `cut_words` is set, so that one can copy it.
+    """
+    lines = textwrap.TextWrapper(
+        width,
+        subsequent_indent=indent,
+        drop_whitespace=not cut_words,
+        break_long_words=cut_words,
+        break_on_hyphens=False,
+    )
+    return "\n".join(map(lines.fill, text.split("\n")))
+
+
+def message(text: str, stream: IO[str]) -> str:
+    """A message as a stream's terminal gets it, with whole words; other streams get it as it is."""
+    return wrap(text, size(stream).columns) if stream.isatty() else text
+
+
 def rich_console(stream: IO[str]) -> Console:
     """A console of `rich` that prints text as it is, as wide as the stream's terminal."""
     from rich.console import Console
 
     width, height = size(stream)
     file: Any = stream if stream.isatty() else SafeStream(stream, trims=True)
-    return Console(
-        file=file, width=width, height=height, highlight=False, markup=False, emoji=False
-    )
+    plain: Any = {"highlight": False, "markup": False, "emoji": False}
+    # In a notebook `rich` would show each text as an output of its own, and FORCE_COLOR, which is
+    # set there, would make any stream a terminal that can draw a table again.
+    plain |= {"force_jupyter": False, "force_interactive": None if stream.isatty() else False}
+    return Console(file=file, width=width, height=height, **plain)
 
 
 def pairs(
@@ -134,11 +157,12 @@ def table(
     styles: Sequence[str] = (),
     title: str = "",
     keys: int = 1,
+    notes: Sequence[str] = (),
 ) -> Group:
     """A table no wider than `width`, without empty columns; it never cuts a number.
 
     The columns of `text` wrap. If the numbers are wider, the last columns follow under the others,
-    behind the first `keys` columns again. `styles`: a style of `rich` for each row.
+    behind the first `keys` columns again. `styles`: a style of `rich` for each row. The `notes` follow.
     """
     from rich.cells import cell_len
     from rich.console import Group
@@ -170,4 +194,4 @@ def table(
         for i, row in enumerate(rows):
             part.add_row(*(row[k] for k in block), style=styles[i] if styles else None)
         drawn += [part] if block is blocks[0] else ["", part]
-    return Group(*drawn)
+    return Group(*drawn, *(wrap(printable(note), width) for note in notes))

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -41,7 +42,10 @@ class StepTimer:
             cuda = sys.modules["torch"].cuda  # loaded by the training
             new_event = partial(cuda.Event, enable_timing=True)
         self._new_event, self._goodput = new_event, goodput
-        self._marks: list[tuple[str, Any, Any]] = []  # phase, its first mark, its last mark
+        # Phases without their times: name, first mark, last mark.
+        self._marks = deque[tuple[str, Any, Any]]()
+        self._free: list[Any] = []  # events to record again
+        self._ms: Seconds = {}
         self._steps = 0
         self._begin = self._mark()
 
@@ -56,18 +60,19 @@ class StepTimer:
             self._steps += name == "optimizer"
         finally:
             self._marks.append((name, first, self._mark(host=data)))
+        while self._marks and self._is_past(self._marks[0][2]):
+            self._count(*self._marks.popleft())
 
     def read(self) -> dict[str, float]:
         """`step_ms` and `<phase>_ms`, averaged since the last call; waits for the device."""
         end = self._mark()
         if self._new_event:
             end.synchronize()  # and so everything recorded before it
-        ms: Seconds = {}
-        for name, first, last in [("step", self._begin, end), *self._marks]:
-            took = (last - first) * 1e3 if isinstance(first, float) else first.elapsed_time(last)
-            ms[name] = ms.get(name, 0.0) + took
-        ms["step"] = max(ms["step"] - ms.get("outside", 0.0), 0.0)
-        steps, self._steps, self._marks, self._begin = self._steps, 0, [], end
+        while self._marks:
+            self._count(*self._marks.popleft())
+        ms, steps = self._ms, self._steps
+        ms["step"] = max(elapsed_ms(self._begin, end) - ms.get("outside", 0.0), 0.0)
+        self._ms, self._steps, self._begin = {}, 0, end
         names = [name for name in ("step", *STEP_PHASES) if name in ms and steps]
         return {f"{name}_ms": ms[name] / steps for name in names}
 
@@ -75,9 +80,25 @@ class StepTimer:
         """Now: seconds of the host's clock, or an event at the end of the current stream."""
         if host or self._new_event is None:
             return time.perf_counter()
-        event = self._new_event()
+        event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
+
+    def _is_past(self, mark: Any) -> bool:
+        """Whether the device has reached a mark; the host does not wait."""
+        return isinstance(mark, float) or mark.query()
+
+    def _count(self, name: str, first: Any, last: Any) -> None:
+        """Add the time of a phase that is past; its events can be recorded again."""
+        self._ms[name] = self._ms.get(name, 0.0) + elapsed_ms(first, last)
+        self._free += [mark for mark in (first, last) if not isinstance(mark, float)]
+
+
+def elapsed_ms(first: Any, last: Any) -> float:
+    """Milliseconds between two marks of a `StepTimer`."""
+    if isinstance(first, float):
+        return (last - first) * 1e3
+    return float(first.elapsed_time(last))
 
 
 class Goodput:

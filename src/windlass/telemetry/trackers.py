@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import acquire_lock
+from windlass.processes import MODULE
 from windlass.recipe import flatten
 from windlass.recipe.strategies import Sizes
 from windlass.run import PLACE, STARTS, Line, Run, decode, effective, last_start, timestamp
@@ -62,7 +63,7 @@ class Trackers:
                 (run / "trackers").mkdir(parents=True, exist_ok=True)
                 with open(run / "trackers" / f"{name}.log", "ab") as log:
                     self.processes[name] = subprocess.Popen(
-                        [sys.executable, "-m", *arguments],
+                        [*MODULE, *arguments],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=log,
@@ -283,7 +284,8 @@ class Follower:
         settings = scrub(recipe.flat())
         study = self.run.path.resolve().parents[1]
         if (study / "study.json").is_file():
-            settings["telemetry.group"] = settings["telemetry.group"] or study.name
+            group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
+            settings["telemetry.group"] = group or study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
         if layout := Sizes(**start.get("mesh", {})).layout:
             settings["layout"] = layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.prepare import Data, from_dataset, prepare
+from windlass.data.prepare import Data, own_data, prepare
 from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
 from windlass.launch.local import launch
 from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
+from windlass.telemetry.terminal import message
 from windlass.training.start import StartPlan, changes_of, check_shared, resolve_start
 from windlass.training.stop import StopSignals
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 def train(
     recipe: Recipe | Run | str | Path,
     model: nn.Module | None = None,
-    data: Data | Dataset[Any] | None = None,
+    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None = None,
     *,
     world: int = 1,
     callbacks: Sequence[Callback] = (),
@@ -51,11 +53,12 @@ def train(
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
         model: Your own module, trained from its present weights. `forward(tokens [B, T], labels
             [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
-            checkpointing and compilation need `blocks()`, the list of its repeated parts. With
+            checkpointing, compilation and Muon need `blocks()`, the list of its repeated parts. With
             `vocab` Windlass compares it with the data; with `new_cache` (as in `GPT`) it samples.
             A causal language model of `transformers` works as it is.
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
-            tensors [T + 1] for `model.context` T. Windlass generates no text without a tokenizer.
+            tensors [T + 1] for `model.context` T, or a pair of these, for training and validation.
+            Windlass generates no text without a tokenizer.
         world: Ranks, as local processes, which train the recipe alone. With 1 this process is a
             rank of the launcher that started it, or trains alone.
         callbacks: Objects of `windlass.Callback`, called in order.
@@ -69,7 +72,7 @@ def train(
     Raises:
         UserError: The recipe, the data, the directory or the environment is wrong.
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
-        Stopped: A signal stopped the run, and everything is saved.
+        Stopped: A signal stopped the run, which can be resumed.
     """
     from windlass.optim.build import library_optimizer
     from windlass.training.callbacks import UserCode
@@ -103,12 +106,11 @@ def train_rank(
     stop: StopSignals,
     stack: ExitStack,
     model: nn.Module | None,
-    data: Data | Dataset[Any] | None,
+    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None,
     code: UserCode,
     stop_at: int,
 ) -> None:
     """Train as one rank in this process."""
-    from windlass.parallel.parallelize import attention_without_plans
     from windlass.training.trainer import Trainer
 
     if plan.recipe.train.fit:
@@ -117,9 +119,7 @@ def train_rank(
         recipe = fitted(plan.recipe, custom=model is not None or data is not None)
         changes = changes_of(plan.run, recipe) if plan.resuming else {}
         plan = replace(plan, recipe=recipe, changes=changes)
-    if plan.recipe.data.format != "text":  # rows of varying lengths
-        stack.enter_context(attention_without_plans())
-    samples = data if isinstance(data, Data | None) else from_dataset(data, plan.recipe)
+    samples = own_data(data, plan.recipe)
     Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 
 
@@ -141,15 +141,17 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 
 
 def finished_run(plan: StartPlan) -> Run:
-    """Print why the run is finished; several hosts first check that all of them see it."""
+    """Print why the run is finished; several ranks first check that all hosts see it."""
     env = detect_env()
-    if env.nodes > 1:
+    if env.world > 1:
         from windlass.parallel.dist import init_store
 
         with init_store(env, plan.recipe) as ranks:
-            check_shared(ranks, plan.run.path, None)
+            if ranks.env.nodes > 1:
+                check_shared(ranks, plan.run.path, None)
     if env.rank == 0:
-        print(f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on")
+        text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
+        print(message(text, sys.stdout))
     return plan.run
 
 

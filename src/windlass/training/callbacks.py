@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from windlass.data.loader import StepBatch
 from windlass.errors import UserError
 from windlass.evaluation.source import evaluating
+from windlass.model.build import keeping_modes
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Horizon, Recipe
@@ -130,9 +131,12 @@ class UserCode:
             if not isinstance(callback, Callback):
                 problem = f"callbacks: {callback!r} is not a windlass.Callback"
                 raise UserError(f"{problem}; subclass it and give an object")
-        for name in self.suites:
+        for name, suite in self.suites.items():
             if not re.fullmatch(r"\w+", name):
                 raise UserError(f"suites: {name!r} is not a valid name; use letters, digits and _")
+            if not callable(suite):
+                problem = f"suites[{name!r}]: {suite!r} is not a function"
+                raise UserError(f"{problem}; give f(model, step), or windlass.Suite(f)")
         best = recipe.checkpoint.best
         name = best.partition(".")[0].removeprefix(OWN_SUITE)
         if best.startswith(OWN_SUITE) and name not in self.suites:
@@ -153,11 +157,17 @@ class Callbacks:
     optimizer: Optimizer
     stop_reason: str = ""  # empty: no callback asked for a stop
     logged: dict[str, float] = field(default_factory=dict)  # since `take_logged`
+    see_steps: bool = field(init=False)
+    """Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss."""
 
-    @property
-    def see_steps(self) -> bool:
-        """Whether a callback overrides `on_step`."""
-        return any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+    def __post_init__(self) -> None:
+        own = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+        gathered = self.ranks.all_gather_object("user code", [own, sorted(self.code.suites)])
+        self.see_steps = any(sees for sees, _ in gathered)
+        for rank, (_, suites) in enumerate(gathered):
+            if suites != gathered[0][1]:
+                have = f"rank 0 has {gathered[0][1]}, rank {rank} has {suites}"
+                raise UserError(f"suites: {have}; give every rank the same suites")
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:
@@ -175,8 +185,9 @@ class Callbacks:
 
     def saved(self, step: int, path: Path) -> None:
         event = SaveEvent(*self._common(step), path)
-        for callback in self.code.callbacks:
-            callback.on_save(event)
+        with keeping_modes(self.model):
+            for callback in self.code.callbacks:
+                callback.on_save(event)
 
     def take_logged(self) -> dict[str, float]:
         """The numbers that callbacks have logged since the last call."""
@@ -208,10 +219,14 @@ class Callbacks:
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Mark the phase `callback`, because a user's code may take any time."""
+        """Mark the phase `callback`, because a user's code may take any time.
+
+        A callback may leave the model in another mode than the training's.
+        """
         before = self.ranks.status.phase
         self.ranks.mark(self.state.step, "callback")
-        yield
+        with keeping_modes(self.model):
+            yield
         self.ranks.mark(self.state.step, before)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
+from windlass.model.build import scalar
 from windlass.model.documents import Documents, takes_documents
 from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
 from windlass.parallel import collectives
@@ -23,6 +24,7 @@ from windlass.parallel.parallelize import counted, unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
 HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the parameter's size
+LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -126,16 +128,19 @@ def check_loss_is_a_sum(
 ) -> None:
     """Raise UserError if a user's module does not return the sum of the loss over unmasked labels.
 
-    The sum over all positions equals the sums over both halves of them together; a mean does not.
+    The loss of two samples equals the loss of one sample, plus the losses of both halves of the
+    labels of the other; a mean over tokens or over samples does not.
     """
-    two = Batch(*samples.read(np.arange(min(2, len(samples)))))
-    tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
-    first = (torch.arange(labels.numel()) < labels.numel() // 2).view_as(labels)
-    masked = (labels, labels.where(first, IGNORE_INDEX), labels.where(~first, IGNORE_INDEX))
-    device = ranks.device
+    tokens, labels = (part.to(ranks.device) for part in samples_with_labels(samples))
+    order = (labels[1:] != IGNORE_INDEX).cumsum(1)  # numbers the labels of the second sample
+    first = order <= order[:, -1:] // 2
+    halves = [labels[1:].where(half, IGNORE_INDEX) for half in (first, ~first)]
+    passes = [(tokens, labels), (tokens[:1], labels[:1]), *((tokens[1:], half) for half in halves)]
     try:
         with evaluating(model), autocast():
-            losses = [float(unwrap(model)(tokens.to(device), m.to(device))) for m in masked]
+            whole, *parts = [float(scalar(unwrap(model)(*given))) for given in passes]
+    except UserError:
+        raise
     except Exception as error:
         if ran_out_of_memory(error):
             raise
@@ -144,15 +149,33 @@ def check_loss_is_a_sum(
             f"{type(error).__name__}: {first_line(error)}. It takes tokens and labels, int64 "
             "[B, T], and returns a scalar, the loss summed over labels that are not -100"
         ) from error
-    whole, *halves = losses
-    wrong = math.isfinite(whole) and abs(sum(halves) - whole) > 0.3 * abs(whole)
+    # A part that is NaN is wrong, too: a mean over no labels.
+    wrong = math.isfinite(whole) and not abs(sum(parts) - whole) <= 0.3 * abs(whole)
     if any(ranks.all_gather_object("sum of the loss", wrong)):
         raise UserError(
             f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
-            f"{halves[0]:.4g} and {halves[1]:.4g} for the two halves of their labels. Return the "
-            'loss summed over labels that are not -100 (reduction="sum"); Windlass divides it by '
-            "their number in the whole step (train.startup_checks=false: no check)"
+            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the two halves of "
+            "the labels of the second. Return the loss summed over labels that are not -100 "
+            '(reduction="sum"); Windlass divides it by their number in the whole step '
+            "(train.startup_checks=false: no check)"
         )
+
+
+def samples_with_labels(samples: Samples) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [2, T] of two samples, of which the second has the most unmasked labels.
+
+    They are from the first LOOKED_AT samples that have any labels.
+    """
+    chosen = np.arange(min(2, len(samples)))
+    for start in range(0, min(MOST_READ, len(samples)), LOOKED_AT):
+        indices = np.arange(start, min(start + LOOKED_AT, len(samples)))
+        counts = (np.asarray(samples.read(indices)[1]) != IGNORE_INDEX).sum(1)
+        if counts.any():
+            chosen = indices[np.argsort(counts)[-2:]]
+            break
+    two = Batch(*samples.read(chosen[[0, -1]]))  # a single sample twice
+    tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
+    return tokens, labels
 
 
 def check_documents(

@@ -11,13 +11,38 @@ from torch import nn
 
 from windlass.data.chat import stop_tokens
 from windlass.data.prepare import Data
+from windlass.data.squad import eval_questions
+from windlass.errors import UserError
 from windlass.estimate.milestones import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
-from windlass.recipe.settings import LOSS_SUITE
+from windlass.recipe import Recipe
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 from windlass.training.record import Recorder
+
+
+def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Raise UserError, at the start, for what evaluations and samples cannot read."""
+    settings = recipe.eval
+    if settings.every and data.val is not None:
+        if SQUAD_SUITE in settings.suites:
+            eval_questions(recipe)
+        if HELLASWAG_SUITE in settings.suites:
+            read_items(settings.hellaswag_file, settings.hellaswag_items)
+    if settings.sample_every and settings.prompt and can_sample(model, data):
+        try:
+            data.tokenizer.encode_prompt(settings.prompt)
+        except UserError as error:
+            instead = "write another, or eval.sample_every=0"
+            raise UserError(f"eval.prompt = {settings.prompt!r}: {error}; {instead}") from None
+
+
+def can_sample(model: nn.Module, data: Data) -> bool:
+    """Whether a model and its tokenizer, perhaps the user's, can generate texts."""
+    return hasattr(unwrap(model), "new_cache") and hasattr(data.tokenizer, "encode")
 
 
 class Evaluator:
@@ -92,10 +117,9 @@ class Evaluator:
 
     @property
     def sample_due(self) -> bool:
-        """Whether to generate texts at this step; a user's model or tokenizer may be unable to."""
-        if not self.horizon.due(self.recipe.eval.sample_every, self.state.step):
-            return False
-        return hasattr(unwrap(self.model), "new_cache") and hasattr(self.data.tokenizer, "encode")
+        """Whether to generate texts at this step."""
+        due = self.horizon.due(self.recipe.eval.sample_every, self.state.step)
+        return due and can_sample(self.model, self.data)
 
     def sample(self) -> bool:
         """Generate texts from the recipe's prompt, equal on every rank and world size.

@@ -1,35 +1,47 @@
-"""The micro-batch that fits into memory: by prediction on CUDA, and smaller if memory runs out in
-the first step of a start. Nothing here was run on a GPU.
+"""The micro-batch that fits into memory: by prediction on CUDA, and smaller if memory runs out.
+
+A rank that runs out of memory cannot ask the others for a smaller micro-batch, because they may
+wait for it in a collective of the model. So it writes the smaller micro-batch into the run
+directory and fails. The others end as after any failure, and the next start of all ranks reads the
+file. A single unsharded rank repeats the step instead. Nothing here was run on a GPU.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Mapping
+import json
+import os
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
 
-from windlass.errors import RunFailed
+from windlass.errors import OutOfMemory, RunFailed
+from windlass.estimate.activations import measure_peaks
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
+from windlass.fileio import read_json, write_atomic
+from windlass.model.build import read_sizes
+from windlass.model.size import CountedSizes
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import resolve_precision
+from windlass.parallel.parallelize import attention_without_plans, resolve_precision
 from windlass.recipe import BatchPlan, Recipe
 from windlass.run import STARTS, Run
+from windlass.telemetry.profile import save_memory
 from windlass.training.checks import ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan, decide_on_rank_0
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
+SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
 def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorder) -> BatchPlan:
-    """The same samples in smaller micro-batches, after memory ran out in a step.
+    """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
 
-    Raises any other error again, and RunFailed with advice if a smaller one is impossible: the user chose `train.micro_batch`, other
-    ranks wait in the step's collectives, earlier steps of this start had this micro-batch, or the
-    update may have begun.
+    Raises any other error again. Raises OutOfMemory if only a new start can have a smaller one:
+    there are other ranks or a sharded model, or the update may have begun. Raises RunFailed with
+    advice if the user chose `train.micro_batch`, or the micro-batch is one sequence.
     """
     if not ran_out_of_memory(error):
         raise error
@@ -37,9 +49,17 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     samples = batch.share
     sizes = [size for size in range(1, batch.micro_batch // 2 + 1) if samples % size == 0]
     phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
-    ours = not recipe.train.micro_batch and ranks.world == 1 and not sharded
-    if sizes and ours and not recorder.started_up and phase in ("forward", "backward"):
-        return replace(batch, micro_batch=sizes[-1])
+    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
+    problem = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
+    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
+        path = recorder.run.path / f"memory-rank-{ranks.rank}.pickle"
+        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
+    if sizes and not recipe.train.micro_batch:
+        smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
+        write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))
+        if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
+            return replace(batch, micro_batch=sizes[-1])
+        raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
     advice = []
     if sizes:
         same = "(the same samples and result, but for rounding)"
@@ -48,25 +68,24 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
     if sizes_of_mesh.data_world * sizes_of_mesh.cp > 1 and not sharded:
         advice.append('parallel.strategy="full_shard"')
     advice.append('parallel.activation_checkpointing="full"')
-    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
     raise RunFailed(
-        f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}: write "
-        f"{', or '.join(advice)}; `windlass plan` shows what each needs"
+        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
     )
 
 
-def allocator_settings(recipe: Recipe, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for torch's allocator on CUDA, which reads them at the first allocation.
+def prepare_for_ragged_rows(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
+    """For rows of varying length: have torch's allocator on CUDA grow its segments, unless the user
+    has configured it, and use no attention with plans until `stack` ends.
 
-    Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave none.
-    The user's own settings stay.
+    Such rows leave gaps between blocks of fixed sizes; segments that grow leave none.
+    The allocator may be in use already, so that its environment variable would come too late.
     """
+    if not recipe.data.ragged_:
+        return
+    stack.enter_context(attention_without_plans())
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    d = recipe.data
-    ragged = (d.format != "text" or d.packing == "documents") and d.packing != "best-fit"
-    if not ragged or any(name in environment for name in names):
-        return {}
-    return {names[0]: "expandable_segments:True"}
+    if device.type == "cuda" and not any(name in os.environ for name in names):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -83,36 +102,61 @@ def open_micro_batch(
 ) -> BatchPlan:
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
-    A resumed run keeps its own, so that it has equal bits. On CUDA it is the largest that fits into
-    the `free` bytes of every rank; on a CPU, where `free` is None, the one by tokens stays.
-    `vocab`: 0 for a user's own model.
+    A resumed run keeps its own, so that it has equal bits, unless memory ran out. On CUDA it is the
+    largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
+    by tokens stays. `vocab`: 0 for a user's own model.
     """
-    recipe, events = plan.recipe, {*STARTS, OUT_OF_MEMORY}
+    recipe = plan.recipe
     if free is not None:
         free = min(ranks.all_gather_object("free memory", free))
-    elif ranks.world > 1:
-        return batch
-    else:
-        events = {OUT_OF_MEMORY}
 
     def choose() -> int:
-        size = recorded_micro_batch(plan.run, events, ranks.world) if plan.resuming else 0
+        size = recorded_micro_batch(plan.run, ranks.world, free is not None) if plan.resuming else 0
         if size and batch.share % size == 0:
             return size
         if free is None:
             return batch.micro_batch
         precision = resolve_precision(recipe.train.precision, ranks.device)
         rows, gpu = vocab and (recipe.model.vocab or vocab), Device("", "cuda", None)
-        return layout_on(recipe, rows, ranks.world, gpu, precision, free).micro_batch
+        counted = None
+        if rows and recipe.model.kind == "hf":
+            counted = measured_sizes(recipe, rows, precision, batch.micro_batch)
+        return layout_on(recipe, rows, ranks.world, gpu, precision, free, counted).micro_batch
 
     return replace(batch, micro_batch=decide_on_rank_0(ranks, "micro-batch", choose))
 
 
-def recorded_micro_batch(run: Run, events: Collection[str], world: int) -> int:
-    """The micro-batch of the last of these events; 0 if there is none, or on other ranks."""
-    recorded = [event for event in run.events if event["event"] in events]
-    last = recorded[-1] if recorded else {}
-    return int(last.get("micro_batch", 0)) if last.get("world", world) == world else 0
+def measured_sizes(
+    recipe: Recipe, vocab: int, precision: str, micro_batch: int
+) -> CountedSizes | None:
+    """The size of a model of `transformers`, with its activations by a pass with fake tensors.
+
+    None if the pass fails: then the micro-batch by tokens stays.
+    """
+    try:
+        sizes = read_sizes(recipe, vocab)
+        return replace(sizes, peaks=measure_peaks(recipe, vocab, precision, micro_batch))
+    except Exception:  # code of `transformers`, or an operation without a fake kernel
+        return None
+
+
+def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
+    """The micro-batch after memory ran out on as many ranks, or of the last of the `starts`; or 0."""
+    lines = [event for event in run.events if starts and event["event"] in STARTS]
+    for recorded in (read_json(run.path / SMALLER), *lines[-1:]):
+        if recorded.get("world") == world:
+            return int(recorded["micro_batch"])
+    return 0
+
+
+def report_smaller(recorder: Recorder, micro_batch: int) -> None:
+    """An event for the ledger if memory ran out in the start before, which could not write it."""
+    smaller = read_json(recorder.run.path / SMALLER) if recorder.ranks.main else {}
+    told = [e["micro_batch"] for e in recorder.run.events if e["event"] == OUT_OF_MEMORY]
+    if smaller.get("micro_batch") == micro_batch and micro_batch not in told:
+        text = f"memory ran out: micro-batches of {micro_batch} sequences from here on"
+        setting = f"(train.micro_batch={micro_batch})"
+        recorder.emit(OUT_OF_MEMORY, f"{text} {setting}", warning=True, micro_batch=micro_batch)
 
 
 def release_memory(compiled: bool) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.checkpoint.load import Choice, candidates, rename_damaged
+from windlass.checkpoint.retention import left_out
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
@@ -29,8 +29,8 @@ MAX_REWINDS = 3  # to the same checkpoint
 SPIKE_MIN = 16  # fewer losses say too little about their deviation
 
 
-def choose_rewind(recorder: Recorder, rewinds: Counter[int], reason: str) -> Choice:
-    """The newest good checkpoint, for a rewind, which is counted in `rewinds`; or RunFailed."""
+def choose_rewind(recorder: Recorder, reason: str) -> Choice:
+    """The newest good checkpoint, for a rewind; or RunFailed."""
     ranks, path = recorder.ranks, recorder.run.path
     choice = choose_undamaged(ranks, lambda: candidates(path))
     if choice is None:
@@ -38,8 +38,8 @@ def choose_rewind(recorder: Recorder, rewinds: Counter[int], reason: str) -> Cho
     for note in choice.notes:
         recorder.console.warning(note)
     decide_on_rank_0(ranks, "rename damaged", lambda: rename_damaged(choice, path))
-    rewinds[choice.step] += 1
-    if rewinds[choice.step] > MAX_REWINDS:
+    ranges = decide_on_rank_0(ranks, "rewinds", lambda: left_out(path, choice.path))
+    if len(ranges) >= MAX_REWINDS:
         times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
         advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
         raise RunFailed(f"{reason}; {times}: {advice}")
@@ -110,7 +110,6 @@ class BadSteps:
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
         # Whether no update follows a bad step until the host has looked.
         self._hold_updates = settings.on_nonfinite == "stop" and scaler is None
-        self._spikes_in_a_row = 0
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self.reset()
 
@@ -142,13 +141,14 @@ class BadSteps:
         if self.settings.on_spike == "ignore":
             return self._bad, None
         value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
+        if bool(bad) or not math.isfinite(value):  # `on_nonfinite` decides about this step
+            return self._bad, None
         window = self.state.spike_window
         if is_spike(window, value, self.settings.spike_sigmas):
             return self._bad, value
-        if math.isfinite(value):
-            window.append(value)
-            del window[:-SPIKE_WINDOW]
-            self._spikes_in_a_row = 0
+        window.append(value)
+        del window[:-SPIKE_WINDOW]
+        self.state.spikes_in_a_row = 0
         return self._bad, None
 
     def read(self) -> Counts:
@@ -183,7 +183,7 @@ class BadSteps:
             text = f"the loss {spike:.4f} is a spike of more than {sigmas}"
             reason = f"step {state.step}: {text} (train.on_spike)"
             if action == "skip":
-                self._spikes_in_a_row = count = self._spikes_in_a_row + 1
+                state.spikes_in_a_row = count = state.spikes_in_a_row + 1
                 self._skipped("spike", reason, 1, count, {"in_a_row": count})
         if action == "stop":
             raise RunFailed(reason)

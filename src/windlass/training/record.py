@@ -27,6 +27,7 @@ from windlass.estimate.milestones import evaluations
 from windlass.model.size import CountedSizes, describe_sizes
 from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
+from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
@@ -35,13 +36,13 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
+from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import TrainState
-from windlass.training.threads import Contention
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
@@ -86,26 +87,21 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
-        # The ends of epochs shorter than the period of `train` lines have no lines of their own.
         # The sources of a mixture have epochs of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= settings.every * horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix and horizon.samples_per_epoch > 0
+        self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
+        self.logs_epochs &= not plan.recipe.data.mix
         self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        # Ranks that share a host are other processes to each other.
-        alone = ranks.device.type == "cpu" and ranks.world == 1
-        self.contention = Contention() if alone else None
         seconds, path = self.goodput.seconds, self.run.metrics_path
         self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
         env = ranks.env
         place = (ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place)
-        about = environment.describe_rank(*place)
-        self.placed = ranks.all_gather_object("environment", about)
+        self.placed = ranks.all_gather_object("environment", environment.describe_rank(*place))
         self.launch = self._write_environment(origin) if ranks.main else {}
         self.sampler = DeviceSampler(
             self.run.devices_dir,
@@ -153,7 +149,6 @@ class Recorder:
     def started(
         self,
         batch: BatchPlan,
-        threads: str,
         facts_of_data: Facts,
         groups: list[dict[str, Any]],
         resumed_from: str,
@@ -171,14 +166,16 @@ class Recorder:
         val_samples = facts_of_data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, horizon, val_samples)
         ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
-        optimizer = f"{plan.recipe.optim.kind}: {describe_groups(groups)}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
+        optimizer = f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}"
         how = facts.precision, "compiled" * facts.compiles
+        cores = plural(usable_cores(), "core") if self.ranks.device.type == "cpu" else ""
         header = {
             "run": str(self.run.path),
             "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
             "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, *how])),
             **self.launch,
-            "threads": threads,
+            "threads": cores and f"{torch.get_num_threads()} of {cores}",
             "model": describe_sizes(facts.sizes),
             "optim": optimizer,
             **self._work(facts_of_data, batch),
@@ -296,8 +293,9 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
-            fields = {f"log.{name}": value for name, value in measures.items()}
-            self.ledger.write("log", self.state.step, **fields)
+            self.ledger.write(
+                "log", self.state.step, **{f"log.{n}": v for n, v in measures.items()}
+            )
 
     @property
     def scores(self) -> Scores:
@@ -362,6 +360,11 @@ class Recorder:
         text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
         text = f"first step done {whole:.1f} s after the start: {text}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
+
+    def write_profile(self, profile: StepProfile) -> None:
+        with self.outside("save"):
+            text, files = profile.write()
+        self.emit("profile", text, files=files, warning=not files)
 
     def enter_epoch(self) -> None:
         """At a start: show the epoch that begins or continues, and the order of its samples."""
@@ -448,8 +451,6 @@ class Recorder:
         """Show messages of trackers, and of a ledger or sampler that cannot write."""
         self.beat()
         self.show(self.trackers.poll())
-        if self.contention and (warning := self.contention.poll()):
-            self.console.warning(warning)
         for source in (self.ledger, self.sampler):
             if source.warning:
                 self.console.warning(source.warning, own=True)
@@ -470,7 +471,6 @@ class Recorder:
         means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
-        best = scores.best
         self.ledger.write(
             "summary",
             state.step,
@@ -484,8 +484,8 @@ class Recorder:
             final_eval_loss=(losses or [None])[-1],
             best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
             best_measure=measure,
-            best_step=best,
-            best_score=None if best is None else scores[best],
+            best_step=scores.best,
+            best_score=None if scores.best is None else scores[scores.best],
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,

@@ -14,12 +14,13 @@ from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, gather_state
 from windlass.errors import RunFailed, Stopped, plural
+from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.training import setup
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
-from windlass.training.stop import StopSignals
+from windlass.training.stop import StopSignals, event_of
 
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
 
@@ -49,6 +50,7 @@ class Checkpoints:
         )
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
         self.average, self.meta, self.micro_batch = average, meta, micro_batch
+        self._warned = False  # of a save that takes longer than the grace
 
     def use_micro_batch(self, size: int) -> None:
         """Note this size of the micro-batches in later checkpoints."""
@@ -65,6 +67,7 @@ class Checkpoints:
     def save(self, reason: str = PERIODIC, still: bool = False) -> None:
         """Save in the background; `still`: the state does not change before the save has ended."""
         state, recorder = self.state, self.recorder
+        recorder.ledger.check()
         reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
@@ -99,35 +102,58 @@ class Checkpoints:
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
+                self.report_seconds(save.write_s + save.staged_s)
                 self.saver.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
         return not any(save.error for save in saves)
 
+    @property
+    def grace(self) -> float:
+        """Seconds from a signal to the end of the run: the setting's, or more in a batch job."""
+        return max(self.settings.grace_seconds, job_grace())
+
+    def report_seconds(self, seconds: float) -> None:
+        """Tell a batch job how long a save takes; warn once if it does not fit into the grace."""
+        report_saved(seconds)
+        if seconds > self.grace and not self._warned:
+            self._warned = True
+            problem = f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it"
+            advice = "raise checkpoint.grace_seconds (a batch job: --time)"
+            loss = "a stop loses the steps since the last save"
+            self.recorder.console.warning(f"{problem}: {loss}; {advice}")
+
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
 
-        All ranks come here at the same step.
+        All ranks come here at the same step. If the grace is too short, a restart resumes from the
+        newest checkpoint; without one the run has failed.
         """
         step, recorder = self.state.step, self.recorder
-        own = [stop.requested, stop.seconds_since(), self.callbacks.stop_reason]
-        requested, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
-        signalled, left = any(requested), self.settings.grace_seconds - max(seconds)
+        own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        mine = self.saver.expected_seconds(step), self.grace
+        needed, grace = self.ranks.broadcast_object("needed", mine)
+        signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
-        reason = stop.name if signalled else next(filter(None, asked), "request")
-        needed = self.ranks.broadcast_object("needed", self.saver.expected_seconds(step))
+        reason = next(filter(None, (*names, *asked)), "request")
         if signalled and needed > left:
             self.wait(max(0.0, left))  # a save in progress may still be committed
-            recorder.emit("preempted", reason=reason, saved=False)
+            recorder.emit(event_of(reason), reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            lost = plural(step - self.saver.committed, "step")
+            newest = self.ranks.broadcast_object("newest", self.saver.committed)
+            lost = plural(step - newest, "step")
             problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
-            raise RunFailed(f"stopped by {reason} at step {step}: {problem}")
+            text = f"stopped by {reason} at step {step}: {problem}"
+            if not newest:
+                raise RunFailed(text)
+            self.ranks.mark(step, processes.STOPPED)  # for a launcher
+            raise Stopped(f"{text}; start it again to continue from step {newest}")
         if not self.commit(EMERGENCY):
             problem = "its checkpoint could not be saved"
             raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
         recorder.log(self.callbacks.take_logged())
-        recorder.emit("preempted" if signalled else "stopped", reason=reason, saved=True)
+        recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
         flush = self.telemetry.flush_seconds
         if signalled:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from torch import nn
 
 from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
-from windlass.checkpoint.retention import policy_of, read_lineage
+from windlass.checkpoint.retention import left_out, policy_of, read_lineage
 from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, restore
+from windlass.checkpoint.state_dict import State, named_state, restore
 from windlass.data.disk import StreamSamples
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -44,6 +44,7 @@ from windlass.model.loss import Objective, takes_sources
 from windlass.model.size import flops_per_token
 from windlass.optim.average import Average
 from windlass.optim.build import count_groups
+from windlass.optim.schedule import check_fits
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
@@ -52,11 +53,12 @@ from windlass.parallel.parallelize import (
     parallelize,
     resolve_precision,
     unwrap,
+    varying_shapes,
 )
-from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import read_lines
 from windlass.telemetry.console import Console
+from windlass.telemetry.profile import StepProfile, record_memory
 from windlass.telemetry.timing import peak_flops
 from windlass.training import memory, start
 from windlass.training.checks import check_documents, check_loss_is_a_sum, tie_groups, uses_dropout
@@ -76,6 +78,7 @@ class RunPlace(NamedTuple):
     attempt: int  # the number of this start
     name: str  # of this start, different from all others
     choice: Choice | None  # the checkpoint to start from; None: step 0
+    skipped: list[tuple[int, int]]  # samples that rewinds to it have left out
     notes: list[str]  # warnings
 
 
@@ -83,8 +86,6 @@ def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitSta
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
         start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
-    if ranks.device.type == "cuda":
-        os.environ.update(memory.allocator_settings(plan.recipe, os.environ))
     if data is not None:
         return data
     data = open_data(plan.recipe, ranks, plan.pinned)
@@ -117,7 +118,8 @@ def batch_and_horizon(
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens and samples else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    return batch, recipe.horizon(steps, samples)
+    check_fits(recipe.optim.schedule, horizon := recipe.horizon(steps, samples))
+    return batch, horizon
 
 
 def open_run_directory(
@@ -139,7 +141,11 @@ def open_run_directory(
     if choice is not None:
         notes = notes + choice.notes
         notes += start.describe_extension(plan, choice.step, horizon) if ranks.main else []
-    return RunPlace(attempt, name, choice, notes)
+    skipped = list[tuple[int, int]]()
+    if choice is not None:
+        path = choice.path
+        skipped = decide_on_rank_0(ranks, "left out", lambda: left_out(plan.run.path, path))
+    return RunPlace(attempt, name, choice, skipped, notes)
 
 
 def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[str]]:
@@ -150,7 +156,7 @@ def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[st
     Files().make_dirs(run.path)
     if (lock := start.acquire_run_lock(run.path)) is not None:
         stack.enter_context(lock)
-    if not plan.resuming and run.recipe_path.exists():
+    if not plan.resuming and run.exists:
         raise UserError(f"another process has just begun a run in {run.path}; give another run.dir")
     run.heartbeat_path.touch()
     attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]
@@ -183,6 +189,7 @@ def prepare_model(
 ) -> tuple[nn.Module, ModelFacts]:
     """Parallelize the model, with its initial weights; a user's module keeps its own weights."""
     recipe = plan.recipe.replace({"train.compile": compiles})
+    named_state(model)  # raises for a tensor that a checkpoint cannot hold
     use_deterministic(recipe.train.deterministic)
     # A user's module has its vocabulary in `vocab`, or is given by its only embedding.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
@@ -221,16 +228,22 @@ def prepare_model(
     # The first shard of a stream does not exist yet.
     two = data.val if isinstance(data.train, StreamSamples) else data.train
     if custom and choice is None and recipe.train.startup_checks and two is not None:
-        check_loss_is_a_sum(model, two, ranks, partial(autocast, recipe, ranks.device))
-    # By a resume the base of a model of `transformers` may no longer exist.
-    if not custom and not (hf and (init_from or choice)):
-        initialise(unwrap(model), recipe.run.seed)
+        check_loss_is_a_sum(model, two, ranks, partial(trial, recipe, ranks.device))
+    if not custom and not init_from and choice is None:
+        initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
     if not custom and init_from:
         load_initial(unwrap(model), recipe, ranks)
     d = recipe.data
     if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
-        check_documents(model, ranks, partial(autocast, recipe, ranks.device), d.packing)
+        check_documents(model, ranks, partial(trial, recipe, ranks.device), d.packing)
     return model, facts
+
+
+@contextmanager
+def trial(recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with varying_shapes(), autocast(recipe, device):
+        yield
 
 
 def set_objective(model: nn.Module, recipe: Recipe) -> None:
@@ -267,14 +280,14 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     average: Average,
-) -> tuple[TrainState, dict[str, Any], str]:
+) -> tuple[TrainState, str]:
     """Fill model, optimizer and average from the chosen checkpoint, and note what has changed.
 
-    Returns the checkpoint's counters, its meta data and its origin in words. Raises UserError if
-    the data has changed.
+    Returns the checkpoint's counters and its origin in words. Raises UserError if the data has
+    changed.
     """
     if place.choice is None:
-        return TrainState(), {}, ""
+        return TrainState(), ""
     checkpoint, notes = open_checkpoint(place.choice.path, deep=False), place.notes
     meta, step = checkpoint.meta, checkpoint.step
     recorded = ("data", "optimizer", "micro_batch", "precision")
@@ -291,6 +304,7 @@ def load_checkpoint(
         problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
     state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
+    state.skipped += [(start, stop) for start, stop in place.skipped]
     if (there := meta.get("average", "none")) != kind:  # a branch may change it
         new = f"starts anew after step {max(step, average.begin)}"
         new = "is dropped" if kind == "none" else new
@@ -314,7 +328,17 @@ def load_checkpoint(
     if compiled != facts.compiles:
         change = f"from {compiled} to {facts.compiles}, which rounds otherwise".lower()
         notes.append(f"train.compile changes {change}")
-    return state, meta, source
+    return state, source
+
+
+def open_profile(plan: StartPlan, ranks: Ranks, horizon: Horizon, stack: ExitStack) -> StepProfile:
+    """The profile of `telemetry.profile`; also begins to record memory for its snapshot."""
+    settings, where = plan.recipe.telemetry, (plan.run.path, ranks.rank, ranks.device)
+    profile = StepProfile(settings.profile, *where, horizon.steps)
+    stack.callback(profile.close)
+    if settings.memory_snapshot and ranks.device.type == "cuda":
+        record_memory()
+    return profile
 
 
 def open_saver(
@@ -350,7 +374,6 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "optimizer": recipe.optim.kind,
         "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
-        "cores": usable_cores(),
     }
 
 
@@ -419,6 +442,17 @@ def open_loader(
         and (settings.format != "text" and settings.packing != "best-fit"),
         mixture=mixture,
     )
+
+
+def describe_costs(model: nn.Module, batch: BatchPlan) -> list[str]:
+    """A warning if a model of `transformers` needs the logits of all tokens."""
+    network = unwrap(model)
+    if not isinstance(network, HfModel) or network.head_form is not None:
+        return []
+    name, logits = type(network.model).__name__, 4 * batch.micro_batch * batch.context
+    size = f"{logits * network.vocab / 1e9:.2g} GB in fp32"
+    problem = f"the loss needs all logits of a micro-batch at once ({size})"
+    return [f"{problem}, because the head of {name} is not one matrix (train.micro_batch)"]
 
 
 def add_stages(state: State, ranks: Ranks) -> State:

@@ -1,9 +1,10 @@
 """What a start does in a run directory: begin a new run, resume, extend or branch.
 
 `resolve_start` decides, changes nothing and needs no torch, so command line, launcher and ranks
-decide alike from the same files. Rank 0 alone writes. It writes the lineage (the checkpoint that
-the present steps continue from) before the recipe, so a kill between the two leaves a run that
-resumes. A restart by a scheduler repeats the command line; it resumes from the newest checkpoint.
+decide alike from the same files. Rank 0 alone writes. It writes the lineage (the recipe, and the
+checkpoint that the present steps continue from) before `recipe.toml`, so a kill between the two
+leaves a run that resumes. A restart by a scheduler repeats the command line; it resumes from the
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import socket
 import tempfile
 from collections.abc import Callable, Mapping
@@ -22,15 +24,17 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from windlass.checkpoint.format import list_entries, step_dir
 from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
-from windlass.checkpoint.retention import LINEAGE, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.optim.schedule import phases
+from windlass.optim.schedule import describe_jump, phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
+from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
+from windlass.recipe.paths import located
 from windlass.recipe.units import EPOCHS
 from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
 
@@ -95,7 +99,10 @@ class StartPlan:
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
         if ends and ends[-1]:
             why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
-        return why + (f"; without effect: {self.changed}" if self.changes else "")
+        resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
+        if resume.isdigit() or resume == "best":
+            without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
+        return why + (f"; without effect: {', '.join(without)}" if without else "")
 
 
 def resolve_start(
@@ -112,7 +119,7 @@ def resolve_start(
         example = "for example runs/quickstart-1a2b3c4d@300"
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
-    exists = run.recipe_path.is_file()
+    exists = run.exists
     if exists and not fresh and (run.path / SOUP).is_file():
         problem = f"{run.path} holds averaged weights, without a training to resume"
         advice = f"start a run in another run.dir with model.init_from={run.path}"
@@ -174,6 +181,8 @@ def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
     unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
     later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
     unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
+    if recipe.run.base in ("", run.recipe.run.base):
+        unrecorded = (*unrecorded, "run.base")
     differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return {key: [old.get(key), new[key]] for key in differ}
 
@@ -233,11 +242,29 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         present = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
         raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
-    refuse_changes(problem, origin.recipe, recipe, BRANCHES, "undo the changes")
+    advice, same = "undo the changes", {"init_from": ""}
+    if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):
+        command = command_of_new_run(recipe, origin, which)
+        advice += f", or begin a new run with its weights:\n  {command}"
+    refuse_changes(problem, origin.recipe, recipe, BRANCHES, advice)
     steps = recipe.train.steps
     if isinstance(steps, int) and steps <= step:
         raise UserError(f"train.steps = {steps} is not past the step {step} to branch from")
     return checkpoint
+
+
+def command_of_new_run(recipe: Recipe, origin: Run, which: str) -> str:
+    """The command that trains a recipe from weights of a run, with the run's tokenizer."""
+    old, new, home = origin.recipe.flat(), recipe.flat(), recipe.home or Path()
+    one_start = (*UNRECORDED, "run.base", "data.tokenizer", "model.init_from")
+    changes = {k: v for k, v in new.items() if v != old.get(k) and not k.startswith(one_start)}
+    changes = {key: located(key, value, home) for key, value in changes.items()}
+    changes |= {"run.dir": str(recipe.run_dir), "model.init_from": f"{origin.path}@{which}"}
+    changes |= {"data.tokenizer": "auto"}
+    if recipe.data.dir or origin.recipe.data.dir:  # of the old data
+        changes["data.dir"] = "" if recipe.data.dir == origin.recipe.data.dir else recipe.data.dir
+    words = [f"{key}={typed(value)}" for key, value in changes.items()]
+    return shlex.join(["windlass", "train", str(origin.path), *words])
 
 
 def refuse_changes(
@@ -382,9 +409,13 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
 
 
 def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """The steps that an extended WSD run repeats after `step`; empty if it repeats none."""
+    """Warnings: the steps that an extended WSD run repeats after `step`, and a jump of another
+    schedule's learning rate."""
     if (decay := old_decay(plan, horizon)) is None:
-        return []
+        before = replace(horizon, steps=plan.extends_from or horizon.steps)
+        jump = describe_jump(plan.recipe.optim, before, horizon, step)
+        other = f"--branch-from {plan.run.path}@{step} begins a run with another schedule"
+        return [f"{jump}; {other}"] if jump else []
     if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
@@ -402,7 +433,7 @@ def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
         return
     problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
     origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
-    if origin.recipe_path.is_file():
+    if origin.exists:
         advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
         refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
     raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
@@ -421,17 +452,19 @@ def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = No
     if not plan.resuming:
         files.make_dirs(run.path)
     path, step = (choice.path, choice.step) if choice else (None, 0)
-    write_lineage(run.path, lineage_at(run.path, path, step, job_id()), files)
-    if not plan.resuming or plan.extends_from:
+    lineage = lineage_at(run.path, path, step, job_id())
+    if plan.resuming and not plan.extends_from:
+        write_lineage(run.path, lineage, files)
+    else:
         longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.replace(**longer) if plan.resuming else plan.recipe
-        files.replace(run.recipe_path, recipe.toml().encode())
+        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+        record(run.path, lineage, recipe, files)
 
 
 def write_settings(plan: StartPlan) -> None:
-    """Write the changed settings into the run's recipe, without those of this start alone."""
-    once = {"checkpoint.resume": plan.run.recipe.checkpoint.resume}
-    Files().replace(plan.run.recipe_path, plan.recipe.replace(**once).toml().encode())
+    """Record the changed settings."""
+    path = plan.run.path
+    record(path, read_lineage(path) or Lineage(), plan.recipe, Files())
 
 
 def rename_old_run(path: Path) -> None:

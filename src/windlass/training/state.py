@@ -43,6 +43,7 @@ class TrainState:
     """Ranges [start, stop) of global sample numbers that rewinds left out."""
     updates_skipped: int = 0  # because of non-finite steps and spikes
     skips_in_a_row: int = 0  # non-finite steps since the last good one
+    spikes_in_a_row: int = 0  # since the last step without one
     loss_scale: float = 0.0  # of fp16; 0: before the first step, and in other precisions
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
     spike_window: list[float] = field(default_factory=list)

@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING
 
 from windlass import processes
 from windlass.errors import INTERRUPTED, STOPPED, before_training, interrupted_twice
+from windlass.telemetry.terminal import NEW_LINE, size, wrap
 
 if TYPE_CHECKING:
     from windlass.training.state import TrainState
 
 # People, SLURM and PBS send the first four; the kernel sends SIGHUP when a terminal closes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def event_of(signal_name: str) -> str:
+    """The event of a stop by a signal: `stopped` by a person's Ctrl-C, else `preempted`."""
+    return "stopped" if signal_name == "SIGINT" else "preempted"
 
 
 class StopSignals:
@@ -33,7 +39,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested, self.received_at = False, 0.0  # of the first signal on this rank
-        self.name = "a stop signal on another rank"  # or the name of the first signal here
+        self.name = ""  # of that signal
         self._held = False  # whether a signal only sets the flag: from the first step on
         self._state: TrainState | None = None
         self._before_exit: Callable[[str], object] | None = None
@@ -68,10 +74,12 @@ class StopSignals:
 
     def _exit(self, code: int, message: str, name: str = "") -> None:
         # No clean-up, which could wait for other ranks. The line goes to the descriptor, because
-        # the signal may have interrupted a write to sys.stderr. The escape code shows the cursor
-        # again, which a live line hides.
+        # the signal may have interrupted a write to sys.stderr.
         with contextlib.suppress(Exception):
-            os.write(2, (("\x1b[?25h" if os.isatty(2) else "") + f"windlass: {message}\n").encode())
+            text = f"windlass: {message}\n"
+            if os.isatty(2):
+                text = NEW_LINE + wrap(text, size(sys.__stderr__).columns)
+            os.write(2, text.encode())
             if name and self._before_exit:
                 self._before_exit(name)
         processes.report_code(code)

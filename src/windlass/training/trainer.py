@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import BEST, FINAL
+from windlass.checkpoint.retention import BEST, FINAL, leave_out
 from windlass.checkpoint.state_dict import restore
 from windlass.data.disk import StreamSamples
 from windlass.data.facts import describe
@@ -33,37 +32,45 @@ from windlass.data.mixture import shares_of_run
 from windlass.data.order import step_samples
 from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
-from windlass.model.build import build_model, own_module
+from windlass.model.build import build_model, keeping_modes, own_module, scalar, set_training
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
+from windlass.model.gpt import seed_generators
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, counted, sync_gradients, unwrap
+from windlass.parallel.parallelize import (
+    autocast,
+    check_gradients_reduced,
+    counted,
+    sync_gradients,
+    unwrap,
+)
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
 from windlass.training import memory, setup, start
+from windlass.training.buffers import Buffers
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
-from windlass.training.evaluator import Evaluator
+from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
-from windlass.training.stop import StopSignals
-from windlass.training.threads import set_threads
+from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
-FAILING_SAVE_SECONDS = 5.0  # the longest wait of a failing run for a save in progress
+# The longest wait for a save in progress if another rank may be gone, or twice the last save's time.
+FAILING_SAVE_SECONDS = 5.0
 
 
 class Trainer:
@@ -88,26 +95,25 @@ class Trainer:
         recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
         self.data = data = setup.open_shared(plan, ranks, data, stack)
-        init_process_group(ranks, recipe)
+        init_process_group(ranks, recipe)  # chooses the device
+        memory.prepare_for_ragged_rows(recipe, ranks.device, stack)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
         if module is not None:
+            stack.enter_context(keeping_modes(module))
+            set_training(module)
             built = own_module(module, recipe.model.context)
         else:
             built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
+        check_evaluations(recipe, data, built)
         console = Console(self.horizon.steps, ranks.rank)
         stack.callback(console.close)
         place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
 
-        begin = partial(setup.begin_run, plan, data, place.choice)
-        if not custom:  # otherwise the run begins once the module's forward pass has worked
-            decide_on_rank_0(ranks, "write", begin)
         console.begin("building the model, with its first weights")
         self.model, self.facts = setup.prepare_model(
             *(plan, ranks, data, built, custom, place.choice),
             resolve_compile(plan, ranks, data, self.horizon, custom, place.notes),
         )
-        if custom:
-            decide_on_rank_0(ranks, "write", begin)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
         network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
@@ -117,28 +123,28 @@ class Trainer:
         self.average = Average(network, recipe.train.average, self.horizon)
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
-        self.state, recorded, source = setup.load_checkpoint(
+        self.state, source = setup.load_checkpoint(
             *(place, recipe, ranks, data, self.batch, self.facts),
             *(self.model, self.optimizer, self.average),
         )
-        console.begin("measuring how many CPU threads are fastest")
         self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
-        how = self.batch.micro_batch, data.vocab, ranks, self.halves
-        threads = set_threads(recipe, self.model, *how, recorded, custom)
         ranks.mark(self.state.step, "start")
+        self.buffers = Buffers(self.model, ranks)
         fp16 = self.facts.precision == "fp16"
         self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
         self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
-
+        self.callbacks = Callbacks(
+            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
+        )
+        # Every part that a user's input can break has worked, so the run begins.
+        decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
         self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
         self.recorder = recorder = Recorder(
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
-        stop.follow(self.state, lambda name: recorder.emit("preempted", reason=name, saved=True))
-        self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
-        )
+        self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
+        stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
         self.checkpoints = Checkpoints(
             self.saver,
             recorder,
@@ -155,13 +161,12 @@ class Trainer:
         self.evaluator = Evaluator(
             recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
         )
-        self.report_start(plan, place, threads, custom, source)
+        self.report_start(plan, place, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
-        self.rewinds = Counter[int]()  # by the step that the run returned to
 
     def report_start(
-        self, plan: StartPlan, place: setup.RunPlace, threads: str, custom: bool, source: str
+        self, plan: StartPlan, place: setup.RunPlace, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
         notes, step, size = [*place.notes], self.state.step, self.checkpoints.tensors().total_bytes
@@ -169,6 +174,7 @@ class Trainer:
             # torch's optimizers have no state before their first step.
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
             notes += setup.disk_shortage(plan, self.horizon, step, size)
+        notes += setup.describe_costs(self.model, self.batch)
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         facts = describe(self.data)
@@ -176,7 +182,8 @@ class Trainer:
             facts["stream"]["place"] = self.state.stream
         if mixture := self.losses.mixture:
             facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
-        self.recorder.started(self.batch, threads, facts, groups, source, notes)
+        self.recorder.started(self.batch, facts, groups, source, notes)
+        memory.report_smaller(self.recorder, self.batch.micro_batch)
         if plan.changes:
             self.recorder.settings_changed()
             decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
@@ -193,9 +200,11 @@ class Trainer:
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
-                if isinstance(error, RunFailed):  # this rank raised it: a save in progress is good
-                    self.checkpoints.wait(FAILING_SAVE_SECONDS)
-                if not isinstance(error, Stopped | UserError):
+                if isinstance(error, Exception):  # a save in progress is good
+                    others_live = self.ranks.world == 1 or isinstance(error, UserError)
+                    limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
+                    self.checkpoints.wait(None if others_live else limit)
+                if not isinstance(error, Stopped):
                     phase = self.ranks.status.phase
                     self.recorder.emit("failed", reason=first_line(error), phase=phase)
             raise
@@ -219,23 +228,19 @@ class Trainer:
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
-        """The loop; if memory runs out in its first step, with smaller micro-batches."""
-        recorder = self.recorder
+        """The loop; a single rank that runs out of memory repeats the step in smaller parts."""
         while True:
             try:
                 return self.loop()
             except RuntimeError as error:
-                self.batch = memory.smaller_micro_batch(error, self.batch, recorder)
-            size = self.batch.micro_batch
+                self.batch = memory.smaller_micro_batch(error, self.batch, self.recorder)
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
             memory.release_memory(self.facts.compiles)
-            self.evaluator.use_micro_batch(size)
-            self.checkpoints.use_micro_batch(size)
-            again = f"memory ran out: the step again with micro-batches of {size} sequences"
-            text = f"{again} (train.micro_batch={size})"
-            recorder.emit(memory.OUT_OF_MEMORY, text, warning=True, micro_batch=size)
-            recorder.restart_counts()
+            self.evaluator.use_micro_batch(self.batch.micro_batch)
+            self.checkpoints.use_micro_batch(self.batch.micro_batch)
+            memory.report_smaller(self.recorder, self.batch.micro_batch)
+            self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
@@ -255,6 +260,7 @@ class Trainer:
                 )
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
+                self.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
                 samples = horizon.batches.at(state.step)
@@ -263,9 +269,12 @@ class Trainer:
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(batch, result)
+                if self.profile.ends(state.step):
+                    recorder.write_profile(self.profile)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.checkpoints.tensors())
+                    self.buffers.find_changing()
                     if ranks.device.type == "cpu":
                         keep_freed_memory(every_size=True)
 
@@ -278,6 +287,8 @@ class Trainer:
                 stopping = bool(stop_requested) or (asked and not last)
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or evaluation_due or stopping
+                measured = evaluation_due or evaluator.sample_due
+                self.buffers.share(every=last or save_due or measured or stopping)
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
                     loader.close(None)
@@ -321,21 +332,24 @@ class Trainer:
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
         dtype = torch.float64 if self.facts.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
+        staged = isinstance(self.model, StagedGPT)
+        last = self.model.pipeline.layers[-1] if staged else None  # the blocks before the loss
 
         def compute_loss(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             with autocast(self.recipe, ranks.device):
                 stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
                 result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-            # hidden states, for the next stage of a pipeline, or the loss
-            return result if result.dim() else result / max(1, counts.wait()[0])
+            if stage.get("layers") is not last:  # hidden states for the next stage
+                return result
+            return scalar(result) / max(1, counts.wait()[0])
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
-            if self.facts.dropout:
-                torch.manual_seed(step_seed(self.recipe.run.seed, batch.step, micro.k))
+            # Nobody knows whether a user's module draws random numbers.
+            seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
             with timer.phase("forward"):
                 result = compute_loss(micro, **stage)
-            if result.dim():
+            if stage.get("layers") is not last:
                 return result
             loss.add_(result.detach())
             return result if scale is None else result * scale
@@ -366,6 +380,7 @@ class Trainer:
         self, step: int, loss: torch.Tensor, lr_multiplier: float
     ) -> tuple[torch.Tensor, float | None]:
         """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
+        check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale if self.scaler is not None else None
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
@@ -408,7 +423,7 @@ class Trainer:
                 self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
                 self.checkpoints.stop_run(self.stop)
-            if self.stop.seconds_since() > self.recipe.checkpoint.grace_seconds:
+            if self.stop.seconds_since() > self.checkpoints.grace:
                 self.checkpoints.wait(FAILING_SAVE_SECONDS)
                 lost = f"{plural(step - self.saver.committed, 'step')} lost"
                 late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
@@ -448,7 +463,7 @@ class Trainer:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
         self.checkpoints.wait()
-        choice = choose_rewind(recorder, self.rewinds, reason)
+        choice = choose_rewind(recorder, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
         saved = TrainState.from_json(checkpoint.counters)
@@ -456,12 +471,15 @@ class Trainer:
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
         first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
-        state.return_to(saved, left_out=(first, stop_sample))
+        samples = (first, stop_sample)
+        record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
+        decide_on_rank_0(self.ranks, "rewind", record)
+        state.return_to(saved, samples)
         self.bad_steps.reset()
         if self.scaler is not None:
             self.scaler.load(state)
         self.saver.resume_from(state.step)
-        recorder.rewound(reason, first, stop_sample)
+        recorder.rewound(reason, *samples)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""

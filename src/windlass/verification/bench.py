@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ class Bench:
     ) -> subprocess.Popen[bytes]:
         """Begin to train in `world` processes, which write to RUN.out."""
         task = {"recipes": [self.write(run, **settings)], "world": world, **(task or {})}
-        command = [sys.executable, "-m", "windlass.verification.rank", json.dumps(task)]
+        command = [*processes.MODULE, "windlass.verification.rank", json.dumps(task)]
         env = {**os.environ, processes.PARENT: str(os.getpid())}
         with (self.folder / f"{run}.out").open("ab") as out:
             return subprocess.Popen(

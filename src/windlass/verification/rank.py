@@ -107,6 +107,6 @@ if __name__ == "__main__":
     processes.exit_with_parent()
     task = json.loads(sys.argv[1])
     if task["world"] > 1 and "RANK" not in os.environ:
-        command = [sys.executable, "-m", "windlass.verification.rank", sys.argv[1]]
+        command = [*processes.MODULE, "windlass.verification.rank", sys.argv[1]]
         sys.exit(launch(command, task["world"]))
     run_rank(task)

@@ -13,7 +13,6 @@ from windlass.errors import UserError, plural
 if TYPE_CHECKING:
     from windlass.launch.job import Job, Site
 
-GRACE_SECONDS = 120  # between the signal and the time limit
 SECOND_SHELL = 'run `windlass env --save` in the job\'s own shell, and eval "$(windlass env)" here'
 Ask = Callable[[list[str]], str]  # runs a command and returns its output
 
@@ -52,8 +51,8 @@ class Scheduler(Protocol):
     LAUNCHERS: tuple[str, ...] = ("mpiexec", "torchrun")  # of ranks; the first is the default
 
     MARK: str  # begins a line of options in a script
+    UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
     REPEATED: str = ""  # an option that a script may have several times, each for another resource
-    WARNS: bool = False  # sends SIGUSR1 before the time limit; else the script counts the time
     WRITES_LOG: bool = False  # writes `<name>_<id>.out`; else the script does
     LISTS: bool = True  # an array may leave tasks out
     JOB_SHELL: str  # the job's id, in shell
@@ -66,6 +65,7 @@ class Scheduler(Protocol):
     RANK: Mapping[str, str] = {}  # variables of a rank started by its own launcher
     STATES: Mapping[str, str] = {}  # its words for states, in ours; empty: over
     DELETE: tuple[str, ...] = ()  # the command that ends waiting tasks
+    RELEASE: str = ":"  # shell that gives the job's other hosts back, if it can
     SIGNAL: tuple[str, ...] = ()  # the command that sends SIGUSR2 to running tasks
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
@@ -93,6 +93,11 @@ class Scheduler(Protocol):
     def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
         """The states of a job's tasks by their ids; of the job itself if it is not an array."""
         return {job: state}
+
+    def task_number(self, task: str) -> int | None:
+        """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
+        number = re.search(r"(?:_|\[)(\d+)", task)
+        return int(number[1]) if number else None
 
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         """The commands that end waiting tasks, and then let running ones save."""
@@ -132,5 +137,7 @@ class Scheduler(Protocol):
 
 
 def quoted(value: str) -> str:
-    """A value as the option lines of a script need it: in quotes if it has a space."""
-    return f'"{value}"' if any(character.isspace() for character in value) else value
+    """A value as the option lines of a script need it: in quotes unless every character is plain."""
+    if re.fullmatch(r"[\w./%:+=@-]*", value):
+        return value
+    return '"{}"'.format(value.replace('"', '\\"'))

@@ -91,5 +91,9 @@ class LSF(Scheduler):
             for index, word in pairs
         }
 
+    def task_number(self, task: str) -> int | None:
+        number = super().task_number(task)
+        return None if number is None else number - 1
+
     def restarts(self, environ: Mapping[str, str]) -> int:
         return int(environ.get("LSB_RESTART") == "Y")

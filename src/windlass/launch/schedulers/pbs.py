@@ -29,6 +29,7 @@ new=
 
 class PBS(Scheduler):
     TITLE, SUBMIT, MARK, REPEATED, LISTS = "PBS", "qsub", "#PBS", "-l", False
+    UNWRITABLE = "\n\\:"  # in `-o` a colon ends the name of a host
     JOB_SHELL = "${PBS_JOBID%%.*}"
     JOB_ID, MACHINE, NODEFILE = "PBS_JOBID", "PBS_SERVER", "PBS_NODEFILE"
     LOGGED = (JOB_ID, "PBS_QUEUE", MACHINE)
@@ -45,6 +46,7 @@ class PBS(Scheduler):
         "E": "exiting",
         "X": "",
     }
+    RELEASE = "pbs_release_nodes -a >/dev/null 2>&1"
     DELETE, SIGNAL = ("qdel",), ("qsig", "-s", "SIGUSR2")
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import UserError
 from windlass.launch.schedulers.base import (
-    GRACE_SECONDS,
     SECOND_SHELL,
     Allocation,
     Ask,
@@ -41,7 +40,11 @@ trap '' TERM; new=
 class SLURM(Scheduler):
     TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
     LAUNCHERS = ("srun", "mpiexec", "torchrun")
-    WARNS, WRITES_LOG = True, True
+    WRITES_LOG = True
+    RELEASE = (
+        'scontrol update JobId="$SLURM_JOB_ID" NumNodes=1 >/dev/null 2>&1 && rm -f '
+        '"slurm_job_${SLURM_JOB_ID}_resize".*'
+    )
     JOB_SHELL = "$SLURM_JOB_ID"
     JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
     LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
@@ -65,7 +68,7 @@ class SLURM(Scheduler):
         tasks = ",".join(map(str, job.array))
         output = "%x_%A_%a.out" if tasks else "%x_%j.out"
         return {
-            "--job-name={}": quoted(job.name),
+            "--job-name={}": job.short_name(),
             "--nodes={}": job.nodes,
             "--ntasks-per-node={}": job.ranks_per_node,
             "--cpus-per-task={}": site.cores(job.gpus_per_node),
@@ -78,10 +81,10 @@ class SLURM(Scheduler):
             "--constraint={}": site.constraint,
             "--mail-user={}": site.mail,
             "--mail-type=END,FAIL": site.mail,
-            "--output={}": quoted(f"{job.logs}/{output}"),
+            "--output={}": quoted(f"{str(job.logs).replace('%', '%%')}/{output}"),
             "--open-mode=append": True,
             "--requeue": True,
-            "--signal=B:USR1@{}": GRACE_SECONDS,
+            "--signal=B:USR1@{}": job.lead,
         }
 
     def option(self, line: str) -> str:
@@ -113,6 +116,10 @@ class SLURM(Scheduler):
         words = next((task for task in tasks if task[0] == "RUNNING"), tasks[0])
         why = f" ({words[1]})" if words[0] == "PENDING" and words[1] != "None" else ""
         return words[0].lower() + why
+
+    def tasks(self, job: str, state: str, ask: Ask) -> Mapping[str, str]:
+        lines = ask(["squeue", "--noheader", "--array", "-o", "%i %T", "-j", job]).splitlines()
+        return {words[0]: words[1].lower() for line in lines if len(words := line.split()) == 2}
 
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         states = set(ask(["squeue", "--noheader", "-o", "%T", "-j", job]).split())
@@ -153,8 +160,8 @@ class SLURM(Scheduler):
     def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
         """`srun`.
 
-        Ranks that stop exit with 75, one after another, so the first must not end the others. Ranks
-        notice a lost one, and srun ends the rest 60 s after the first.
+        Ranks end one after another: after a stop with 75, and rank 0 last. So srun ends none of
+        them. Ranks notice a lost one, and `launch` ends the step after a failure.
         """
         per_host = allocation.per_host
         equal = len(set(per_host)) == 1
@@ -163,7 +170,7 @@ class SLURM(Scheduler):
         words = ["srun", nodes, ranks, spread]
         if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
             words.append(f"--cpus-per-task={int(given) * cores}")
-        return [*words, "--kill-on-bad-exit=0", "--wait=60"]
+        return [*words, "--kill-on-bad-exit=0", "--wait=0"]
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:

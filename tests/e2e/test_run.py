@@ -1,0 +1,169 @@
+"""Which run a path is, where its files are, and which recipe it was trained with."""
+
+import hashlib
+import json
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from small_runs import curve, stopped
+
+from helpers import command, refused, tiny_recipe, windlass, write_corpus
+from windlass import evaluate, plan, sweep, train
+from windlass.checkpoint.load import list_checkpoints
+from windlass.cli import as_typed
+from windlass.errors import UserError
+from windlass.recipe import Recipe
+from windlass.run import Run, read_lines
+from windlass.study.study import Study
+
+FLAT = {"optim__schedule__kind": "constant", "checkpoint__every": 4}
+
+
+def steps(run: Path | Run) -> int:
+    path = run.path if isinstance(run, Run) else run
+    return max(line["step"] for line in read_lines(path / "metrics.jsonl"))
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A directory with a corpus and a finished run, both named by relative paths."""
+    home = tmp_path / "project"
+    write_corpus(home / "text.txt", 800)
+    monkeypatch.chdir(home)
+    own = {"data__dir": "", "train__steps": 8, "data__tokenizer": "char", **FLAT}
+    train(tiny_recipe(Path("text.txt"), Path("runs/first"), **own))
+    return home
+
+
+def test_a_run_is_at_the_path_that_the_user_gave(project, tmp_path, monkeypatch):
+    """After `cp -r`, `mv`, through a link, from another directory, in every verb and the API."""
+    first, backup = Path("runs/first"), Path("runs/backup")
+    shutil.copytree(first, backup)
+    assert train(str(backup), extend_to=12).path == backup
+    assert train(Run(backup), extend_to=16).path == backup
+    assert (steps(first), steps(backup)) == (8, 16)
+    monkeypatch.chdir(tmp_path)
+    moved, link = tmp_path / "elsewhere" / "first", tmp_path / "link"
+    moved.parent.mkdir()
+    (project / first).rename(moved)
+    link.symlink_to(moved)
+    extended = train(str(link), extend_to=10)
+    assert extended.path == link and steps(moved) == 10 and not (project / first).exists()
+    assert plan(link).run_dir == str(link) and list_checkpoints(link).run == link
+    assert evaluate(link, ["loss"], {"data.val_fraction": 0.1}).path.is_relative_to(link)
+    assert Recipe.load(link / "recipe.toml").run_dir == link
+    fresh = train(str(link), fresh=True)
+    assert fresh.path == link and (tmp_path / "link.old-1").resolve() == moved
+    branch = Recipe.load(moved, {"run.dir": str(tmp_path / "branch"), "train.steps": 12})
+    assert steps(train(branch, branch_from=f"{moved}@8")) == 12
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        *("branch", "elsewhere", "link", "link.old-1", "project")
+    ], "nothing was prepared or trained in the working directory"
+
+
+def test_the_command_line_trains_the_copy_with_several_ranks(project, tmp_path):
+    shutil.copytree("runs/first", tmp_path / "copy")
+    windlass("train", tmp_path / "copy", "--extend-to", "10", "--world", "2", cwd=tmp_path)
+    assert (steps(tmp_path / "copy"), steps(project / "runs/first")) == (10, 8)
+    assert not (tmp_path / "data").exists() and not (tmp_path / "runs").exists()
+
+
+def test_what_is_typed_starts_from_the_working_directory(project, tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    write_corpus(other / "more.txt", 400, seed=1)
+    monkeypatch.chdir(other)
+    first = project / "runs/first"
+    recipe = Recipe.load(first, {"data.eval_source": "more.txt"})
+    assert recipe.data.source == str(project / "text.txt")
+    assert recipe.data.eval_source == str(other / "more.txt")
+    assert Run(first).recipe.replace("data.eval_source=more.txt").data == recipe.data
+    assert recipe.flat()["data.source"] == "text.txt", "its hash is as before"
+    (other / "next.toml").write_text(f'extends = "{first}"\n[data]\nsource = "more.txt"\n')
+    extended = Recipe.load(other / "next.toml")
+    assert extended.run.dir == "" and extended.data.source == "more.txt"
+
+
+def test_a_run_on_another_machine_starts_from_the_working_directory(project, tmp_path, monkeypatch):
+    """There the directory where the run began does not exist; the fingerprint guards the data."""
+    there = tmp_path / "there"
+    shutil.copytree(project / "runs/first", there / "first")
+    project.rename(tmp_path / "gone")
+    monkeypatch.chdir(there)
+    with refused("data.source", "text.txt"):
+        train("first", extend_to=10)
+    write_corpus(there / "text.txt", 800, seed=1)
+    with refused("fingerprint"):
+        train("first", extend_to=10)
+    shutil.rmtree(there / "data")
+    write_corpus(there / "text.txt", 800)
+    assert steps(train("first", extend_to=10)) == 10
+
+
+def test_a_moved_study_continues(project, tmp_path, monkeypatch):
+    shutil.rmtree("runs")
+    axes = {"optim.lr": [1e-3, 1e-2]}
+    recipe = tiny_recipe(Path("text.txt"), Path("x"), data__dir="", train__steps=3)
+    Study.create(recipe.replace({"run.dir": ""}), axes, Path("study"))
+    Path("study").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    study = sweep("moved")
+    assert [result.state for result in study.results()] == ["finished"] * 2
+    assert not (tmp_path / "data").exists() and not (project / "study").exists()
+
+
+def test_an_edited_recipe_follows_the_rules_of_overrides(project):
+    run = Run("runs/first")
+    text = run.recipe_path.read_text()
+    run.recipe_path.write_text(text.replace("lr = 0.01", "lr = 0.02"))
+    with refused("optim.lr", "0.01", "0.02"):
+        train("runs/first", extend_to=10)
+    assert Run(run.path).recipe.optim.lr == 0.01, "what it was trained with"
+    run.recipe_path.write_text(text.replace("temperature = 0.8", "temperature = 0.5"))
+    train("runs/first", extend_to=10)
+    (changed,) = [e["settings"] for e in run.events if e["event"] == "settings_changed"]
+    assert changed == {"eval.temperature": [0.8, 0.5]}
+    assert Run(run.path).recipe.eval.temperature == 0.5
+    run.recipe_path.unlink()
+    assert steps(train("runs/first", extend_to=12)) == 12
+    assert "steps = 12" in run.recipe_path.read_text(), "it is written again"
+    run.recipe_path.write_text("[run")
+    with refused("recipe.toml", "TOML", "delete it"):
+        train("runs/first", extend_to=14)
+
+
+def test_a_kill_between_lineage_and_recipe_is_no_edit(project):
+    run = Run("runs/first")
+    old = run.recipe_path.read_bytes()
+    train("runs/first", extend_to=10)
+    new = json.loads((run.path / "lineage.json").read_text())
+    new["replaced"] = hashlib.sha256(old).hexdigest()
+    (run.path / "lineage.json").write_text(json.dumps(new))
+    run.recipe_path.write_bytes(old)
+    assert Recipe.load("runs/first").train.steps == 10
+    assert train("runs/first").state == "finished"
+
+
+def test_a_run_that_began_at_a_checkpoint_does_not_go_back_to_it(project):
+    """`checkpoint.resume=PATH` belongs to one start."""
+    path = str(Path("runs/first/checkpoints/step-00000004").absolute())
+    recipe = Recipe.load("runs/first", {"run.dir": "runs/second", "checkpoint.resume": path})
+    second = stopped(recipe, 6)
+    train("runs/second")
+    starts = [e["step"] for e in second.events if e["event"] in ("started", "resumed")]
+    assert starts[-1] == 6
+
+
+def test_a_branch_on_other_data_gets_a_command_that_works(project):
+    write_corpus(Path("more.txt"), 600, seed=1)
+    changes = {"run.dir": "runs/next", "data.source": "more.txt", "train.steps": 12}
+    recipe = Recipe.load("runs/first", changes)
+    with pytest.raises(UserError) as caught:
+        train(recipe, branch_from="runs/first@8")
+    line = as_typed(caught.value.text).splitlines()[-1]
+    words = shlex.split(line)
+    assert words[0] == "windlass" and "model.init_from=runs/first@8" in words
+    subprocess.run(command(*words[1:]), check=True, capture_output=True)
+    assert steps(Run("runs/next")) == 12 and curve(Run("runs/next")) != curve(Run("runs/first"))

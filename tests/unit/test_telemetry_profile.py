@@ -1,0 +1,71 @@
+"""A profile of some steps on one rank or all, and the largest blocks of a memory snapshot.
+
+The snapshot itself needs CUDA; its blocks are in the form that torch documents.
+"""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from helpers import each_step, refused, tiny_recipe
+from windlass import report, train
+from windlass.launch.local import launch
+from windlass.telemetry.profile import largest_blocks
+
+
+def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
+    settings = {"train__steps": 6, "telemetry__profile": "3:2", "telemetry__every": 2}
+    run = train(tiny_recipe(corpus, tmp_path / "run", **settings))
+    [event] = [e for e in run.events if e["event"] == "profile"]
+    trace, table = (run.path / name for name in event["files"])
+    assert event["step"] == 4 and trace.name == "steps-3-4-rank-0.json.gz"
+    with gzip.open(trace) as file:
+        names = [e.get("name") for e in json.load(file)["traceEvents"]]
+    per_step = names.count("aten::embedding")
+    assert per_step and per_step % 2 == 0, "two steps"
+    assert "aten::addmm" in table.read_text() or "aten::mm" in table.read_text()
+    page = report([run], out=tmp_path / "report", plots=False).markdown.read_text()
+    assert all(name in page for name in event["files"])
+
+
+@pytest.mark.dist
+def test_every_rank_may_have_a_profile_and_the_end_of_the_run_ends_it(corpus, tmp_path):
+    recipe = tiny_recipe(corpus, tmp_path / "run", train__steps=3, telemetry__profile="2:1:all")
+    (tmp_path / "recipe.toml").write_text(recipe.toml())
+    words = [sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")]
+    assert launch(words, 2) == 0
+    files = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
+    ends = (".json.gz", ".txt")
+    assert files == [f"steps-2-2-rank-{rank}{end}" for rank in (0, 1) for end in ends]
+    late = train(tiny_recipe(corpus, tmp_path / "late", train__steps=3, telemetry__profile="3:9"))
+    assert (late.path / "profile" / "steps-3-3-rank-0.txt").is_file()
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path):
+    block = each_step(lambda now: (tmp_path / "run" / "profile").touch())
+    recipe = tiny_recipe(corpus, tmp_path / "run", train__steps=3, telemetry__profile="2:1")
+    run = train(recipe, callbacks=[block])
+    assert run.state == "finished" and "was not written" in run.log_path.read_text()
+
+
+def test_a_wrong_profile_is_refused(corpus, tmp_path):
+    with refused("telemetry.profile", "STEP:COUNT"):
+        tiny_recipe(corpus, tmp_path / "run", telemetry__profile="0:5")
+
+
+def test_the_largest_live_blocks_are_named():
+    def block(size, state, *frames):
+        names = [{"filename": f"/a/{file}", "line": 7, "name": name} for file, name in frames]
+        return {"size": size, "state": state, "frames": names}
+
+    loss, own = ("torch/nn.py", "linear"), ("loss.py", "cross_entropy")
+    segments = [
+        {"blocks": [block(3 * 10**9, "active_allocated", loss, own), block(10**12, "inactive")]},
+        {"blocks": [block(10**9, "active_allocated", own), block(10**6, "active_allocated")]},
+    ]
+    text = largest_blocks(segments)
+    first, second = text.split("; ")
+    assert first == "4 GB in 2 blocks from loss.py:7 cross_entropy"
+    assert second == "0.001 GB in 1 block from an unknown place"
