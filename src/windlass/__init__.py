@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from windlass.recipe import Recipe
     from windlass.reports.write import Report, report
     from windlass.run import Run
+    from windlass.study.ladder import ladder
     from windlass.study.scale import scale
     from windlass.study.study import Study
     from windlass.study.sweep import sweep
@@ -40,6 +41,7 @@ __all__ += [
     "evaluate",
     "export",
     "generate",
+    "ladder",
     "load_model",
     "plan",
 ]
@@ -57,6 +59,7 @@ _NAMES = {
     "recipe": "Recipe",
     "reports.write": "Report report",
     "run": "Run",
+    "study.ladder": "ladder",
     "study.scale": "scale",
     "study.study": "Study",
     "study.sweep": "sweep",

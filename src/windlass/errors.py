@@ -21,6 +21,7 @@ EXTRAS = {
     "data": ("pyarrow", "tiktoken"),
     "plots": ("matplotlib",),
     "sweep": ("optuna",),
+    "ladder": ("scipy",),
     "optim": ("pytorch_optimizer",),
     "lm-eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),

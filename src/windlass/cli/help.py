@@ -105,6 +105,11 @@ GROUPS = {
             "Train on several numbers of ranks, and compare.",
             "windlass scale quickstart --worlds 1,2 --mode strong train.steps=60",
         ),
+        "ladder": Verb(
+            "ladder",
+            "Train several sizes, fit the law of scaling, predict the next.",
+            "windlass ladder quickstart --sizes 100k,300k,1M --tokens 5,10,20",
+        ),
     },
     "Cluster": {
         "submit": Verb(

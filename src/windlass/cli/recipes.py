@@ -18,7 +18,9 @@ from windlass.cli import Json, Overrides, RecipeName, complete, print_json, say
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
+    from windlass.estimate.plan import Plan
     from windlass.recipe import Recipe
+    from windlass.study.law import Range
 
 
 def init(
@@ -170,6 +172,7 @@ def plan(
     memory: float = Option(0.0, min=0, metavar="GB", help="Memory of an unlisted device."),
     per_host: int = Option(0, min=0, help="Ranks of each host; default: 8 GPUs."),
     from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),
+    law: str = Option("", metavar="LADDER", help="Predict the loss by the law of a ladder."),
     validate: bool = Option(False, help="Print the model's error on published runs."),
     json_: Json = False,
 ) -> None:
@@ -205,9 +208,24 @@ def plan(
         result = make_plan(study[0], **target, world=world or study[2])
     else:
         result = make_plan(recipe, overrides, **target, world=world)
+    predicted = _by_law(law, result) if law else None
     if json_:
-        print_json(result.as_dict())
-    else:
-        if study:
-            typer.echo(study[1])
-        print_plan(result, rich_console(sys.stdout))
+        print_json(result.as_dict() | ({"law": predicted._asdict()} if predicted else {}))
+        return
+    if study:
+        typer.echo(study[1])
+    print_plan(result, rich_console(sys.stdout))
+    if predicted:
+        typer.echo(f"validation loss by the law of {law}: {predicted}")
+
+
+def _by_law(path: str, plan: Plan) -> Range:
+    """The loss of a plan by the law of a ladder; UserError if the plan lacks size or tokens."""
+    from windlass.study.ladder import open_ladder
+
+    law = open_ladder(path).law
+    size = plan.size.parameters if law.embeddings else plan.size.non_embedding
+    if not size or not plan.tokens:
+        why = "; ".join(dict.fromkeys(plan.unknown.values())) or "the size has no count of blocks"
+        raise UserError(f"--law {path}: size and tokens of the plan are unknown: {why}")
+    return law.predict(size, plan.tokens)

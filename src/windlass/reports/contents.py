@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from windlass.reports import tables
 from windlass.reports.answers import BEST, divergence, head_of
 from windlass.reports.charts import Chart, looks
+from windlass.reports.law import LawView, is_ladder
 from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
 from windlass.reports.scaling import ScalingView
@@ -42,12 +43,15 @@ class Contents:
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
         self.changed = [row for row in self.settings if row.changed and not row.differs]
+        self.law = LawView(study.study) if study and is_ladder(study.study) else None
+        self.study_charts = self.law.charts if self.law else self.study_charts
         self.head = head_of(views, study, scaled)
         single = len(views) == 1 and not study
         total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
         shown = [tables.results(views[0], brief=True) if single else total]
         if study:
-            shown = [*(scaled.tables if scaled else ()), *study_tables(study)]
+            above = scaled or self.law
+            shown = [*(above.tables if above else ()), *study_tables(study)]
         keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
         for view, suites in zip(views, evals, strict=True):

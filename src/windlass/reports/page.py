@@ -56,7 +56,11 @@ def page(report: Contents) -> str:
         "published": (report.published.title if report.published else "", report.published),
         "winner": ("The recommended setup" if report.scaled else "The best", report.winners),
         "scaling": ("Scaling", report.scaled),
-        "swept": (f"{heading} by setting", None if report.scaled else report.study_charts),
+        "law": ("The law of scaling", report.law),
+        "swept": (
+            f"{heading} by setting",
+            None if report.scaled or report.law else report.study_charts,
+        ),
         "cells": ("Cells", report.tables.get("cells")),
         "curves": ("Curves", report.run_charts),
         "results": ("Results", None if study else report.tables["results"]),

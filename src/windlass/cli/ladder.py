@@ -1,0 +1,125 @@
+"""`windlass ladder`: sizes times tokens as a study, the law of its losses, and its answers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer import Option
+
+from windlass.cli import Json, Overrides, print_json
+from windlass.cli.sweep import RetryFailed, StudyName, exit_code
+from windlass.errors import DONE, UserError, plural
+
+if TYPE_CHECKING:
+    from windlass.study.ladder import Ladder
+    from windlass.study.progress import Progress
+
+
+def ladder(
+    recipe: StudyName,
+    overrides: Overrides,
+    sizes: str = Option("", metavar="N,N,...", help="Parameters, as 1M,3M,10M; or 4x128 shapes."),
+    tokens: str = Option("5,10,20,40", metavar="N,N,...", help="Tokens per parameter."),
+    dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-ladder-<hash>."),
+    world: int = Option(0, min=0, help="Ranks of each cell; 0: 1."),
+    workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
+    retry_failed: RetryFailed = False,
+    create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
+    add: list[str] = Option([], "--add", metavar="RUN", help="A run that joins the law."),
+    flops: float = Option(0.0, metavar="C", help="Budget: the best size and tokens for it."),
+    hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
+    money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
+    price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
+    device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
+    json_: Json = False,
+) -> int:
+    """Train a ladder of sizes and tokens, fit the law of its losses, and predict larger models.
+
+    Each size has the recipe's proportions. Its learning rate is the recipe's times (N / N of the
+    recipe)^(-1/3), unless the recipe has muP, and its batch the recipe's times that ratio^(2/3).
+    If you kill the ladder, give the same command again. Without --sizes a STUDY is continued. The
+    law is the form that best predicts the largest size from the smaller ones.
+
+    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
+    saved.
+    """
+    from windlass.run import Run
+    from windlass.study import ladder as ladders
+    from windlass.study.progress import Progress
+
+    _check_budget(flops, hours, money, price)
+    words = [word.strip() for word in sizes.split(",") if word.strip()]
+    study = ladders.create_ladder(recipe, words, _ratios(tokens), overrides, dir_)
+    if create:
+        cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
+        typer.echo(f"{cells}; `windlass submit {study.path}` trains them")
+        return DONE
+    progress = Progress(sys.stderr if json_ else sys.stdout)
+    options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
+    ladders.ladder(study, progress=progress, **options)
+    seen = ladders.open_ladder(study, [Run.open(path) for path in add])
+    if hours or money:
+        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
+    if json_:
+        print_json(_as_json(seen, flops))
+    else:
+        _show(seen, flops, progress)
+    return exit_code(study)
+
+
+def _show(seen: Ladder, flops: float, progress: Progress) -> None:
+    """Print the law, the runs beside it, and the best size for `flops`, if there is a budget."""
+    from windlass.reports.law import error_table, law_table
+    from windlass.telemetry.measures import short
+
+    for table in (law_table(seen), error_table(seen)):
+        progress.console.print(table.terminal(progress.console.width, table.title))
+        for note in table.notes:
+            progress.console.print(note)
+    if flops:
+        size, tokens = seen.law.optimum(flops)
+        best = f"{short(size)} parameters, {short(tokens)} tokens"
+        loss = seen.law.predict(size, tokens)
+        progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
+    progress.notify(f"report: windlass report {seen.study.path}")
+
+
+def _ratios(text: str) -> list[float]:
+    """`5,10,20` as numbers above 0; UserError for anything else."""
+    try:
+        values = [float(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0:
+        raise UserError(f"--tokens {text}: write tokens per parameter with commas, as 5,10,20")
+    return values
+
+
+def _check_budget(flops: float, hours: float, money: float, price: float) -> None:
+    """UserError if there are several budgets, or money without a price."""
+    if sum(map(bool, (flops, hours, money))) > 1:
+        raise UserError("give one budget: --flops, --hours or --money")
+    if bool(money) != bool(price):
+        raise UserError("--money and --price, of an hour of the device, belong together")
+
+
+def _as_json(seen: Ladder, flops: float) -> dict[str, Any]:
+    """The law, and the best size for `flops`, if there is a budget."""
+    law, best = seen.law, seen.judged[0]
+    values: dict[str, Any] = {
+        "form": law.form,
+        "embeddings": law.embeddings,
+        "constants": {name: list(values) for name, values in law.constants().items()},
+        "measure": seen.measure,
+        "mean_error": best.mean,
+        "errors": best.errors,
+        "left_out": seen.left_out,
+    }
+    if flops:
+        size, tokens = law.optimum(flops)
+        optimum = {"flops": flops, "parameters": size, "tokens": tokens}
+        values["optimum"] = optimum | law.predict(size, tokens)._asdict()
+    return values

@@ -1,0 +1,182 @@
+"""What a report adds for a ladder: the law, how well it predicts, and its pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from windlass.checkpoint.retention import LOSS
+from windlass.errors import UserError
+from windlass.reports.charts import Axis, Chart, Series, pattern
+from windlass.reports.table import Column, Table
+from windlass.study.ladder import Ladder, open_ladder
+from windlass.study.law import FAR, FORMS, Law, Observation
+from windlass.study.study import Study
+from windlass.telemetry.measures import short
+
+POINTS = 40  # of a drawn curve
+SHAPES = {"model.layers", "model.width", "train.tokens_per_parameter"}
+"""The settings that a ladder varies."""
+
+
+class LawView:
+    """A ladder's law with its tables and charts; `remark` says why there is none."""
+
+    ladder: Ladder | None
+
+    def __init__(self, study: Study):
+        self.ladder, self.remark = None, ""
+        try:
+            seen = open_ladder(study)
+            self.law, self.ladder = seen.law, seen
+        except UserError as error:
+            self.remark = f"{str(error)[:1].upper()}{str(error)[1:]}."
+
+    @property
+    def tables(self) -> list[Table]:
+        return [] if self.ladder is None else [law_table(self.ladder), error_table(self.ladder)]
+
+    @property
+    def charts(self) -> list[Chart]:
+        if self.ladder is None:
+            return []
+        law, runs = self.law, self.ladder.observations
+        unit = "nats per token" if self.ladder.measure == LOSS else "bits per byte"
+        return [compute_chart(law, runs, unit), slices(law, runs, unit), residuals(law, runs)]
+
+
+def is_ladder(study: Study) -> bool:
+    """Whether the cells of a study differ in size and in tokens per parameter."""
+    varied = {key for key, values in study.values.items() if len(values) > 1}
+    return (
+        study.scaling is None
+        and "train.tokens_per_parameter" in varied
+        and bool(varied & (SHAPES - {"train.tokens_per_parameter"}))
+    )
+
+
+def law_table(ladder: Ladder) -> Table:
+    """The constants of each form, its error on the largest runs, and the chosen form."""
+    rows: list[Sequence[Any]] = []
+    for one in ladder.judged:
+        chosen = (one.form, one.embeddings) == (ladder.law.form, ladder.law.embeddings)
+        counted = "all" if one.embeddings else "without embeddings"
+        worst = max(one.errors.values(), key=abs)
+        rows.append((FORMS[one.form].formula, counted, one.mean, abs(worst), chosen))
+    columns = [
+        Column("formula", "L(N, D)"),
+        Column("parameters", "N counts"),
+        Column("mean_error", "Mean error", "share"),
+        Column("largest_error", "Largest error", "share"),
+        Column("chosen", "Chosen"),
+    ]
+    predicted = ", ".join(ladder.judged[0].errors)
+    constants = ", ".join(
+        f"{name} = {value:.4g} ({low:.4g} to {high:.4g})"
+        for name, (value, low, high) in ladder.law.constants().items()
+    )
+    notes = [
+        f"The errors are of the largest runs, predicted from the others: {predicted}.",
+        f"The chosen form, fitted to all runs: {constants}; 80 % ranges by bootstrap over runs.",
+        *(f"Not in the fit: {reason}." for reason in ladder.left_out),
+    ]
+    return Table("law", columns, rows, "The law of scaling", notes)
+
+
+def error_table(ladder: Ladder) -> Table:
+    """Each run's measured loss beside the law's; a run kept back has the prediction without it."""
+    errors, law, rows = ladder.judged[0].errors, ladder.law, []
+    for one in ladder.observations:
+        size = one.size(law.embeddings)
+        before = one.loss * (1 + errors[one.name]) if one.name in errors else None
+        flops = 6 * one.parameters * one.tokens
+        fitted = law.loss(size, one.effective_tokens)
+        error = None if before is None else errors[one.name]
+        rows.append((one.name, one.parameters, one.tokens, flops, one.loss, fitted, before, error))
+    columns = [
+        Column("run", "Run"),
+        Column("parameters", "Parameters", "count"),
+        Column("tokens", "Tokens", "count"),
+        Column("flops", "FLOPs (6 N D)"),
+        Column("loss", "Measured", "loss"),
+        Column("fitted", "Fitted", "loss"),
+        Column("predicted", "Predicted without it", "loss"),
+        Column("error", "Error", "share"),
+    ]
+    return Table("law-runs", columns, rows, "Predicted and measured")
+
+
+def decades(values: Sequence[float], label: str) -> Axis:
+    """A logarithmic axis with a tick for each power of ten."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    ticks = [10.0**n for n in range(low, high + 1)]
+    return Axis(
+        label, ticks, [short(tick) if tick < 1e12 else f"{tick:.0e}" for tick in ticks], log=True
+    )
+
+
+def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
+    """The loss against compute: the runs, the law of each size, and the compute-optimal envelope."""
+    series = []
+    for number, size in enumerate(sorted({one.parameters for one in runs})):
+        own = sorted((o for o in runs if o.parameters == size), key=lambda o: o.tokens)
+        x = np.array([6.0 * size * one.tokens for one in own])
+        y = np.array([one.loss for one in own])
+        look = pattern(number)
+        series.append(Series(f"{short(size)} parameters", y, {"x": x}, points="only", **look))
+        flops = np.geomspace(x.min(), x.max(), POINTS)
+        n = own[0].size(law.embeddings)
+        curve = np.array([law.loss(n, c / 6 / size) for c in flops])
+        series.append(Series("", curve, {"x": flops}, minor=True, **look))
+    every = [6.0 * one.parameters * one.tokens for one in runs]
+    flops = np.geomspace(min(every), max(every) * FAR, POINTS)
+    best = np.array([law.loss(*law.optimum(c)) for c in flops])
+    series.append(Series("best size for the compute", best, {"x": flops}, grey=True))
+    axis = decades([*every, flops[-1]], "FLOPs (6 N D)")
+    return Chart(
+        "law-compute",
+        "Loss against compute",
+        unit,
+        series,
+        x=axis,
+        note="points: runs; lines: the law",
+    )
+
+
+def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
+    """The law along sizes at equal compute; the lowest point is the best size."""
+    every = [6.0 * one.parameters * one.tokens for one in runs]
+    series, sizes = [], [float(one.size(law.embeddings)) for one in runs]
+    n = np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
+    for number, flops in enumerate(np.geomspace(min(every), max(every), 4)):
+        y = np.array([law.loss(size, flops / 6 / size) for size in n])
+        series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, points="", **pattern(number)))
+    counted = "parameters" if law.embeddings else "parameters without embeddings"
+    return Chart(
+        "law-slices", "Equal compute, different sizes", unit, series, x=decades(n.tolist(), counted)
+    )
+
+
+def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
+    """How far the law is from each run, in percent."""
+    series = []
+    for number, size in enumerate(sorted({one.parameters for one in runs})):
+        own = sorted((o for o in runs if o.parameters == size), key=lambda o: o.tokens)
+        x = np.array([6.0 * size * one.tokens for one in own])
+        y = [
+            100 * (law.loss(one.size(law.embeddings), one.effective_tokens) / one.loss - 1)
+            for one in own
+        ]
+        name = f"{short(size)} parameters"
+        series.append(Series(name, np.array(y), {"x": x}, points="line", **pattern(number)))
+    every = [6.0 * one.parameters * one.tokens for one in runs]
+    return Chart(
+        "law-residuals",
+        "The law minus the measured loss",
+        "% of the loss",
+        series,
+        x=decades(every, "FLOPs (6 N D)"),
+    )

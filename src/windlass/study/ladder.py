@@ -1,0 +1,243 @@
+"""Ladders: a study of model sizes times tokens, the law fitted to it, and its answers. No torch.
+
+A ladder is an ordinary study whose cells differ in `model.width`, `model.layers` and
+`train.tokens_per_parameter`, so the runner, array jobs and reports of sweeps serve it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from windlass.data.prepare import prepare
+from windlass.errors import UserError, argument
+from windlass.estimate.plan import plan
+from windlass.estimate.subject import subject_of
+from windlass.model.size import count
+from windlass.recipe import Changes, Recipe
+from windlass.run import Run, last_start
+from windlass.study.grid import Assignment, Cell
+from windlass.study.law import Judged, Law, Observation, fit_law, judge
+from windlass.study.results import BITS, CellResult, Ledgers, common_measure
+from windlass.study.study import Study, load_study
+from windlass.study.sweep import sweep
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
+"""Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
+(arXiv 2412.04403, section 3). With muP the learning rate stays."""
+ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """A ladder with the law of its finished runs."""
+
+    study: Study
+    observations: list[Observation]
+    left_out: list[str]  # cells that the law does not use, each with its reason
+    measure: str  # LOSS, or BITS if the tokenizers differ
+
+    @cached_property
+    def judged(self) -> list[Judged]:
+        """The forms by their error on further runs or on the largest size, fitted without these."""
+        runs, sizes = self.observations, {one.parameters for one in self.observations}
+        if all(one.in_fit for one in runs) and len(sizes) > 2:
+            runs = [replace(one, in_fit=one.parameters < max(sizes)) for one in runs]
+        return judge(runs)
+
+    @cached_property
+    def law(self) -> Law:
+        """The form that predicts best, fitted to all runs."""
+        best, every = self.judged[0], [replace(one, in_fit=True) for one in self.observations]
+        return fit_law(every, best.form, embeddings=best.embeddings)
+
+
+def ladder(
+    recipe: Recipe | Run | Study | str | Path,
+    sizes: Sequence[str] = (),
+    tokens: Sequence[float] = (5, 10, 20, 40),
+    overrides: Changes = (),
+    *,
+    path: str | Path | None = None,
+    **options: Any,
+) -> Study:
+    """Train every open cell of a ladder, and return the study; `open_ladder` fits its law.
+
+    Args:
+        recipe: The settings that all cells share; or a ladder, to continue it.
+        sizes: Numbers of parameters (`10M`), or shapes as `4x128` (layers x width).
+        tokens: Training tokens for each parameter.
+        overrides: Changes to the recipe.
+        path: The study's directory; None: `studies/<preset>-ladder-<hash>`.
+        options: `world`, `workers`, `retry_failed`, `progress`: as for `sweep`.
+
+    Raises:
+        UserError: A size cannot be had, or a cell's recipe is invalid.
+        Stopped: A signal stopped the ladder, and everything is saved.
+    """
+    return sweep(create_ladder(recipe, sizes, tokens, overrides, path), **options)
+
+
+def create_ladder(
+    recipe: Recipe | Run | Study | str | Path,
+    sizes: Sequence[str],
+    tokens: Sequence[float],
+    overrides: Changes = (),
+    path: str | Path | None = None,
+) -> Study:
+    """Create the study of a ladder, or add cells to it."""
+    base, _, place = load_study(recipe, "sweep", overrides)
+    if not sizes and place is not None:
+        return Study.open(place)
+    if not sizes:
+        raise UserError(f"{argument('sizes', ['1M', '3M', '10M'])}: name the sizes of the ladder")
+    if not base.eval.every:
+        raise UserError("eval.every = 0 measures no validation loss, which the law needs")
+    # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
+    base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
+    path = (
+        Path(path)
+        if path
+        else place or Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
+    )
+    return Study.create(base, assignments(base, sizes, tokens), path)
+
+
+def assignments(recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float]) -> list[Assignment]:
+    """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
+    if recipe.model.kind != "gpt":
+        problem = "a ladder changes layers and width, and only model.kind = gpt can change them"
+        raise UserError(f"model.kind = {recipe.model.kind}: {problem}")
+    if not (vocab := subject_of(recipe).size.vocab):
+        prepare(recipe)  # the tokenizer is learned from the data
+        vocab = subject_of(recipe).size.vocab or 0
+    own = count(recipe.model, vocab).total
+    rows = []
+    for size in sizes:
+        shape = shape_of(recipe, size, vocab)
+        ratio = count(recipe.replace(shape).model, vocab).total / own
+        if not recipe.model.mup.base_width:
+            shape["optim.lr"] = float(f"{recipe.optim.lr * ratio**LR_EXPONENT:.3g}")
+        batch = recipe.train.global_batch * ratio**BATCH_EXPONENT
+        shape["train.global_batch"] = 1 << max(0, round(batch).bit_length() - 1)
+        rows.append(shape)
+    pairs = itertools.product(rows, tokens)
+    return [shape | {"train.tokens_per_parameter": float(each)} for shape, each in pairs]
+
+
+def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
+    """Layers and width of a size, with heads and the feed-forward layer as the recipe has them.
+
+    Heads keep their width. For each number of layers, the width is the multiple of a head's width
+    with the nearest size; of these shapes, one within ASPECT of the recipe's width / layers has the
+    nearest size of all.
+    """
+    model = recipe.model
+    head, aspect = model.width // model.heads, model.width / model.layers
+    group = model.heads // model.kv_heads_
+
+    def shape(layers: int, heads: int) -> Assignment:
+        heads = -(-heads // group) * group
+        width = heads * head
+        given: Assignment = {"model.layers": layers, "model.width": width, "model.heads": heads}
+        if model.kv_heads:
+            given["model.kv_heads"] = heads // group
+        if model.ff_width:
+            given["model.ff_width"] = max(1, round(model.ff_width / model.width * width))
+        return given
+
+    if match := re.fullmatch(r"(\d+)x(\d+)", size.strip()):
+        layers, width = map(int, match.groups())
+        if not layers or not width or width % (head * group):
+            problem = f"the width must be a multiple of {head * group}"
+            raise UserError(f"{argument('sizes', size)}: {problem}, as heads are {head} wide")
+        return shape(layers, width // head)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", size.strip().lower())
+    if not match or not float(match[1]):
+        forms = "a number of parameters (300k, 10M, 1.5B) or LAYERSxWIDTH (4x128)"
+        raise UserError(f"{argument('sizes', size)}: write {forms}")
+    wanted = float(match[1]) * UNITS[match[2]]
+
+    def distance(given: Assignment) -> float:
+        total = count(recipe.replace(given).model, vocab).total
+        return max(total / wanted, wanted / total)
+
+    shapes, layers = list[Assignment](), 1
+    while True:
+        most = max(1, round(ASPECT * aspect * layers / head))
+        least = max(1, round(aspect * layers / ASPECT / head))
+        own = [shape(layers, heads) for heads in range(least, most + 1)]
+        shapes += own
+        if count(recipe.replace(own[0]).model, vocab).total > wanted:
+            break
+        layers += 1
+    best = min(shapes, key=distance)
+    if distance(best) > 1.5:
+        smallest = min(count(recipe.replace(s).model, vocab).total for s in shapes)
+        problem = f"the nearest size with heads of {head} and {vocab:,} tokens of vocabulary"
+        raise UserError(f"{argument('sizes', size)}: {problem} has {smallest:,} parameters")
+    return best
+
+
+def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
+    """A ladder with its finished runs; `runs`: further ones, which the law is judged by.
+
+    Raises UserError if the losses of the runs do not compare.
+    """
+    study = source if isinstance(source, Study) else Study.open(source)
+    results, left_out, rows = study.results(), list[str](), list[tuple[CellResult, bool]]()
+    for result in results:
+        if result.state == "finished" and result.evaluations:
+            rows.append((result, True))
+        else:
+            reason = result.reason or "it has no evaluation" * (result.state == "finished")
+            left_out.append(f"{result.cell.label}: {reason or result.state}")
+    ledgers = Ledgers()
+    for run in runs:
+        cell = Cell.of(run.recipe, {}, str(run.path))
+        result = ledgers.read(cell, run, study.measure, None)
+        if result.state != "finished" or not result.evaluations:
+            raise UserError(f"{run.path} is {result.state}: only a finished run joins the law")
+        rows.append((result, False))
+    if not rows:
+        raise UserError("\n".join([f"{study.path}: no finished cell, so no law:", *left_out]))
+    measure, remark = common_measure([result.validation for result, _ in rows])
+    if not measure:
+        raise UserError(f"{study.path}: {remark}")
+    return Ladder(study, [_observe(r, measure, fit) for r, fit in rows], left_out, measure)
+
+
+def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
+    """The size, tokens and last validation loss of a finished cell."""
+    start = last_start(result.run.ledger())
+    loss = result.eval_loss
+    if measure == BITS:
+        lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
+        loss = lines[-1]["bits_per_byte"]
+    return Observation(
+        result.cell.label or str(result.run.path),
+        int(start["parameters"]),
+        count(result.cell.recipe.model, 0).non_embedding,
+        result.tokens,
+        float(loss or 0.0),
+        int(start["data"]["train"].get("tokens") or 0),
+        in_fit,
+    )
+
+
+def flops_per_hour(recipe: Recipe, device: str) -> float:
+    """FLOPs that training a recipe gets from an hour of a device, by its plan.
+
+    Raises UserError if the plan knows no speed of the device.
+    """
+    planned = plan(recipe, device=device)
+    if not planned.flops or not planned.device_hours:
+        why = "; ".join(dict.fromkeys(planned.unknown.values()))
+        raise UserError(f"{argument('device', device)}: no plan of the speed: {why}")
+    return planned.flops / planned.device_hours

@@ -1,0 +1,318 @@
+"""Scaling laws: the validation loss of N parameters after D tokens, fitted to finished runs.
+
+A law is one of FORMS, fitted as in approach 3 of Hoffmann et al. (arXiv 2203.15556): a Huber loss
+on the logarithm of the validation loss, minimised by L-BFGS from a grid of starts. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windlass.errors import UserError, plural, require
+
+Numbers = NDArray[np.float64]
+
+HUBER = 1e-2
+"""Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
+Hoffmann et al. (appendix D.3) have 1e-3."""
+SMOOTH = 0.1  # the threshold of a first descent, which has fewer local minima
+SAMPLES = 100  # of the bootstrap
+LOW, HIGH = 10, 90  # percentiles of a range
+FAR = 10.0  # a prediction beyond this multiple of the fitted range is an extrapolation
+HELD_OUT = 4  # the largest quarter of the runs judges a form that is fitted to the others
+REPEATED = 15.4
+"""R* of Muennighoff et al. (arXiv 2305.16264, equation 5): repeated tokens lose value by it."""
+
+
+class Form(NamedTuple):
+    """A law as log L = g log(exp(a - p n) + exp(b - q d) + exp(e)), with n = log N and d = log D.
+
+    `base` [6] has the values of (a, b, e, p, q, g) that are fixed, and `free` [6, k] adds the
+    fitted ones.
+    """
+
+    formula: str
+    source: str
+    base: Numbers
+    free: Numbers
+
+
+def _form(formula: str, source: str, base: Sequence[float], *places: Sequence[int]) -> Form:
+    """A form; each fitted value stands at `places` in (a, b, e, p, q, g)."""
+    free = np.zeros((6, len(places)))
+    for column, rows in enumerate(places):
+        free[list(rows), column] = 1.0
+    return Form(formula, source, np.array(base, dtype=float), free)
+
+
+NOTHING = -50.0  # the logarithm of a term that is left out
+TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # between which constants are looked for
+FORMS = {
+    "chinchilla": _form(
+        "E + A / N^α + B / D^β",
+        "Hoffmann et al., arXiv 2203.15556",
+        (0, 0, 0, 0, 0, 1),
+        *([i] for i in range(5)),
+    ),
+    "one-exponent": _form(
+        "E + A / N^α + B / D^α",
+        "Gadre et al., arXiv 2403.08540",
+        (0, 0, 0, 0, 0, 1),
+        *([0], [1], [2], [3, 4]),
+    ),
+    "kaplan": _form(
+        "(A / N^α + B / D)^γ",
+        "Kaplan et al., arXiv 2001.08361",
+        (0, 0, NOTHING, 0, 1, 0),
+        *([0], [1], [3], [5]),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A finished run: its size, its tokens and its validation loss."""
+
+    name: str
+    parameters: int
+    non_embedding: int  # parameters of the blocks and the final norm
+    tokens: int
+    loss: float  # nats per token, or bits per byte
+    unique_tokens: int = 0  # of the training data; 0: no token was repeated
+    in_fit: bool = True  # False: kept back to judge the law
+
+    @property
+    def effective_tokens(self) -> float:
+        """Tokens, of which repeated ones count less."""
+        if not 0 < self.unique_tokens < self.tokens:
+            return float(self.tokens)
+        repeats = self.tokens / self.unique_tokens - 1
+        return self.unique_tokens * (1 + REPEATED * (1 - math.exp(-repeats / REPEATED)))
+
+    def size(self, embeddings: bool) -> int:
+        return self.parameters if embeddings else self.non_embedding
+
+
+class Range(NamedTuple):
+    """A predicted loss, and the range in which 80 % of the bootstrapped laws predict it."""
+
+    loss: float
+    low: float
+    high: float
+    beyond: float  # the factor by which N or D leaves the fitted range; 1: inside
+
+    def __str__(self) -> str:
+        text = f"{self.loss:.4f} ({self.low:.4f} to {self.high:.4f})"
+        if self.beyond > 1:
+            text += f", {self.beyond:.1f} times beyond the fitted runs"
+        return text + (": too far to rely on" if self.beyond > FAR else "")
+
+
+@dataclass(frozen=True)
+class Law:
+    """A fitted law. N counts all parameters, or with `embeddings` False those of the blocks."""
+
+    form: str
+    embeddings: bool
+    fitted: list[Observation]
+    values: Numbers = field(repr=False)  # (a, b, e, p, q, g) [6] of the centred law
+    resampled: Numbers = field(repr=False)  # the same of each bootstrapped law [SAMPLES, 6]
+    centre: tuple[float, float] = field(repr=False)  # mean log N and log D of the fitted runs
+
+    def loss(self, size: float, tokens: float) -> float:
+        return float(np.exp(self._logs(self.values, size, tokens)))
+
+    def predict(self, size: float, tokens: float) -> Range:
+        """The loss of a model of `size` parameters after `tokens` tokens."""
+        low, high = np.percentile(
+            np.exp([self._logs(one, size, tokens) for one in self.resampled]), [LOW, HIGH]
+        )
+        sizes = [one.size(self.embeddings) for one in self.fitted]
+        amounts = [one.effective_tokens for one in self.fitted]
+        beyond = max(
+            *(max(x / max(seen), min(seen) / x) for x, seen in ((size, sizes), (tokens, amounts))),
+            1.0,
+        )
+        return Range(self.loss(size, tokens), float(low), float(high), beyond)
+
+    def _logs(self, values: Numbers, size: float, tokens: float) -> float:
+        n, d = math.log(size) - self.centre[0], math.log(tokens) - self.centre[1]
+        return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
+
+    def optimum(self, flops: float) -> tuple[float, float]:
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs.
+
+        The minimum along C is convex in log N, so a golden-section search finds it.
+        """
+        low, high = math.log(1e3), math.log(flops / 6 / 1e3)
+        ratio = (math.sqrt(5) - 1) / 2
+        while high - low > 1e-6:
+            left, right = high - ratio * (high - low), low + ratio * (high - low)
+            better = self.loss(math.exp(left), flops / 6 / math.exp(left)) < self.loss(
+                math.exp(right), flops / 6 / math.exp(right)
+            )
+            low, high = (low, right) if better else (left, high)
+        size = math.exp((low + high) / 2)
+        return size, flops / 6 / size
+
+    def constants(self) -> dict[str, tuple[float, float, float]]:
+        """E, A, B, α, β or γ of the formula, each with its range."""
+        every = np.vstack([self.values, self.resampled])
+        a, b, e, p, q, g = every.T
+        named = {"α": p, "A": np.exp(a + p * self.centre[0]), "B": np.exp(b + q * self.centre[1])}
+        if self.form == "kaplan":
+            named["γ"] = g
+        else:
+            named = {"E": np.exp(e), **named} | ({"β": q} if self.form == "chinchilla" else {})
+        ranges = {name: np.percentile(v[1:], [LOW, HIGH]) for name, v in named.items()}
+        return {
+            name: (float(v[0]), float(ranges[name][0]), float(ranges[name][1]))
+            for name, v in named.items()
+        }
+
+    def __str__(self) -> str:
+        numbers = ", ".join(
+            f"{k} = {v:.4g} ({lo:.4g} to {hi:.4g})" for k, (v, lo, hi) in self.constants().items()
+        )
+        which = "all parameters" if self.embeddings else "parameters without embeddings"
+        return f"L = {FORMS[self.form].formula}, N: {which}; {numbers}"
+
+
+def log_loss(values: Numbers, n: Numbers, d: Numbers) -> tuple[Numbers, Numbers]:
+    """Log L of each run [R], and its derivatives by (a, b, e, p, q, g) [6, R]."""
+    a, b, e, p, q, g = values
+    terms = np.stack([a - p * n, b - q * d, np.full_like(n, e)])
+    top = terms.max(axis=0)
+    weights = np.exp(terms - top)
+    total = weights.sum(axis=0)
+    log_sum, (w, v, u) = top + np.log(total), weights / total
+    return g * log_sum, np.stack([g * w, g * v, g * u, -g * w * n, -g * v * d, log_sum])
+
+
+def fit_law(
+    observations: Sequence[Observation],
+    form: str = "chinchilla",
+    *,
+    embeddings: bool = True,
+    samples: int = SAMPLES,
+    huber: float = HUBER,
+) -> Law:
+    """Fit a form to the runs with `in_fit`, and bootstrap over these runs.
+
+    Raises UserError: there are fewer runs than constants, or one size or one amount of tokens only.
+    """
+    require("scipy", "the fit of a scaling law")
+    runs = [one for one in observations if one.in_fit]
+    check(runs, form)
+    n = np.log([float(one.size(embeddings)) for one in runs])
+    d = np.log([one.effective_tokens for one in runs])
+    y = np.log([one.loss for one in runs])
+    centre = float(n.mean()), float(d.mean())
+    n, d = n - centre[0], d - centre[1]
+    solutions = _minimise(form, n, d, y, _starts(form, y), huber)
+    best, random = solutions[0], np.random.default_rng(0)
+    resampled = list[Numbers]()
+    while len(resampled) < samples:
+        rows = random.integers(len(runs), size=len(runs))
+        if len({*n[rows]}) > 1 and len({*d[rows]}) > 1:
+            resampled.append(_minimise(form, n[rows], d[rows], y[rows], solutions[:1], huber)[0])
+    chosen = FORMS[form]
+    full = [chosen.base + chosen.free @ one for one in (best, *resampled)]
+    return Law(form, embeddings, runs, full[0], np.array(full[1:]).reshape(-1, 6), centre)
+
+
+def check(runs: Sequence[Observation], form: str) -> None:
+    """Raise UserError if these runs cannot give the constants of a form."""
+    constants = FORMS[form].free.shape[1]
+    if len(runs) <= constants:
+        problem = f"{plural(len(runs), 'finished run')} for {constants} constants ({form})"
+        raise UserError(f"the law needs more runs than constants: {problem}; add sizes or tokens")
+    for name, values in (
+        ("size", {r.parameters for r in runs}),
+        ("amount of tokens", {r.tokens for r in runs}),
+    ):
+        if len(values) < 2:
+            raise UserError(f"all finished runs have one {name}: add another, so that a law shows")
+
+
+def _starts(form: str, y: Numbers) -> list[Numbers]:
+    """A grid of starts around the mean run, where n = d = 0."""
+    if form == "kaplan":
+        grid = itertools.product((0.5, 1.0, 2.0), (0.05, 0.1, 0.3))
+        return [np.array([y.mean() / g - math.log(2)] * 2 + [p, g]) for p, g in grid]
+    exponents = (0.2, 0.4)
+    pairs = itertools.product(exponents, exponents) if form == "chinchilla" else zip(exponents)
+    lowest, mean = math.exp(y.min()), math.exp(y.mean())
+    starts = []
+    for pair, part, share in itertools.product(pairs, (0.3, 0.7), (0.3, 0.7)):
+        rest = mean - part * lowest
+        logs = [math.log(rest * share), math.log(rest * (1 - share)), math.log(part * lowest)]
+        starts.append(np.array([*logs, *pair]))
+    return starts
+
+
+def _minimise(
+    form: str, n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers], huber: float
+) -> list[Numbers]:
+    """The minima of the Huber loss from each start, the lowest first."""
+    from scipy.optimize import OptimizeResult, minimize
+
+    chosen = FORMS[form]
+    bounds = [EXPONENTS if column[3:].any() else TERMS for column in chosen.free.T]
+
+    def objective(free: Numbers, threshold: float) -> tuple[float, Numbers]:
+        logs, slopes = log_loss(chosen.base + chosen.free @ free, n, d)
+        error = logs - y
+        small = np.clip(error, -threshold, threshold)
+        value = np.sum(small * (error - small / 2)) / threshold
+        return float(value), chosen.free.T @ (slopes @ small) / threshold
+
+    def descend(start: Numbers, threshold: float) -> OptimizeResult:
+        options = {"maxiter": 300}
+        how = {"jac": True, "method": "L-BFGS-B", "bounds": bounds, "options": options}
+        return minimize(objective, start, threshold, **how)
+
+    smooth = [descend(start, SMOOTH).x for start in starts]
+    ends = [descend(start, huber) for start in (*starts, *smooth)]
+    return [end.x for end in sorted(ends, key=lambda end: float(end.fun))]
+
+
+class Judged(NamedTuple):
+    """A form with its error on the largest runs, which it was fitted without."""
+
+    form: str
+    embeddings: bool
+    errors: dict[str, float]  # predicted / measured - 1, by the name of the run
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean([abs(error) for error in self.errors.values()]))
+
+
+def judge(observations: Sequence[Observation], kept_back: int = 0) -> list[Judged]:
+    """Each form's error on the runs with the most compute, the lowest mean first.
+
+    Args:
+        kept_back: runs to predict; 0: those without `in_fit`, or else a quarter of the runs.
+    """
+    ordered = sorted(observations, key=lambda o: o.parameters * o.effective_tokens)
+    outside = [one for one in ordered if not one.in_fit]
+    if kept_back or not outside:
+        outside = ordered[-(kept_back or max(1, len(ordered) // HELD_OUT)) :]
+    inside = [one for one in ordered if one not in outside]
+    judged = []
+    for form, embeddings in itertools.product(FORMS, (True, False)):
+        law = fit_law(inside, form, embeddings=embeddings, samples=0)
+        errors = {
+            one.name: law.loss(one.size(embeddings), one.effective_tokens) / one.loss - 1
+            for one in outside
+        }
+        judged.append(Judged(form, embeddings, errors))
+    return sorted(judged, key=lambda one: one.mean)

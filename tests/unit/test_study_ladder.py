@@ -1,0 +1,126 @@
+"""Ladders: shapes of sizes, the grid, and bad input; and a ladder from training to the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from helpers import write_corpus
+from windlass import Recipe, UserError, report
+from windlass.model.size import count
+from windlass.processes import WINDLASS
+from windlass.study.ladder import assignments, create_ladder, open_ladder, shape_of
+
+VOCAB = 50_304
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Recipe:
+    return Recipe.load("gpt2-124m")
+
+
+@pytest.mark.parametrize("size", ["10M", "30M", "124M", "350m", "1.5B"])
+def test_a_size_is_met_within_a_tenth_with_the_recipe_s_proportions(gpt2: Recipe, size: str):
+    shape = shape_of(gpt2, size, VOCAB)
+    wanted = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1].lower()]
+    total = count(gpt2.replace(shape).model, VOCAB).total
+    assert total == pytest.approx(wanted, rel=0.1)
+    assert shape["model.width"] / shape["model.heads"] == 64
+    assert 0.45 < shape["model.width"] / shape["model.layers"] / 64 < 2.2
+
+
+def test_the_recipe_s_own_size_is_its_own_shape(gpt2: Recipe):
+    shape = shape_of(gpt2, str(count(gpt2.model, VOCAB).total), VOCAB)
+    assert shape == {"model.layers": 12, "model.width": 768, "model.heads": 12}
+
+
+def test_a_shape_keeps_groups_of_heads_and_the_feed_forward_ratio():
+    changes = {"model.heads": 8, "model.kv_heads": 2, "model.ff_width": 1024, "model.width": 512}
+    recipe = Recipe.load("quickstart", changes)
+    assert shape_of(recipe, "3x256", 257) == {
+        "model.layers": 3,
+        "model.width": 256,
+        "model.heads": 4,
+        "model.kv_heads": 1,
+        "model.ff_width": 512,
+    }
+
+
+def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
+    rows = assignments(gpt2, ["6x384", "12x768"], [5, 20])
+    ratio = count(gpt2.replace({k: v for k, v in rows[0].items() if "model" in k}).model, VOCAB)
+    ratio = ratio.total / count(gpt2.model, VOCAB).total
+    assert [row["train.tokens_per_parameter"] for row in rows] == [5, 20, 5, 20]
+    assert rows[0]["optim.lr"] == pytest.approx(gpt2.optim.lr * ratio ** (-1 / 3), rel=0.01)
+    assert rows[2]["optim.lr"] == pytest.approx(gpt2.optim.lr)
+    batch = gpt2.train.global_batch * ratio ** (2 / 3)
+    assert batch / 2 < rows[0]["train.global_batch"] <= batch
+
+
+def test_mup_keeps_the_learning_rate(gpt2: Recipe):
+    recipe = gpt2.replace({"model.mup.base_width": 256, "model.mup.base_head_width": 64})
+    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10]))
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("10X", "300k, 10M, 1.5B"),
+        ("0", "300k, 10M, 1.5B"),
+        ("3x100", "multiple of 64"),
+        ("1M", "50,304 tokens of vocabulary has"),
+    ],
+)
+def test_a_size_that_cannot_be_had(gpt2: Recipe, size: str, message: str):
+    with pytest.raises(UserError, match=message):
+        shape_of(gpt2, size, VOCAB)
+
+
+def test_a_ladder_needs_sizes_evaluations_and_a_gpt(tmp_path: Path):
+    with pytest.raises(UserError, match="name the sizes"):
+        create_ladder("quickstart", [], [5], path=tmp_path / "a")
+    with pytest.raises(UserError, match=r"eval\.every = 0"):
+        create_ladder("quickstart", ["1M"], [5], {"eval.every": 0}, tmp_path / "b")
+    with pytest.raises(UserError, match=r"only model\.kind = gpt"):
+        assignments(Recipe.load("bloom-560m-squad"), ["1M"], [5])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "words.txt")
+    settings = "data.source=words.txt data.tokenizer=byte model.context=16 eval.every=1000"
+    shape = "model.layers=1 model.width=8 model.heads=1 train.global_batch=8"
+    command = [*WINDLASS, "ladder", "quickstart", *settings.split(), *shape.split()]
+    command += ["--sizes", "1x8,1x16,2x16", "--tokens", "0.2,0.5,1", "--dir", "lad"]
+    made = subprocess.run([*command, "--create"], capture_output=True, text=True)
+    assert "lad: 9 cells; `windlass submit lad` trains them" in made.stdout, made.stderr
+    with pytest.raises(UserError, match="no finished cell, so no law"):
+        open_ladder("lad")
+    done = subprocess.run(
+        [*WINDLASS, "ladder", "lad", "--flops", "1e9", "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    seen = open_ladder("lad")
+    assert len(seen.observations) == 9
+    assert answer["errors"].keys() == {
+        one.name for one in seen.observations if "layers=2" in one.name
+    }
+    best = answer["optimum"]
+    assert best["parameters"] * best["tokens"] * 6 == pytest.approx(1e9)
+    written = report("lad", plots=True)
+    page = written.page.read_text()
+    assert "The law of scaling" in page
+    assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
+    rows = (tmp_path / "lad/report/law-runs.csv").read_text().splitlines()
+    assert len(rows) == 10
+    plan = subprocess.run(
+        [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=5", "--law", "lad"],
+        capture_output=True,
+        text=True,
+    )
+    assert "validation loss by the law of lad: " in plan.stdout, plan.stderr
