@@ -25,6 +25,12 @@ PAGES = {
         given={"runs/chat": "chat", "runs/quickstart-a6644769": "run"},
     ),
     "docs/guides/export.md": Page(given={"runs/chat": "chat"}),
+    "docs/guides/ladder.md": Page(
+        {
+            "--sizes 100k,300k,1M --tokens 5,10,20": "--sizes 1x16,1x32,2x32 --tokens 0.2,0.5,1 "
+            "model.layers=1 model.width=16 model.heads=2 model.context=16"
+        }
+    ),
     "docs/guides/report.md": Page(given={"run": "run", "runs/a": "run", "runs/b": "run"}),
     "docs/guides/resume.md": Page(codes={"optim.lr=1e-2": 2}),
     "docs/guides/sweep.md": Page(given={"input.txt": "To be, or not to be. " * 500}),
