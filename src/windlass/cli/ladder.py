@@ -81,7 +81,8 @@ def _show(seen: Ladder, flops: float, progress: Progress) -> None:
             progress.console.print(note)
     if flops:
         size, tokens = seen.law.optimum(flops)
-        best = f"{short(size)} parameters, {short(tokens)} tokens"
+        counted = "parameters" + " without embeddings" * (not seen.law.embeddings)
+        best = f"{short(size)} {counted}, {short(tokens)} tokens"
         loss = seen.law.predict(size, tokens)
         progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
     progress.notify(f"report: windlass report {seen.study.path}")

@@ -147,7 +147,7 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs.
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it.
 
         The minimum along C is convex in log N, so a golden-section search finds it.
         """
