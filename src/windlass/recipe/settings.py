@@ -232,7 +232,7 @@ class TrainSettings(Section):
     """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
     sums its loss, at step 1."""
     threads: int = Field(0, ge=0)
-    """CPU threads of one rank; 0: OMP_NUM_THREADS, else usable cores ÷ ranks of the host."""
+    """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's number, or cores / ranks of a host."""
 
     @field_validator("batch_schedule", mode="before")
     @classmethod
