@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from windlass import Callback, Recipe, train
-from windlass.data.prepare import open_data
+from windlass.data.open import open_data
 from windlass.evaluation.likelihood import evaluate_loss
 from windlass.evaluation.source import alone
 from windlass.optim.average import Average

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from windlass.data.mixture import MixedSamples
-from windlass.data.prepare import open_data
+from windlass.data.open import open_data
 from windlass.verification.bench import Bench
 from windlass.verification.mixture import BRANCH, SAMPLES, moved_run, recorded, settings_of
 

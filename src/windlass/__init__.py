@@ -10,7 +10,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windlass.data.prepare import Data, prepare
+    from windlass.data.open import Data
+    from windlass.data.prepare import prepare
     from windlass.errors import RunFailed, Stopped, UserError
     from windlass.estimate.plan import Plan, plan
     from windlass.evaluation.source import load_model
@@ -48,7 +49,8 @@ __all__ += [
 __all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
 
 _NAMES = {
-    "data.prepare": "Data prepare",
+    "data.open": "Data",
+    "data.prepare": "prepare",
     "errors": "RunFailed Stopped UserError",
     "estimate.plan": "Plan plan",
     "evaluation.source": "load_model",

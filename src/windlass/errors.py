@@ -18,7 +18,7 @@ STOPPED = 75  # EX_TEMPFAIL: by a signal; the same command resumes from the newe
 
 EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
-    "data": ("pyarrow", "tiktoken"),
+    "data": ("pyarrow", "tiktoken", "aiohttp"),
     "plots": ("matplotlib",),
     "sweep": ("optuna",),
     "ladder": ("scipy",),

@@ -74,12 +74,6 @@ def effective(lines: Iterable[Line]) -> list[Line]:
     return [valid[i] for i in sorted(last.values(), key=lambda i: (valid[i]["step"], i))]
 
 
-def data_commit(run: Run) -> str:
-    """The commit of the Hub that a run on a streamed source has recorded; else empty."""
-    started = last_start(run.ledger()) if run.metrics_path.is_file() else {}
-    return str(started.get("data", {}).get("revision", ""))
-
-
 def last_start(ledger: Iterable[Line]) -> Line:
     """The event of a run's last start, with the fields of earlier starts that it lacks, or empty.
 

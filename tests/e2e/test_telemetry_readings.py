@@ -15,8 +15,9 @@ from small_runs import corpus, curve, recipe_of, settings, start, stopped, untou
 
 from helpers import each_step, refused
 from windlass import train
+from windlass.data.open import open_data
 from windlass.data.order import permute
-from windlass.data.prepare import open_data, prepare
+from windlass.data.prepare import prepare
 from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch

@@ -10,7 +10,7 @@ from helpers import refused
 from windlass import plan, train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.data.mixture import Mixture, Stage
-from windlass.data.prepare import open_data
+from windlass.data.open import open_data
 from windlass.recipe import typed
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView

@@ -11,7 +11,8 @@ from small_runs import corpus, curve, evaluations, recipe_of, settings, start, s
 from helpers import refused
 from windlass import train
 from windlass.data.loader import Loader
-from windlass.data.prepare import open_data, prepare
+from windlass.data.open import open_data
+from windlass.data.prepare import prepare
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier

@@ -19,7 +19,6 @@ from windlass.training.state import TrainState
 NOT_FROM_HERE = {
     "skips_in_a_row",  # 0 again after the next good step, and every step here is one
     "spikes_in_a_row",  # the same
-    "stream",  # empty without a streamed source: tests/e2e/test_training_stream.py
 }
 OF_A_MIXTURE = ("mixture", "source_losses")
 

@@ -20,7 +20,7 @@ from windlass.checkpoint.retention import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.conversations import Conversation
-from windlass.data.vocabulary import (
+from windlass.data.tokenizer import (
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,

@@ -18,8 +18,7 @@ import hf_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.data.loader import to_tensor
-from windlass.data.packing import BestFitSamples
-from windlass.data.samples import Batch, PackedSamples, Row, Rows, positions_of
+from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Row, Rows, positions_of
 from windlass.data.shards import ShardWriter, Stream
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of, edges_of

@@ -293,6 +293,16 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
     tuned = Recipe.load(tmp_path / "tune.toml")
     assert (tuned.model.name, tuned.data.source) == ("org/name", "talk.jsonl")
     assert tuned.data.format == "chat"
+    (tmp_path / "pages.jsonl").write_text('{"content": "a text", "id": 1}\n')
+    windlass("init", "pages.toml", "--model", "org/name", "--data", "pages.jsonl", cwd=tmp_path)
+    pages = Recipe.load(tmp_path / "pages.toml").data
+    assert (pages.format, pages.text_key) == ("text", "content")
+    windlass("init", "talk.toml", "--data", "talk.jsonl", cwd=tmp_path)
+    assert Recipe.load(tmp_path / "talk.toml").data.format == "chat"
+    both = windlass(
+        "init", "x.toml", "--data", '["talk.jsonl", "pages.jsonl"]', code=2, cwd=tmp_path
+    )
+    assert "data.mix" in both.stderr and not (tmp_path / "x.toml").exists()
     (tmp_path / "small").mkdir()
     for limits, context in (
         ({"n_positions": 128}, 128),

@@ -1,25 +1,20 @@
-"""Conversations as rows: the tokens of `transformers`, which of them count, bad lines, changed
-files; streamed text.
-"""
+"""Conversations as tokens: those of `transformers`, the marks of TRL, templates of every kind."""
 
 import json
+import pickle
+import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from data_fixtures import counted
 
 import tokenizer_fixtures
 from helpers import refused
 from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.conversations import Conversation
-from windlass.data.conversations import read as read_conversations
-from windlass.data.prepare import open_data
-from windlass.data.tokenizer import Tokenizer
-from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
+from windlass.data.tokenizer import Tokenizer, byte_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order
-from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
 TALK = [
@@ -35,13 +30,54 @@ JINJA = (
 )
 WITH_EOS = Template(JINJA, {"eos_token": "<|endoftext|>"})
 KINDS = list(tokenizer_fixtures.KINDS)
-ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
-ENDS |= dict.fromkeys(("mistral", "llama2"), "</s>")
+ENDS = {
+    **dict.fromkeys(KINDS, {"<|im_end|>", "<|endoftext|>"}),
+    "chatml": {"<|im_end|>"},
+    "llama3": {"<|eot_id|>", "<|end_of_text|>"},
+    "gemma": {"<end_of_turn>", "<eos>"},
+    "phi3": {"<|end|>", "<|endoftext|>"},
+    **dict.fromkeys(("mistral", "llama2"), {"</s>"}),
+}
+# The layouts of the fixtures as TRL writes them for training: what precedes a turn, its header, its
+# text, and what follows the last turn.
+TRIM = "m['content'] | trim"
+LAYOUTS = {
+    "chatml": ("''", r"'<|im_start|>' + m['role'] + '\n'", r"m['content'] + '<|im_end|>\n'"),
+    "llama3": (
+        "bos_token",
+        r"'<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'",
+        f"{TRIM} + '<|eot_id|>'",
+    ),
+    "gemma": (
+        "bos_token",
+        r"'<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n'",
+        rf"{TRIM} + '<end_of_turn>\n'",
+    ),
+    "phi3": ("''", r"'<|' + m['role'] + '|>\n'", r"m['content'] + '<|end|>\n'"),
+}
+INSTRUCT = (
+    "bos_token",
+    "('[INST] ' + m['content'] + ' [/INST]') if m['role'] == 'user' else ''",
+    "(' ' + m['content'] + eos_token) if m['role'] == 'assistant' else ''",
+)
+LAYOUTS |= {"mistral": INSTRUCT, "llama2": INSTRUCT}
 
 
-def row(talk: list[Any], template: Template, tokenizer: Tokenizer, context: int = 500) -> Any:
-    ids, marks, _ = chat.row(Conversation(talk), template, tokenizer, context)  # type: ignore[misc]
-    return ids, marks, [i for i, mark in zip(ids, marks, strict=True) if mark]
+def trl_template(kind: str) -> str:
+    if kind == "marked":
+        return str(tokenizer_fixtures.KINDS[kind]["template"])
+    before, header, text = LAYOUTS[kind]
+    block = "{% generation %}{{ TEXT }}{% endgeneration %}"
+    last = block.replace("TEXT", "eos_token") if kind == "phi3" else ""
+    turn = f"{{{{ {header} }}}}{{% if m['role'] == 'assistant' %}}{block}{{% else %}}"
+    turn += "{{ TEXT }}{% endif %}"
+    turns = f"{{% for m in messages %}}{turn.replace('TEXT', text)}{{% endfor %}}"
+    return f"{{{{ {before} }}}}{turns}{last}"
+
+
+def encoded(talk: list[Any], template: Template, tokenizer: Tokenizer, **how: Any) -> Any:
+    ids, marks = tokenizer.encode_marked(template.pieces(talk, tokenizer, **how))
+    return list(ids), [bool(mark) for mark in marks]
 
 
 def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
@@ -52,40 +88,55 @@ def opened(kind: str, directory: Path) -> tuple[Tokenizer, Template, Any]:
     return hf_tokenizer(str(place)), Template.of_directory(place), theirs
 
 
-def test_only_answers_count_and_a_row_is_cut_at_the_context_or_left_out() -> None:
-    ids, _, counted = row(TALK, Template(), BYTES)
-    start = "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
-    assert BYTES.decode(ids).startswith(start)
-    assert BYTES.decode(counted) == " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
-    ids, _, counted = row(TALK, WITH_EOS, BYTES)
-    start = "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
-    assert BYTES.decode(ids).startswith(start)
-    assert BYTES.decode(counted) == "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
-    ids, marks, _ = row(TALK, Template(), BYTES, 70)
-    assert len(ids) == 71 and any(marks)
-    assert chat.row(Conversation(TALK), Template(), BYTES, 20) is None
+WORDS = [*"I am a cat. assistant user model é 中 42 say 'hello', <b> ok".split(), "\n\n", " ", "  "]
+
+
+def random_talk(draw: random.Random) -> list[dict[str, str]]:
+    """Answers can be one word of their header, or have white space at their edges."""
+
+    def text() -> str:
+        sample = "".join(
+            draw.choice(["", " "]) + draw.choice(WORDS) for _ in range(draw.randint(1, 9))
+        )
+        return sample if sample.strip() else f"{sample}a"
+
+    turns = draw.choice([1, 1, 2, 3])
+    roles = [role for _ in range(turns) for role in ("user", "assistant")]
+    return [{"role": role, "content": text()} for role in roles]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kind, tmp_path):
+def test_tokens_and_marks_of_random_conversations_equal_those_of_transformers_and_trl(
+    kind: str, tmp_path: Path
+) -> None:
     ours, template, theirs = opened(kind, tmp_path)
-    end = theirs.convert_tokens_to_ids(ENDS.get(kind, "<|im_end|>"))
-    assert chat.stop_tokens(ours, template) == {end, theirs.eos_token_id}
-    with_system = [TALK] if kind in ("chatml", "marked", "llama3") else []
-    for talk in (*with_system, TALK[1:3], TALK[1:]):
-        ids, marks, counted = row(talk, template, ours)
-        has_marks = kind == "marked"
-        whole = theirs.apply_chat_template(talk, return_assistant_tokens_mask=has_marks)
-        assert ids == whole["input_ids"]
-        assert not has_marks or marks == [*map(bool, whole["assistant_masks"])]
-        asked = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True)
-        prompt = asked["input_ids"]
-        assert chat.prompt_tokens(talk[:-1], template, ours) == prompt == ids[: len(prompt)]
-        answers = [message["content"] for message in talk if message["role"] == "assistant"]
-        assert all(marks[len(prompt) :][:3]) and any(marks[: len(prompt)]) == (len(answers) > 1)
-        assert counted.count(end) == len(answers) and counted[-1] == end
-        parts = theirs.decode(counted).split(theirs.decode([end]))[:-1]
-        assert [part.strip() for part in parts] == answers
+    draw, training = random.Random(kind), trl_template(kind)
+    for _ in range(860):
+        talk = random_talk(draw)
+        ids, marks = encoded(talk, template, ours)
+        how: dict[str, Any] = {"return_assistant_tokens_mask": True, "chat_template": training}
+        whole = theirs.apply_chat_template(talk, **how)
+        assert ids == whole["input_ids"] == theirs.apply_chat_template(talk)["input_ids"]
+        assert marks == [bool(mark) for mark in whole["assistant_masks"]], talk
+        # TRL's completion: all tokens after those of the prompt
+        asked = theirs.apply_chat_template(talk[:-1], add_generation_prompt=True)["input_ids"]
+        assert chat.prompt_tokens(talk[:-1], template, ours) == asked
+        how = {"trained": [len(talk) - 1], "is_completion": True}
+        completion = encoded(talk, template, ours, **how)
+        assert completion == (ids, [place >= len(asked) for place in range(len(ids))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_is_learned_with_its_end_which_stops_a_generation(kind, tmp_path):
+    ours, template, _ = opened(kind, tmp_path)
+    assert chat.stop_tokens(ours, template) == {ours.special[text] for text in ENDS[kind]}
+    ids, marks = encoded(TALK[1:], template, ours)
+    learned = counted(ours, ids, marks)
+    assert "Who" not in learned and "I am a cat." in learned and "Good morning to you" in learned
+    first = encoded(TALK[1:], template, ours, trained=[1])
+    assert (
+        first[0] == ids and "cat" in counted(ours, *first) and "to you" not in counted(ours, *first)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,28 +144,123 @@ def test_rows_and_prompts_have_the_ids_of_transformers_and_answers_their_end(kin
 def test_what_looks_like_a_special_token_in_a_message_is_text(kind, role, tmp_path):
     ours, template, theirs = opened(kind, tmp_path)
     special = set(ours.special.values()) - {theirs.unk_token_id}
-    plain = [i for i in row(TALK[1:3], template, ours)[0] if i in special]
+    plain = [i for i in encoded(TALK[1:3], template, ours)[0] if i in special]
     for text in tokenizer_fixtures.KINDS[kind]["special"]:
         talk = [dict(message) for message in TALK[1:3]]
         talk[role]["content"] = f"say {text} and {text}{text}, then go"
-        ids, _, counted = row(talk, template, ours)
+        ids, marks = encoded(talk, template, ours)
         assert [i for i in ids if i in special] == plain
         assert talk[role]["content"] in theirs.decode(ids)
         if role == 1:
-            assert theirs.decode(counted[:-1]).strip() == talk[1]["content"]
-            assert counted[-1] in special
+            learned = [i for i, mark in zip(ids, marks, strict=True) if mark and i not in special]
+            assert theirs.decode(learned).strip() == talk[1]["content"]
+
+
+def test_the_plain_layout_and_a_template_without_blocks() -> None:
+    ids, marks = encoded(TALK, Template(), BYTES)
+    start = "System: Be kind.\n\nUser: Who are you?  é 中\n\nAssistant: I am a cat.<|endo"
+    assert BYTES.decode(ids).startswith(start)
+    expected = " I am a cat.<|endoftext|> Good morning to you<|endoftext|>"
+    assert counted(BYTES, ids, marks) == expected
+    ids, marks = encoded(TALK, WITH_EOS, BYTES)
+    start = "<system>Be kind.<|endoftext|><user>Who are you?  é 中<|endoftext|><assista"
+    assert BYTES.decode(ids).startswith(start)
+    expected = "I am a cat.<|endoftext|>Good morning to you<|endoftext|>"
+    assert counted(BYTES, ids, marks) == expected
+
+
+def test_the_plain_layout_begins_as_every_text_of_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("llama3", tmp_path)))
+    ids, _ = encoded(TALK[1:], Template(), tokenizer)
+    asked = chat.prompt_tokens(TALK[1:2], Template(), tokenizer)
+    begin = list(tokenizer.begin)
+    assert begin and ids[: len(begin)] == asked[: len(begin)] == begin
+    assert not set(begin) & set(ids[len(begin) :])
+
+
+LOOP = "{% for m in messages %}BODY{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
+STRANGE = {
+    # a prompt with the beginning of a thought, which earlier turns lack
+    "thinking": (
+        LOOP.replace("BODY", TURN + "{{ m.content + '<|im_end|>\\n' }}")
+        + ASK.replace("{% endif", "<think>\n{% endif"),
+        "⟦one<|im_end|>\n⟧",
+    ),
+    # the thought stays in the last turn only
+    "forgetful": (
+        LOOP.replace(
+            "BODY",
+            TURN + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+            "{{ m.content + '<|im_end|>\\n' }}",
+        )
+        + ASK,
+        "⟦one<|im_end|>\n⟧",
+    ),
+    # a special token inside the turn, and the answer as a word of its header
+    "tokens inside": (
+        LOOP.replace(
+            "BODY",
+            TURN + "{% if m.role == 'assistant' %}one<|endoftext|>{% endif %}"
+            "{{ m.content + '<|im_end|>\\n' }}",
+        )
+        + ASK,
+        "⟦one<|endoftext|>one<|im_end|>\n⟧",
+    ),
+    # the prompt is written inside the loop; a silent loop comes first
+    "inside": (
+        "{%- for m in messages[::-1] %}{%- if m.role == 'x' %}{%- continue %}{%- endif %}{%- endfor %}"
+        + LOOP.replace(
+            "BODY",
+            TURN + "{{ m.content + '<|im_end|>\\n' }}"
+            "{% if loop.last and add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ),
+        "⟦one<|im_end|>\n⟧",
+    ),
+    # it needs a message, and only the next turn's first token ends an answer, as in GLM
+    "no end": (
+        "{{ messages[0].content[:0] }}" + LOOP.replace("BODY", TURN + "{{ m.content }}") + ASK,
+        "⟦one<|im_start|>⟧",
+    ),
+    # no special token anywhere
+    "text": (
+        LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\\n' }}")
+        + "{% if add_generation_prompt %}assistant: {% endif %}",
+        "⟦one\n⟧",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_answers_are_found_by_rendering(name: str, tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path)))
+    source, expected = STRANGE[name]
+    talk = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "one"},
+    ]
+    for template in (Template(source), pickle.loads(pickle.dumps(Template(source)))):
+        shown = chat.show_row(*encoded(talk, template, tokenizer), tokenizer)
+        assert expected in shown and shown.count("⟦") == 2
+        assert shown.index("⟦") > shown.index("assistant")
+        alone = chat.show_row(*encoded(talk[1:2], template, tokenizer), tokenizer)
+        assert alone.count("⟦") == 1 and "assistant" not in alone.partition("⟦")[2]
 
 
 def test_templates_that_cannot_be_used_are_refused() -> None:
-    talk = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}{% if not add_generation_prompt %}THE END{% endif %}"
-    pieces = [(TALK[1]["content"] + "\n", False), ("I am a cat.\nTHE END", True)]
-    assert Template(talk).pieces(TALK[1:3], BYTES) == pieces
-    changing = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    hidden = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
+    other = LOOP.replace("BODY", "<{{ m.role }}>{{ m.content }}")
+    other += "{% if add_generation_prompt %}Answer:{% endif %}"
     for source, words in [
-        (talk, "one answer"),  # nothing closes the earlier answer
-        (changing, "one answer"),
+        (hidden, "turn 2"),
+        (other, "Answer:"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
+        ("{% if %}", "chat template"),
+        ("{{ 1 / 0 }}", "chat template"),
     ]:
         with refused(words):
             Template(source).pieces(TALK[1:], BYTES)
@@ -131,81 +277,13 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     assert Template.of_directory(tmp_path).source == "Y"
     assert Template.of_directory(tmp_path / "none") == Template()
     dated = Template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
-    assert dated.render(TALK[:1], BYTES, ask=True) == "26 Jul 2024Be kind."  # on every day
+    rendered = dated.render(TALK[:1], BYTES, ask=True)
+    assert rendered == "26 Jul 2024Be kind."  # on every day
 
 
-# -- files
-
-
-def talks(path: Path, answers: list[str]) -> Path:
-    replies = [{"role": "assistant", "content": answer} for answer in answers]
-    path.write_text("".join(json.dumps({"messages": [TALK[1], x]}) + "\n" for x in replies))
-    return path
-
-
-def recipe(source: Path | str, **data: Any) -> Recipe:
-    tree = {"format": "chat", "source": str(source), "val_fraction": 0, **data}
-    return Recipe.model_validate({"model": {"context": 200}, "data": tree})
-
-
-def test_files_and_data_sets_become_training_and_validation_rows(tmp_path: Path) -> None:
-    file = talks(tmp_path / "talk.jsonl", [f"Answer {i}." for i in range(10)])
-    data = open_data(recipe(file, val_fraction=0.2, dir=str(tmp_path / "d")))
-    assert (len(data.train), len(data.val or ())) == (8, 2) and data.template == Template()
-    tokens, labels, *_ = data.train.read(np.array([0]))
-    assert BYTES.decode(label for label in labels[0] if label != -100).startswith(" Answer ")
-    assert tokens.shape[0] == 1
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    table = datasets.Dataset.from_list([json.loads(line) for line in file.read_text().splitlines()])
-    splits = datasets.DatasetDict({"train": table, "validation": table.select(range(3))})
-    splits.save_to_disk(place := tmp_path / "set")
-    data = open_data(recipe(f"hf:{place}", eval_split="validation", dir=str(tmp_path / "e")))
-    assert (len(data.train), len(data.val or ())) == (10, 3)
-    datasets.Dataset.from_dict({"text": ["x"]}).save_to_disk(tmp_path / "other")
-    with refused("has 'text'", "messages"):
-        read_conversations([f"hf:{tmp_path / 'other'}"])
-
-
-@pytest.mark.parametrize("changed", ["a.jsonl", "b.jsonl"])
-def test_a_change_in_any_file_of_a_corpus_is_noticed(changed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl"):
-        talks(tmp_path / name, [f"Answer {i} of {name}." for i in range(3)])
-    anywhere, kept = recipe(f"{tmp_path}/*.jsonl"), recipe(f"{tmp_path}/*.jsonl", dir="kept")
-    before = open_data(anywhere).fingerprint
-    assert open_data(kept).fingerprint == before
-    talks(tmp_path / changed, ["Another answer."] * 3)
-    assert open_data(anywhere).fingerprint != before
-    with refused(changed, "data.dir"):
-        open_data(kept)
-
-
-def test_rows_of_another_template_are_not_taken(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    template = tokenizer_fixtures.save("chatml", tmp_path / "tok") / "chat_template.jinja"
-    talks(tmp_path / "talk.jsonl", ["I am a cat."])
-    first, second = (recipe("talk.jsonl", tokenizer="hf:tok", dir=name) for name in ("a", "b"))
-    before = open_data(first).fingerprint
-    template.write_text(tokenizer_fixtures.CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'"))
-    with refused("tokenizer_files", "tok/chat_template.jinja", "data.dir"):
-        open_data(first)
-    assert open_data(second).fingerprint != before
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{", "write"),
-        ('{"messages": [{"role": "user"}]}', "'content'"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "role"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "content"),
-        ('{"messages": [{"role": "user", "content": "x"}]}', "assistant"),
-    ],
-)
-def test_bad_lines_are_named(line: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": TALK}) + "\n" + line + "\n")
-    with refused("talk.jsonl, line 2", words):
-        read_conversations([str(tmp_path / "talk.jsonl")])
+def test_the_layout_is_named() -> None:
+    assert "hf:X" in Template("Y").describe("hf:X")
+    assert "User:" in Template().describe("byte")
 
 
 # -- streams

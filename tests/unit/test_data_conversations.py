@@ -14,9 +14,9 @@ import tokenizer_fixtures
 from helpers import refused, windlass
 from windlass.data import chat
 from windlass.data.conversations import Conversation, read
-from windlass.data.facts import describe, lines, warnings
-from windlass.data.prepare import open_data
-from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
+from windlass.data.describe import describe, lines, warnings
+from windlass.data.open import open_data
+from windlass.data.tokenizer import byte_tokenizer, hf_tokenizer
 
 BYTES = byte_tokenizer()
 TALK = [

@@ -10,7 +10,8 @@ import pytest
 import hf_fixtures
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import Recipe, train
-from windlass.data.prepare import open_data, prepare
+from windlass.data.open import open_data
+from windlass.data.prepare import prepare
 
 RUN = 'preset = "x"\n[data]\ntokenizer = "{}"\n'
 

@@ -7,10 +7,10 @@ import pytest
 from data_fixtures import documents, jsonl, recipe_for
 
 from helpers import refused
-from windlass.data.facts import describe, lines
+from windlass.data.describe import describe, lines
 from windlass.data.loader import Loader
 from windlass.data.mixture import MixedSamples
-from windlass.data.prepare import Data, open_data
+from windlass.data.open import Data, open_data
 from windlass.data.samples import masks_documents
 from windlass.recipe import Recipe, plan_batch
 from windlass.recipe.settings import IGNORE_INDEX

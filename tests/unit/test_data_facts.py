@@ -11,8 +11,8 @@ import pytest
 from data_fixtures import documents, jsonl, recipe_for
 
 from helpers import windlass
-from windlass.data.facts import describe, lines
-from windlass.data.prepare import Data, open_data
+from windlass.data.describe import describe, lines
+from windlass.data.open import Data, open_data
 
 
 def books(folder: Path, *sizes: int) -> Path:

@@ -23,7 +23,8 @@ from windlass.data.mixture import (
     continue_stages,
     stages_of,
 )
-from windlass.data.prepare import find_prepared, open_data, prepare
+from windlass.data.open import open_data
+from windlass.data.prepare import find_prepared, prepare
 from windlass.data.samples import Batch
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, Horizon, Recipe, plan_batch

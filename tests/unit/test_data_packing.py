@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import refused, windlass
-from windlass.data.facts import describe, lines
+from windlass.data.describe import describe, lines
 from windlass.data.loader import Loader
-from windlass.data.packing import BestFitSamples, best_fit
-from windlass.data.prepare import open_data
-from windlass.data.samples import Row, Rows, positions_of, real_tokens
+from windlass.data.open import open_data
+from windlass.data.samples import BestFitSamples, Row, Rows, best_fit, positions_of, real_tokens
 from windlass.recipe import plan_batch
 
 

@@ -20,11 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import refused
-from windlass.data.facts import describe, lines, warnings
-from windlass.data.prepare import data_dir, find_prepared, open_data, prepare
+from windlass.data.describe import describe, lines, warnings
+from windlass.data.locate import data_dir
+from windlass.data.open import open_data
+from windlass.data.prepare import find_prepared, prepare
 from windlass.data.samples import split_stream
 from windlass.data.shards import Stream
-from windlass.data.vocabulary import load_tokenizer
+from windlass.data.tokenizer import load_tokenizer
 from windlass.errors import RunFailed
 from windlass.fileio import Files
 

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from helpers import refused
 from windlass.data import shards
-from windlass.data.facts import describe, warnings
-from windlass.data.prepare import open_data
+from windlass.data.describe import describe, warnings
+from windlass.data.open import open_data
 from windlass.data.samples import DocumentSamples, PackedSamples, split_documents, split_stream
 from windlass.data.shards import Index, Range, ShardWriter, Split, Stream, cut_shards
-from windlass.data.tokenizer import Description
-from windlass.data.vocabulary import char_tokenizer, train_bpe
+from windlass.data.tokenizer import Description, char_tokenizer, train_bpe
 from windlass.errors import UserError
 from windlass.parallel.env import DistEnv
 

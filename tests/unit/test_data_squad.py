@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from helpers import refused
 from windlass.data import squad
-from windlass.data.prepare import open_data, prepare
+from windlass.data.open import open_data
+from windlass.data.prepare import prepare
 from windlass.data.samples import Rows, choose_places
 from windlass.data.squad import Question
-from windlass.data.vocabulary import byte_tokenizer
+from windlass.data.tokenizer import byte_tokenizer
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()

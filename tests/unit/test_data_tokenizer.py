@@ -14,10 +14,11 @@ import tokenizer_fixtures
 from helpers import refused
 from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
-from windlass.data.tokenizer import END_OF_TEXT, cut_at_lines
-from windlass.data.vocabulary import (
+from windlass.data.tokenizer import (
+    END_OF_TEXT,
     byte_tokenizer,
     char_tokenizer,
+    cut_at_lines,
     load_tokenizer,
     named_tokenizer,
     train_bpe,

@@ -11,7 +11,8 @@ from estimate_fixtures import write_run
 import hf_fixtures
 from helpers import write_corpus
 from windlass.data.loader import Loader
-from windlass.data.prepare import open_samples, prepare
+from windlass.data.open import open_samples
+from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.devices import GIB, find_device

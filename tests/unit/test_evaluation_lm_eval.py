@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
 from harness import Join, recipe, run_ranks
 
-from windlass.data.vocabulary import byte_tokenizer
+from windlass.data.tokenizer import byte_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.lm_eval import (

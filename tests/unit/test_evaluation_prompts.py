@@ -10,8 +10,7 @@ import hf_fixtures
 import tokenizer_fixtures
 from windlass.data import squad
 from windlass.data.squad import Question
-from windlass.data.tokenizer import Tokenizer
-from windlass.data.vocabulary import gpt2_tokenizer, hf_tokenizer, load_tokenizer
+from windlass.data.tokenizer import Tokenizer, gpt2_tokenizer, hf_tokenizer, load_tokenizer
 from windlass.evaluation.generate import in_order, text_after
 from windlass.evaluation.likelihood import Item, continuations, read_items
 from windlass.evaluation.source import alone, find_source, open_model, stop_tokens

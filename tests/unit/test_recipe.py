@@ -341,7 +341,8 @@ def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_
 
 def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
     (tmp_path / "base.toml").write_text('extends = "quickstart"\n[optim]\nlr = 0.5\n')
-    (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nsteps = 7\n')
+    # as Notepad writes it, with a byte order mark
+    (tmp_path / "mine.toml").write_text('\ufeffextends = "base.toml"\n[train]\nsteps = 7\n')
     recipe = Recipe.load(tmp_path / "mine.toml", ["model.dropout=0.1"])
     assert (recipe.preset, recipe.optim.lr, recipe.train.steps) == ("mine", 0.5, 7)
     assert recipe.model.dropout == 0.1

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from helpers import refused, tiny_recipe, write_corpus
-from windlass.data.prepare import data_dir
+from windlass.data.locate import data_dirs
 from windlass.data.shards import Index
 from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
@@ -177,9 +177,9 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
     real = sweeps.prepare
 
-    def prepare(recipe):
+    def prepare(recipe, resuming):
         real(recipe)
-        prepared.append(data_dir(recipe))
+        prepared.extend(data_dirs(recipe))
 
     monkeypatch.setattr(sweeps, "prepare", prepare)
     monkeypatch.setattr(Sweep, "run", lambda self, cells: begun.append(cells))
@@ -190,7 +190,8 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     assert not begun and not prepared
     study = sweeps.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
     assert {cell.recipe.train.steps for cell in study.cells} == {3}
-    assert prepared == [tmp_path / "data"] and Index.load(prepared[0]) and len(begun) == 1
+    assert prepared[0].parent == tmp_path / "data" and Index.load(prepared[0])
+    assert len(prepared) == len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
     sweeps.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import hf_fixtures
 from helpers import tiny_recipe
 from windlass import train
-from windlass.data.prepare import Data
+from windlass.data.open import Data
 from windlass.errors import RunFailed
 from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows

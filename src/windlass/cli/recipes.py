@@ -30,12 +30,13 @@ def init(
 ) -> None:
     """Write a short recipe with a comment on each line, to edit and train. It overwrites
     nothing."""
-    from windlass.data.files import check_source
+    from windlass.data.sources import form_of
     from windlass.recipe.explain import sources_of, write_first_recipe
 
-    for source in sources_of(data):
-        check_source(source, "--data", conversations=bool(model) and not source.endswith(".txt"))
-    write_first_recipe(file, data, model)
+    forms = [form_of(source, "--data") for source in sources_of(data)]
+    if any(form != forms[0] for form in forms):
+        raise UserError(f"--data: {data} has texts and conversations; data.mix trains on both")
+    write_first_recipe(file, data, model, forms[0] if forms else {})
     quoted = shlex.quote(str(file))
     verbs = ", ".join(f"`windlass {verb} {quoted}`" for verb in ("prepare", "plan", "train"))
     say(f"wrote {file}: edit it, then {verbs}")
@@ -132,33 +133,29 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """Turn a recipe's corpus into checked token shards. After a stop it resumes; finished work is
     not repeated."""
     from windlass.data.chat import show_row
-    from windlass.data.disk import StreamSamples
-    from windlass.data.facts import describe, lines, warnings
-    from windlass.data.prepare import as_data
+    from windlass.data.describe import describe, lines, warnings
+    from windlass.data.encode import LEFT_OUT
+    from windlass.data.open import open_samples
     from windlass.data.prepare import prepare as prepare_data
-    from windlass.data.progress import Progress
-    from windlass.data.rows import REMARKS
-    from windlass.data.samples import Rows
+    from windlass.data.samples import DocumentSamples
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 
     loaded = Recipe.load(recipe, overrides)
     prepared = prepare_data(loaded)
-    data = as_data(loaded, prepared)
-    if isinstance(data.train, StreamSamples):
-        progress, room = Progress(), data.train.limit
-        data.train.prefill(lambda n: progress.update("first shards of the run", n / room))
-        progress.close()
+    data = open_samples(loaded, prepared)
     facts = describe(data)
-    shown = {"directory": str(prepared.directory), **lines(facts, loaded.model.context)}
+    shown = {"directory": "\n".join(map(str, prepared.directories))}
+    shown |= lines(facts, loaded.model.context)
     if problems := warnings(facts):
         shown["warning"] = "\n".join(problems)
     items = getattr(data.train, "items", data.train)  # of best-fit packing
-    if isinstance(items, Rows):
+    if isinstance(items, DocumentSamples) and items.masked:
         shown["example"] = show_row(*items.row(0), prepared.tokenizer)
-    if (remarks := prepared.directory / REMARKS).exists():
-        shown["remarks"] = str(remarks)
-    shown["fingerprint"] = prepared.index.fingerprint
+    corpora = [corpus for corpus in prepared.corpora if corpus.index.left_out]
+    if lists := [str(corpus.directory / LEFT_OUT) for corpus in corpora]:
+        shown["left out"] = "\n".join(dict.fromkeys(lists))
+    shown["fingerprint"] = data.fingerprint
     shown["prepared"] = f"in {prepared.seconds:.1f} s" if prepared.is_new else "already"
     rich_console(sys.stdout).print(pairs(shown.items()))
 

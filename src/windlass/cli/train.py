@@ -76,7 +76,7 @@ def train_local_ranks(recipe: Recipe, world: str, max_restarts: int, start: dict
     if plan.finished:
         return show_end(api.finished_run(plan))
     plan.recipe.check_packages()
-    code = api.launch_ranks(plan.recipe, sys.argv[1:], worlds, max_restarts, plan.pinned)
+    code = api.launch_ranks(plan.recipe, sys.argv[1:], worlds, max_restarts, plan.from_checkpoint)
     if code == DONE:
         return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code

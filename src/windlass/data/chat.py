@@ -1,8 +1,8 @@
-"""Conversations as training rows, laid out by a chat template; only the assistant's turns count.
+"""Conversations as tokens, laid out by a chat template, and which tokens have a loss.
 
 The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a
-message stays text. A mark protects it while the template is rendered. `{% generation %}` blocks
-give the places of the answers. Without them Windlass renders the conversation up to each answer.
+message stays text: marks protect it while the template is rendered. The template also writes where
+each message's turn begins and ends, so one rendering gives the places of all answers.
 """
 
 from __future__ import annotations
@@ -10,33 +10,54 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from windlass.data.conversations import Conversation, Message
-from windlass.data.samples import Row
 from windlass.data.tokenizer import MARK, Tokenizer
 from windlass.errors import UserError
 from windlass.fileio import read_json
 
-LAYOUT = "chat 5"  # the rows' version: rows of another layout are prepared again
-Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it counts in the loss
+if TYPE_CHECKING:
+    from jinja2 import Environment, nodes
+
+# `role`, `content`, and other keys that a template reads (`tool_calls`, `name`, ...)
+Message = dict[str, Any]
+Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it has a loss
 PLAIN = (
+    "{{ begin_of_text }}"
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} "
     "{{ m.content | trim }}{{ end_of_text }}{% endgeneration %}"
     "{% else %}{{ m.role | capitalize }}: {{ m.content | trim }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 PLAIN_LAYOUT = "User: ... Assistant: ..."
-TODAY = date(2024, 7, 26)  # for templates, so that rows do not depend on the day; Llama 3's default
+TODAY = date(
+    2024, 7, 26
+)  # for templates, so that tokens do not depend on the day; Llama 3's default
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block; like MARK they are noncharacters, which are for use in a program.
-BEGIN, END = "\ufdd1", "\ufdd2"
+# Around a generation block, and around the number of a message where its turn begins (no number
+# where it ends). Like MARK they are noncharacters, which are for use in a program.
+BEGIN, END, TURN = "\ufdd1", "\ufdd2", "\ufdd3"
+NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}{TURN}]")
+REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
+TURNS = re.compile(f"{TURN}(\\d*){TURN}")
+
+
+class Turn(dict[str, Any]):
+    """A message as a template sees it, with its number."""
+
+    number = 0
+
+
+TURN_FILTERS: dict[str, Callable[[Any], str]] = {
+    "turn_start": lambda value: f"{TURN}{value.number}{TURN}" if type(value) is Turn else "",
+    "turn_stop": lambda value: TURN + TURN if type(value) is Turn else "",
+}
 
 
 @dataclass(frozen=True)
@@ -63,10 +84,11 @@ class Template:
         }
         return Template(source, texts)
 
-    def describe(self, tokenizer: str, items: Sequence[Conversation]) -> str:
-        """The layout of these conversations, in words; `tokenizer` as in the recipe."""
-        if not any(item.messages for item in items):
-            return "none: prompt and completion are one text"
+    def __reduce__(self) -> Any:
+        return Template, (self.source, dict(self.tokens))  # without the compiled template
+
+    def describe(self, tokenizer: str) -> str:
+        """The layout in words; `tokenizer` as in the recipe."""
         if self.source:
             return f"the chat template of {tokenizer}"
         return f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
@@ -80,52 +102,74 @@ class Template:
         self,
         messages: Sequence[Message],
         tokenizer: Tokenizer,
-        tools: list[Any] | None = None,
-        untrained: frozenset[int] = frozenset(),
+        tools: Any = None,
+        trained: Collection[int] | None = None,
+        is_completion: bool = False,
     ) -> list[Piece]:
-        """The conversation up to its last answer, in pieces; the `untrained` answers do not count.
+        """The conversation up to its last answer, in pieces.
 
-        An answer ends with the token that ends its turn. If the template has `{% generation %}`
-        blocks, their content counts instead. UserError if a later turn changes an earlier one.
+        An answer begins after the generation prompt and ends where its turn ends; the last one ends
+        with the text. In some layouts the next turn's first token ends it. If the template has
+        `{% generation %}` blocks, their content counts instead.
+
+        Args:
+            trained: the places of the answers with a loss; default: all.
+            is_completion: generation blocks do not matter, as for TRL's completions.
         """
-        render = partial(self.render, tokenizer=tokenizer, tools=tools)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = render(messages[: places[-1] + 1], ask=False)
-        if GENERATION.search(self.source or PLAIN):
-            if untrained and whole.count(BEGIN) != len(places):
-                raise UserError(
-                    "the chat template does not have one generation block for each answer, "
-                    "so Windlass cannot apply a weight"
-                )
-            answers = iter(places)
-            block = re.compile(f"{BEGIN}(.*?){END}", flags=re.DOTALL)
-            trained = block.sub(lambda m: m[1] if next(answers) in untrained else m[0], whole)
-            return _cut(trained, tokenizer)
-        # An answer follows its generation prompt, and ends with the first special token after it.
-        heads = [render(messages[:i], ask=True) for i in places]
-        limits = [*map(len, heads[1:]), len(whole)]
-        for place, head, limit in reversed(list(zip(places, heads, limits, strict=True))):
-            if place in untrained:
+        wanted = set(places if trained is None else trained)
+        rendered = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
+        if not self.source or (GENERATION.search(self.source) and not is_completion):
+            return _cut(_blocks(rendered, wanted, len(wanted) == len(places)), tokenizer)
+        turns = _turns(rendered.replace(BEGIN, "").replace(END, ""))
+        if missing := wanted.difference(place for place, _ in turns):
+            problem = f"the tokenizer's chat template has no turn {min(missing) + 1}"
+            raise UserError(f"{problem} that Windlass can find: {REMEDY}")
+        text = "".join(turn for _, turn in turns)
+        spans, done, turn_stop = list[tuple[str, bool]](), 0, 0
+        for place, turn in turns:
+            turn_start, turn_stop = turn_stop, turn_stop + len(turn)
+            if place not in wanted:
                 continue
-            tail = whole[len(head) : limit]
-            answer = _guarded(messages[place]["content"] or "", tokenizer).strip()
-            # a template may change the answer
-            content_end = tail.find(answer) + len(answer) if answer in tail else 0
-            special = tokenizer.special_pattern.finditer(tail)
-            ends = [m.end() for m in special if m.start() >= content_end]
-            if messages[place].get("tool_calls"):
-                # may have special tokens inside, so it ends with the last one of the turn
-                turn = render(messages[: place + 1], ask=False)
-                ends = [end for end in ends if end <= len(turn) - len(head)][-1:]
-            if not whole.startswith(head) or not (ends or limit == limits[-1]):
-                raise UserError(
-                    "Windlass cannot find the answers in the tokenizer's chat template, which "
-                    "changes earlier turns or does not end an answer with a special token; "
-                    "train on conversations with one answer"
-                )
-            end = len(head) + (ends[0] if ends else len(tail))
-            whole = head + BEGIN + whole[len(head) : end] + END + whole[end:]
-        return _cut(whole, tokenizer)
+            start = turn_start + self._answer_start(turn, messages[:place], tokenizer, tools)
+            stop = len(text) if place == places[-1] else turn_stop
+            if _is_open(text[start:stop], tokenizer):
+                after = tokenizer.special_pattern.match(text, stop)
+                stop = after.end() if after else stop
+            spans += [(text[done:start], False), (text[start:stop], True)]
+            done = stop
+        return _cut([*spans, (text[done:], False)], tokenizer)
+
+    def _answer_start(
+        self, turn: str, before: Sequence[Message], tokenizer: Tokenizer, tools: Any
+    ) -> int:
+        """The place in a turn where the answer begins."""
+        prompt = self._usual_prompt
+        start = _end_of_prompt(prompt, turn, tokenizer)
+        if start is None:
+            prompt = self._generation_prompt(before, tokenizer, tools)
+            start = _end_of_prompt(prompt, turn, tokenizer)
+        if start is None:
+            problem = f"turn {len(before) + 1} begins without the generation prompt {prompt!r}"
+            raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+        return start
+
+    @cached_property
+    def _usual_prompt(self) -> str:
+        """What the template writes before the answer to a user's message."""
+        with contextlib.suppress(UserError):
+            return self._generation_prompt([{"role": "user", "content": "a"}], None, None)
+        return TURN  # which no turn has
+
+    def _generation_prompt(
+        self, messages: Sequence[Message], tokenizer: Tokenizer | None, tools: Any
+    ) -> str:
+        asked = self.render(messages, tokenizer, ask=True, tools=tools)
+        if prompt := asked.rpartition(TURN)[2]:
+            return prompt
+        other = self.render(messages, tokenizer, ask=False, tools=tools)
+        parts = zip(TURNS.split(asked), TURNS.split(other), strict=False)
+        return next((a.removeprefix(b) for a, b in parts if a != b), "")
 
     @cached_property
     def _compiled(self) -> Any:
@@ -140,66 +184,124 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        environment.filters.update(TURN_FILTERS)
         # A generation block becomes a call block of jinja, which adds BEGIN and END.
         names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
         environment.globals.update(names, raise_exception=raise_exception)
         tags = {None: "call mark()", "end": "endcall"}
         source = GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN)
-        return environment.from_string(source)
+        return environment.from_string(_with_turns(environment.parse(source), environment))
 
     def render(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, ask: bool, tools: Any = None
+        self, messages: Sequence[Message], tokenizer: Tokenizer | None, ask: bool, tools: Any = None
     ) -> str:
-        """The rendered, guarded conversation, with generation blocks between BEGIN and END.
-
-        `ask`: end with the generation prompt.
-        """
-        from jinja2 import TemplateError
-
+        """The conversation with marks for turns, generation blocks and special tokens' texts."""
         if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
             raise UserError(
                 "tools need a chat template; set data.tokenizer to a tokenizer that has one"
             )
-        guarded = {
-            "messages": _guarded(list(messages), tokenizer),
-            "tools": _guarded(tools, tokenizer),
-        }
-        end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
         # `transformers` passes None for an argument that a caller omits, and templates check it.
-        names = {"documents": None, "end_of_text": end, **self.tokens}
+        names: dict[str, Any] = {"documents": None, **self.tokens, "add_generation_prompt": ask}
+        guard: Callable[[str], str] = str
+        if tokenizer is not None:
+            guard = partial(tokenizer.special_pattern.sub, _guard)
+            text = tokenizer.inner.id_to_token
+            names["begin_of_text"] = "".join(map(text, tokenizer.begin))
+            names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
+        names["tools"] = _guarded(tools, guard)
+        names["messages"] = turns = [Turn(_guarded(message, guard)) for message in messages]
+        for number, turn in enumerate(turns):
+            turn.number = number
         try:
-            return str(self._compiled.render(**guarded, add_generation_prompt=ask, **names))
-        except (TemplateError, TypeError, ValueError) as error:
+            return str(self._compiled.render(names))
+        except Exception as error:  # a template is a program
             problem = "the tokenizer's chat template rejects this conversation"
             raise UserError(f"{problem}: {error}") from None
 
 
-def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
+def _with_turns(tree: nodes.Template, environment: Environment) -> nodes.Template:
+    """A template whose loops over messages also write where each message's turn starts and stops."""
+    from jinja2 import nodes
+
+    for loop in tree.find_all(nodes.For):
+        if isinstance(loop.target, nodes.Name):
+            name = nodes.Name(loop.target.name, "load")
+            filters = [nodes.Filter(name, mark, [], [], None, None) for mark in TURN_FILTERS]
+            start, stop = (nodes.Output([mark]) for mark in filters)
+            loop.body = [start, *loop.body, stop]
+            loop.set_environment(environment).set_lineno(loop.lineno)
+    return tree
+
+
+def _guard(special: re.Match[str]) -> str:
+    return "".join(character + MARK for character in special[0])
+
+
+def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
     """Messages without special tokens, because a mark follows each character of one."""
+    if isinstance(value, str):
+        return guard(value if value.isascii() else NONCHARACTERS.sub("", value))
     if isinstance(value, dict):
-        return {key: _guarded(part, tokenizer) for key, part in value.items()}
+        return {key: _guarded(part, guard) for key, part in value.items()}
     if isinstance(value, list):
-        return [_guarded(part, tokenizer) for part in value]
-    if not isinstance(value, str):
-        return value
-    text = re.sub(f"[{MARK}{BEGIN}{END}]", "", value)
-    return tokenizer.special_pattern.sub(lambda m: "".join(c + MARK for c in m[0]), text)
+        return [_guarded(part, guard) for part in value]
+    return value
 
 
-def _cut(text: str, tokenizer: Tokenizer) -> list[Piece]:
-    """A rendered text as texts and special tokens; the pieces between BEGIN and END count."""
-    pieces, counts = list[Piece](), False
-    separator = f"([{BEGIN}{END}]|{tokenizer.special_pattern.pattern})"
-    for number, part in enumerate(re.split(separator, text)):
-        if part in (BEGIN, END):
-            counts = part == BEGIN
-        elif part:  # separators have the odd numbers
-            piece = tokenizer.special[part] if number % 2 else part.replace(MARK, "")
-            pieces.append((piece, counts))
+def _turns(rendered: str) -> list[tuple[int, str]]:
+    """A rendered text in parts, each with the number of the message whose turn it is, or -1."""
+    before, *parts = TURNS.split(rendered)
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [(-1, before), *((int(number or -1), turn) for number, turn in turns if turn)]
+
+
+def _blocks(rendered: str, wanted: Collection[int], is_all: bool) -> list[tuple[str, bool]]:
+    """A rendered text in spans; the generation blocks of `wanted` turns count.
+
+    A block after a turn belongs to it, for example one with the end of the text.
+    """
+    spans, place, inside = list[tuple[str, bool]](), -1, False
+    for number, part in _turns(rendered):
+        place = place if number < 0 else number
+        for text in re.split(f"([{BEGIN}{END}])", part):
+            if text in (BEGIN, END):
+                inside = text == BEGIN
+            else:
+                spans.append((text, inside and (is_all or place in wanted)))
+    return spans
+
+
+def _end_of_prompt(prompt: str, turn: str, tokenizer: Tokenizer) -> int | None:
+    """The end of a generation prompt in a turn, or of the first lines and special tokens of the
+    prompt that begin the turn; None if it has neither."""
+    if prompt in turn:  # first in the turn, or after the token that begins a conversation
+        return turn.index(prompt) + len(prompt)
+    ends = [m.end() for m in re.finditer(f"{tokenizer.special_pattern.pattern}|\n", prompt)]
+    return max((end for end in ends if turn.startswith(prompt[:end])), default=None)
+
+
+def _is_open(answer: str, tokenizer: Tokenizer) -> bool:
+    """Whether no special token ends an answer."""
+    stops = [match.end() for match in tokenizer.special_pattern.finditer(answer)]
+    return not stops or bool(answer[stops[-1] :].strip())
+
+
+def _cut(spans: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> list[Piece]:
+    """Spans of a rendered text as texts and special tokens."""
+    pieces = list[Piece]()
+    for counts, run in groupby(spans, lambda span: span[1]):
+        text, done = "".join(part for part, _ in run), 0
+        for match in tokenizer.special_pattern.finditer(text):
+            if match.start() > done:
+                pieces.append((text[done : match.start()].replace(MARK, ""), counts))
+            pieces.append((tokenizer.special[match[0]], counts))
+            done = match.end()
+        if done < len(text):
+            pieces.append((text[done:].replace(MARK, ""), counts))
     return pieces
 
 
-# -- tokens and rows
+# -- tokens
 
 
 def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer) -> str:
@@ -212,37 +314,21 @@ def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer)
 
 
 def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and the end of a turn in its chat template."""
-    ends: list[str | int | None] = [tokenizer.eot]
+    """The tokens that end a text: the tokenizer's, and the ends of turns in its chat template."""
+    ends = set(tokenizer.ends)
     if template is not None:
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        with contextlib.suppress(UserError):  # a template without such turns
-            ends += [piece for piece, counts in template.pieces(talk, tokenizer) if counts][-1:]
-    return frozenset(token for token in ends if isinstance(token, int))
+        turns = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        for talk in (turns, turns * 2):
+            with contextlib.suppress(UserError):  # a template without such turns
+                is_after = False
+                for piece, counts in template.pieces(talk, tokenizer):
+                    is_after = counts and (is_after or str(piece).endswith("b"))
+                    ends.update([piece] if is_after and isinstance(piece, int) else [])
+    return frozenset(ends)
 
 
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens before the assistant's answer."""
-    pieces = _cut(template.render(messages, tokenizer, ask=True), tokenizer)
-    return tokenizer.encode_marked(pieces)[0]
-
-
-def row(item: Conversation, template: Template, tokenizer: Tokenizer, context: int) -> Row | None:
-    """A conversation, cut after `context` + 1 tokens; None if it has nothing left to learn.
-
-    A prompt and its completion are two texts, then the end-of-text token.
-    """
-    if item.text is not None:
-        if not item.text[1].strip():
-            return None
-        both, prompt = tokenizer.encode_pair(*item.text)
-        ids = [*both, *([] if tokenizer.eot is None else [tokenizer.eot])]
-        marks = [False] * prompt + [True] * (len(ids) - prompt)
-    else:
-        try:
-            pieces = template.pieces(item.messages, tokenizer, item.tools, item.untrained)
-            ids, marks = tokenizer.encode_marked(pieces)
-        except UserError as error:
-            raise UserError(f"{item.place}: {error}") from None
-    size = context + 1
-    return Row(ids[:size], marks[:size], len(ids)) if any(marks[1:size]) else None
+    rendered = template.render(messages, tokenizer, ask=True, tools=None)
+    rendered = TURNS.sub("", rendered).replace(BEGIN, "").replace(END, "")
+    return tokenizer.encode_marked(_cut([(rendered, False)], tokenizer))[0]

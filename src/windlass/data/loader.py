@@ -10,14 +10,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.data.disk import StreamSamples
 from windlass.data.mixture import Mixture
 from windlass.data.order import sample_indices, step_samples
 from windlass.data.samples import Batch, Samples
@@ -48,9 +47,6 @@ class StepBatch:
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
     real_tokens: int  # its tokens without padding, masked prompts included
-    place: list[int] = field(
-        default_factory=list
-    )  # of a stream after it, see `StreamSamples.place`
     wait_ms: float = 0.0  # how long the loop had to wait for it
 
 
@@ -71,7 +67,7 @@ class Loader(Iterator[StepBatch]):
         length_buckets: bool = False,  # sort a step's samples by length: less padding
         mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
-        if not hasattr(samples, "window") and not len(samples):
+        if not len(samples):
             raise ValueError("there is no sample to load")
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
@@ -160,9 +156,7 @@ class Loader(Iterator[StepBatch]):
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        first, after = int(numbers[0]), int(numbers[-1]) + 1
-        place = self.samples.place(after) if isinstance(self.samples, StreamSamples) else []
-        return StepBatch(step, first, micro, valid, real, place)
+        return StepBatch(step, int(numbers[0]), micro, valid, real)
 
     def _samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step's samples, and the samples that have them."""
@@ -179,9 +173,6 @@ class Loader(Iterator[StepBatch]):
     def _indices(self, numbers: np.ndarray) -> np.ndarray:
         if self.mixture:
             return self.mixture.indices(numbers)
-        if window := getattr(self.samples, "window", 0):  # each window has an order of its own
-            inside = sample_indices(numbers, window, self.kind, self.seed)
-            return np.asarray(numbers // window * window + inside)
         shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
         return sample_indices(numbers, n, self.kind, self.seed, shards)
 

@@ -33,6 +33,7 @@ from windlass.data.samples import (
 )
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, DataSettings, Horizon
+from windlass.recipe.settings import IGNORE_INDEX
 
 BLOCK = 512  # samples, if nothing cuts it
 MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
@@ -299,9 +300,28 @@ class MixedSamples:
         back = np.argsort(np.concatenate(groups), kind="stable")
         if any(batch.documents is not None for batch in batches):
             batches = [batch if batch.documents is not None else whole(batch) for batch in batches]
-        fields = zip(*batches, strict=True)
+        width = max(batch.tokens.shape[1] for batch in batches)
+        fields = zip(*(padded(batch, width) for batch in batches), strict=True)
         joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
         return Batch(*joined)._replace(sources=sources)
+
+
+def padded(batch: Batch[np.ndarray], width: int) -> Batch[np.ndarray]:
+    """The same rows with masked padding at their ends, so that they have `width` positions."""
+    missing = width - batch.tokens.shape[1]
+
+    def pad(field: np.ndarray, value: Any) -> np.ndarray:
+        return np.pad(field, ((0, 0), (0, missing)), **value)
+
+    if not missing:
+        return batch
+    tokens = pad(batch.tokens, {"constant_values": 0})
+    labels = pad(batch.labels, {"constant_values": IGNORE_INDEX})
+    batch = batch._replace(tokens=tokens, labels=labels)
+    if batch.documents is None:
+        return batch
+    documents = pad(batch.documents, {"mode": "edge"})
+    return batch._replace(documents=documents, positions=positions_of(documents))
 
 
 def whole(batch: Batch[np.ndarray]) -> Batch[np.ndarray]:

@@ -19,6 +19,14 @@ from windlass.seeds import seed_bytes
 ROUNDS = 6
 
 
+def splitmix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), uint64 [n]: every input bit
+    reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
     """The values at `places` (int64) of a random-looking bijection of 0 ... n-1, without a table.
 
@@ -33,12 +41,7 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
     def feistel(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for round_key in keys:
-            # The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): every input bit
-            # reaches every output bit.
-            y = right ^ round_key
-            y = (y ^ (y >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            y = (y ^ (y >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((y ^ (y >> np.uint64(31))) & mask)
+            left, right = right, left ^ (splitmix(right ^ round_key) & mask)
         return (left << shift) | right
 
     x = feistel(places.astype(np.uint64))

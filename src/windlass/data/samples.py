@@ -1,20 +1,23 @@
-"""Data as samples: rows of tokens with their labels, which a model reads in batches."""
+"""Data as samples: rows of tokens with their labels, which a model reads in batches.
+
+Packed rows cut the documents of a set end to end. Rows of documents have one each, and best-fit rows
+have whole ones. All read the prepared tokens through one class, `Tokens`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from windlass.data.order import permute, sample_indices
-from windlass.data.shards import Index, Split, Stream, cut_shards
+from windlass.data.shards import Stream
+from windlass.data.split import Part
 from windlass.errors import UserError
 from windlass.recipe.settings import IGNORE_INDEX
-from windlass.seeds import seed_bytes
 
 A = TypeVar("A")  # np.ndarray where samples are read, Tensor where a model computes
 
@@ -59,8 +62,7 @@ class Samples(Protocol):
     """A training or validation set; a user's own class can be one.
 
     It may also have `length(i)` (tokens of sample `i`, for length buckets), `shard_samples` (of
-    each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels). Endless
-    samples have a `window` (the samples that are shuffled together) and no length.
+    each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels).
     """
 
     def __len__(self) -> int: ...
@@ -72,53 +74,95 @@ class Samples(Protocol):
         """
 
 
-def split_stream(directory: Path, index: Index, split: Split) -> Stream:
-    """The tokens of a split as one row."""
-    parts = [cut_shards(index.streams[part.stream], part.start, part.stop) for part in split.ranges]
-    return Stream(directory, [shard for part in parts for shard in part])
+class Tokens:
+    """The tokens of a set's parts as one row."""
 
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = list(parts)
+        ranges = np.concatenate([np.zeros((0, 2), np.int64), *(part.ranges for part in parts)])
+        self._starts = ranges[:, 0]  # in the tokens of a source
+        self._edges = np.append(0, np.cumsum(ranges[:, 1] - ranges[:, 0]))  # in the row
+        self._part_of = np.repeat(np.arange(len(parts)), [len(part.ranges) for part in parts])
 
-def split_documents(directory: Path, index: Index, split: Split) -> np.ndarray:
-    """The start of each document or range in a split's row, int64 [documents]."""
-    starts, before = [np.zeros(0, dtype=np.int64)], 0
-    for part in split.ranges:
-        own = Stream(directory, index.streams[part.stream]).starts()
-        own = np.union1d([part.start], own[(own >= part.start) & (own < part.stop)])
-        starts.append(own - part.start + before)
-        before += part.stop - part.start
-    return np.concatenate(starts)
+    def __len__(self) -> int:
+        return int(self._edges[-1])
+
+    @property
+    def documents(self) -> np.ndarray:
+        """The first token of each document, and the end of the row, int64 [documents + 1]."""
+        before = np.cumsum([0, *(part.tokens for part in self.parts)])
+        own = [part.edges[:-1] + edge for part, edge in zip(self.parts, before, strict=False)]
+        return np.concatenate([*own, [len(self)]]).astype(np.int64)
+
+    @property
+    def shards(self) -> np.ndarray:
+        """Where each shard of the sources begins in the row, and its end, int64 [shards + 1]."""
+        places, before = [np.zeros(0)], 0
+        for part in filter(lambda part: part.tokens, self.parts):
+            sizes = np.diff(part.ranges).ravel()
+            ends = before + np.cumsum(sizes)
+            rows, before = np.stack([ends - sizes, ends], axis=1), ends[-1]
+            edges = part.corpus.stream.edges[:-1]
+            places.append(np.interp(edges, part.ranges.ravel(), rows.ravel()))
+        return np.append(np.concatenate(places), len(self)).astype(np.int64)
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """Copy the tokens from `start` on into `out` [n]."""
+        for stream, place, here in self._pieces(start, len(out)):
+            stream.read_into(place, out[here])
+
+    def marks_into(self, start: int, out: np.ndarray) -> None:
+        """Copy into `out` (bool [n]) whether the tokens from `start` on count in the loss."""
+        for stream, place, here in self._pieces(start, len(out)):
+            out[here] = stream.marks(place, place + here.stop - here.start)
+
+    def _pieces(self, start: int, count: int) -> Iterator[tuple[Stream, int, slice]]:
+        """The stretches of a source in `count` tokens of the row: their first token, and place."""
+        at, done = bisect_right(self._edges, start) - 1, 0
+        while done < count:
+            inside = start + done - int(self._edges[at])
+            end = min(count, done + int(self._edges[at + 1] - self._edges[at]) - inside)
+            stream = self.parts[self._part_of[at]].corpus.stream
+            yield stream, int(self._starts[at]) + inside, slice(done, end)
+            done, at = end, at + 1
 
 
 class PackedSamples:
     """Documents end to end in rows of `context` tokens; a row starts with the last label before it.
 
     With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
-    counts its last token. With `starts` (of the documents, int64 [documents]) batches number the
-    documents of a row. The part of a document in a row is then a document of its own, and the label
-    of a document's last token is `eot`, which is the next document's first token.
+    counts its last token. With `masked` batches number the documents of a row. The part of a
+    document in a row is then a document of its own, and the label of a document's last token is
+    `following`, the token that begins the next document.
     """
 
     def __init__(
         self,
-        stream: Stream,
+        tokens: Tokens,
         context: int,
         *,
         ragged: bool = False,
-        starts: np.ndarray | None = None,
-        eot: int = 0,
+        masked: bool = False,
+        following: int = 0,
     ):
-        self.stream, self.context, self._starts, self._eot = stream, context, starts, eot
-        self.document_mask = starts is not None
-        self.tokens = len(stream)  # including the tokens after the last row
-        self.valid_tokens = max(0, len(stream) - 1)
+        self._tokens, self.context, self._following = tokens, context, following
+        self._starts = tokens.documents[:-1] if masked else None
+        self.document_mask = masked
+        self.tokens = len(tokens)  # including the tokens after the last row
+        self.valid_tokens = max(0, len(tokens) - 1)
         if not ragged:
             self.valid_tokens -= self.valid_tokens % context
-        self._count: int = -(-self.valid_tokens // context)
-        starts = np.minimum(-(-stream.edges // context), self._count)
+        elif len(tokens) <= context:  # a set of less than one row
+            self.context = max(1, self.valid_tokens)
+        self._count: int = -(-self.valid_tokens // self.context)
+        starts = np.minimum(-(-tokens.shards // context), self._count)
         self.shard_samples: Sequence[int] = np.diff(starts).tolist()
 
     def __len__(self) -> int:
         return self._count
+
+    def length(self, index: int) -> int:
+        return min(self.context, self.valid_tokens - index * self.context)
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         rows = np.zeros((len(indices), self.context + 1), dtype=np.int64)
@@ -126,7 +170,7 @@ class PackedSamples:
         if (counts < 1).any():
             raise IndexError(f"sample {indices.max()} of {len(self)}")
         for row, i, count in zip(rows, indices.tolist(), counts.tolist(), strict=True):
-            self.stream.read_into(i * self.context, row[: count + 1])
+            self._tokens.read_into(i * self.context, row[: count + 1])
         tokens, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
         last = [] if self._starts is None else self._number(indices, labels)
         for at in np.flatnonzero(counts < self.context):  # the last row of a ragged set
@@ -155,60 +199,240 @@ class PackedSamples:
             # A document that begins after the row gives the last token its label.
             a, b = np.searchsorted(self._starts, [first + 1, first + self.context + 1])
             begins = self._starts[a:b] - first
-            labels[at, begins - 1] = self._eot
+            labels[at, begins - 1] = self._following
             documents[at, begins[begins < self.context]] = 1
         documents.cumsum(axis=1, out=documents)
         return [positions_of(documents), documents]
 
 
 class DocumentSamples:
-    """One document a row, from its end-of-text token on, cut at `context`, with masked padding.
+    """One document a row, cut at `context`, with masked padding.
 
-    With `split` a longer document makes several samples, and no token is lost.
+    A text of n tokens gives n positions, because the label of its last token is `following`, the
+    token that begins the next document. Of a question or conversation of n tokens, n - 1 have a
+    label, or IGNORE_INDEX without a mark. One that is too long loses the tokens before its last
+    `tail`; it is left out if nothing can be learned from the rest (`reach`).
+
+    With `split` a longer text makes several samples, and no token is lost.
     """
 
-    pad = 0
-
     def __init__(
-        self, stream: Stream, starts: np.ndarray, context: int, eot: int, *, split: bool = False
+        self, tokens: Tokens, context: int, *, following: int, pad: int = 0, split: bool = False
     ):
-        self.stream, self.context, self._eot = stream, context, eot
-        whole = np.append(starts[1:], len(stream))[: len(starts)] - starts
-        self.documents, rest = len(starts), whole
-        self.lengths = length_percentiles(whole, context) if len(starts) else {}
-        if split:
+        self._tokens, self._following, self.pad, self.context = tokens, following, pad, context
+        self.masked = bool(tokens.parts) and tokens.parts[0].corpus.index.masked
+        edges = tokens.documents
+        self._starts, whole = edges[:-1], np.diff(edges)
+        self.documents, self.left_out = len(whole), 0
+        self._tails = np.zeros(len(whole), np.int64)
+        if self.masked:
+            whole = self._leave_out(whole)
+        self.lengths = length_percentiles(whole, context + self.masked) if len(whole) else {}
+        rest = whole  # tokens from a sample's start to its document's end
+        if split and not self.masked:
             pieces = -(-whole // context)
             first = np.repeat(np.cumsum(pieces) - pieces, pieces)
             begin = context * (np.arange(len(first)) - first)  # of a piece in its document
-            starts, rest = np.repeat(starts, pieces) + begin, np.repeat(whole, pieces) - begin
+            self._starts = np.repeat(self._starts, pieces) + begin
+            rest = np.repeat(whole, pieces) - begin
             self.lengths |= {"cut": 0, "cut_tokens": 0}
-        self._starts, self._rest = (
-            starts,
-            rest,
-        )  # tokens from a sample's start to its document's end
-        self.sizes = np.minimum(rest, context)
-        self.shard_samples: Sequence[int] = np.diff(np.searchsorted(starts, stream.edges)).tolist()
-        self.valid_tokens = int(self.sizes.sum())
+        self._rest = rest
+        self.sizes = np.minimum(rest - self.masked, context)  # positions, int64 [samples]
+        shards = np.searchsorted(self._starts, tokens.shards)
+        self.shard_samples: Sequence[int] = np.diff(shards).tolist()
+        self.real_tokens = int(self.sizes.sum())
+        self.valid_tokens = self._count_marks() if self.masked else self.real_tokens
+
+    def _leave_out(self, whole: np.ndarray) -> np.ndarray:
+        """Leave out the examples from which nothing is learned; the tokens of the others."""
+        room = self.context + 1
+        self._tails = self._field("tail")
+        first = np.where(whole > room, room - self._tails, whole)  # that a cut keeps
+        learns = (self._field("reach") <= first) & (whole > 1) & (self._tails < room)
+        self._starts, self._tails = self._starts[learns], self._tails[learns]
+        self._marked = self._field("marked")[learns]
+        self.left_out = int((~learns).sum())
+        return whole[learns]
+
+    def _field(self, name: str) -> np.ndarray:
+        """A field of the table for each document, int64 [documents]."""
+        parts = self._tokens.parts
+        fields = [p.corpus.stream.table.field(name)[p.numbers].astype(np.int64) for p in parts]
+        return np.concatenate([np.zeros(0, np.int64), *fields])
+
+    def _count_marks(self) -> int:
+        """The labels in an epoch that count in the loss."""
+        is_cut = self._rest > self.context + 1
+        cut = sum(int(self.row(i)[1][1:].sum()) for i in np.flatnonzero(is_cut).tolist())
+        return int(self._marked[~is_cut].sum()) + cut
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def length(self, i: int) -> int:
-        return int(self.sizes[i])
+    def length(self, sample: int) -> int:
+        return int(self.sizes[sample])
 
-    def fill(self, index: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of an example (int64), and whether each counts in the loss."""
+        start, whole = int(self._starts[sample]), int(self._rest[sample])
+        size = min(whole, self.context + 1)
+        tail = int(self._tails[sample]) if whole > size else 0
+        tokens, marks = np.empty(size, np.int64), np.empty(size, bool)
+        for read, out in ((self._tokens.read_into, tokens), (self._tokens.marks_into, marks)):
+            read(start, out[: size - tail])
+            if tail:
+                read(start + whole - tail, out[size - tail :])
+        return tokens, marks
+
+    def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
         """Write a sample into `tokens` and `labels`, int64 [size]."""
-        # The label of a document's last token is the end-of-text token of the next document.
-        document = np.full(len(tokens) + 1, self._eot, dtype=np.int64)
-        self.stream.read_into(int(self._starts[index]), document[: int(self._rest[index])])
+        if self.masked:
+            row, marks = self.row(sample)
+            tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
+            return
+        document = np.full(len(tokens) + 1, self._following, dtype=np.int64)
+        self._tokens.read_into(int(self._starts[sample]), document[: int(self._rest[sample])])
         tokens[:], labels[:] = document[:-1], document[1:]
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        tokens = np.zeros((len(indices), self.context), dtype=np.int64)
-        labels = np.full((len(indices), self.context), IGNORE_INDEX, dtype=np.int64)
-        for at, i in enumerate(indices.tolist()):
-            self.fill(i, tokens[at, : self.sizes[i]], labels[at, : self.sizes[i]])
+        width = max(self.sizes[indices], default=1) if self.masked else self.context
+        tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
+        labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
+        for at, sample in enumerate(indices.tolist()):
+            size = self.sizes[sample]
+            self.fill(sample, tokens[at, :size], labels[at, :size])
         return Batch(tokens, labels)
+
+    def mean_width(
+        self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
+    ) -> float:
+        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
+
+        `batch`: the samples of a step, which `length_buckets` sorts by length.
+        """
+        if not self.masked:
+            return float(self.context)
+        steps = max(1, len(self) // batch)
+        sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
+        sizes = sizes.reshape(steps, batch)
+        sizes = np.sort(sizes) if length_buckets else sizes
+        return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
+
+
+def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
+    """Percentiles of the lengths of whole items, and how many exceed the `used` tokens."""
+    sizes = np.asarray(whole, dtype=np.int64)
+    over = sizes[sizes > used] - used
+    places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
+    shown = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
+    return {"lengths": shown, "cut": len(over), "cut_tokens": int(over.sum())}
+
+
+# -- best-fit packing
+
+
+def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """The items in order of rows, int64 [items], and where each row begins, int64 [rows + 1].
+
+    Best-fit decreasing (arXiv 2404.10830): from the longest item to the shortest, each item goes
+    into the row with the least room that holds it. Items of equal length are interchangeable, so
+    each pass here fills all rows of equal room: no more passes than the items have different
+    lengths, times a small number. The rows are mixed, so that any of them are a fair sample.
+
+    Args:
+        sizes: tokens of each item, int64 [items], from 1 to `context`.
+    """
+    mixed = permute(np.arange(len(sizes)), len(sizes), "windlass/packing/items")
+    items = mixed[np.argsort(-sizes[mixed], kind="stable")]  # neighbours in a file may be alike
+    row_of = np.empty(len(items), np.int64)
+    by_room: dict[int, list[np.ndarray]] = {}  # rows, by the tokens that still fit
+    rooms = 0  # the keys of `by_room` as bits, because the lowest bit above others is fast to find
+    rows = done = 0
+
+    def put(room: int, some: np.ndarray) -> int:
+        if room and len(some):
+            by_room.setdefault(room, []).append(some)
+            return rooms | 1 << room
+        return rooms
+
+    lengths, counts = np.unique(sizes, return_counts=True)
+    for size, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        end = done + count
+        while done < end:
+            if above := rooms >> size:
+                room = size + (above & -above).bit_length() - 1
+                some = by_room[room].pop()
+                rooms ^= 0 if by_room[room] else 1 << room
+            else:
+                room, first = context, rows
+                rows += -(-(end - done) // (context // size))
+                some = np.arange(first, rows)
+            each = room // size
+            needed = -(-(end - done) // each)
+            rooms = put(room, some[needed:])
+            some = some[:needed]
+            placed = min(len(some) * each, end - done)
+            row_of[done : done + placed] = np.repeat(some, each)[:placed]
+            done += placed
+            if missing := len(some) * each - placed:  # the last row has fewer of these items
+                rooms = put(room - (each - missing) * size, some[-1:])
+                some = some[:-1]
+            rooms = put(room - each * size, some)
+    row_of = permute(np.arange(rows), rows, "windlass/packing/rows")[row_of]
+    order = items[np.argsort(row_of, kind="stable")]
+    return order, np.append(0, np.cumsum(np.bincount(row_of, minlength=rows)))
+
+
+class BestFitSamples:
+    """Rows of `context` tokens, each with whole items from the longest to the shortest.
+
+    `documents` of a batch numbers the items of a row; the padding at its end is one more.
+    """
+
+    document_mask = True
+
+    def __init__(self, items: DocumentSamples, context: int):
+        self.items, self.context = items, context
+        self.valid_tokens, self.real_tokens = items.valid_tokens, int(items.sizes.sum())
+        self._order, self._edges = best_fit(items.sizes, context)
+        self._used = np.add.reduceat(items.sizes[self._order], self._edges[:-1])
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def length(self, index: int) -> int:
+        """The tokens of a row, without padding."""
+        return int(self._used[index])
+
+    @property
+    def attended(self) -> float:
+        """The mean length of a token's item, over all tokens."""
+        return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
+
+    @property
+    def documents_per_row(self) -> float:
+        """The items of a row, in the mean."""
+        return len(self._order) / max(1, len(self))
+
+    def items_of(self, index: int) -> Sequence[int]:
+        """The numbers of a row's items."""
+        return list(map(int, self._order[self._edges[index] : self._edges[index + 1]]))
+
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        shape = len(indices), self.context
+        tokens, labels = np.full(shape, self.items.pad), np.full(shape, IGNORE_INDEX)
+        documents = np.zeros(shape, dtype=np.int64)
+        for at, index in enumerate(indices.tolist()):
+            start = 0
+            for number, item in enumerate(self.items_of(index)):
+                place = slice(start, start + int(self.items.sizes[item]))
+                self.items.fill(item, tokens[at, place], labels[at, place])
+                documents[at, place.stop :] = number + 1
+                start = place.stop
+        return Batch(tokens, labels, positions_of(documents), documents)
+
+
+# -- a user's own data, and parts of a set
 
 
 class DatasetSamples:
@@ -252,121 +476,7 @@ class Subset:
         return self.samples.read(self._indices[indices])
 
 
-def epoch_samples(samples: Samples) -> int:
-    """The samples of an epoch; 0 if unknown, for a streamed source."""
-    return 0 if hasattr(samples, "window") else len(samples)
-
-
 def real_tokens(samples: Samples) -> int | None:
     """Tokens that a model reads in an epoch, without padding; None if unknown."""
     unmasked = getattr(samples, "valid_tokens", None)
     return getattr(samples, "real_tokens", unmasked)
-
-
-class Row(NamedTuple):
-    """One question or conversation."""
-
-    tokens: Sequence[int]
-    marks: Sequence[bool]  # whether the token counts in the loss
-    whole: int  # its tokens before the cut at the context
-
-
-def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of the lengths of whole items, and how many exceed the `used` tokens."""
-    sizes = np.asarray(whole, dtype=np.int64)
-    over = sizes[sizes > used] - used
-    places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
-    shown = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
-    return {"lengths": shown, "cut": len(over), "cut_tokens": int(over.sum())}
-
-
-class Rows:
-    """Questions or conversations as tokens and marks (whether a token counts in the loss).
-
-    A row of n tokens gives n - 1 positions, padded with `pad`. A label is the next token, or -100
-    without its mark.
-    """
-
-    def __init__(self, rows: Iterable[Row | tuple[Sequence[int], Sequence[bool]]], pad: int):
-        pairs = [row[:2] for row in rows]
-        self._ends = np.cumsum([0, *(len(tokens) for tokens, _ in pairs)], dtype=np.int64)
-        ids = [np.asarray(tokens, np.int32) for tokens, _ in pairs]
-        marks = [np.asarray(counted, bool) for _, counted in pairs]
-        self._tokens = np.concatenate([np.zeros(0, np.int32), *ids])
-        self._marks = np.concatenate([np.zeros(0, bool), *marks])
-        self._marks[self._ends[:-1]] = False  # a row's first token cannot be predicted
-        self.pad, self.valid_tokens = pad, int(self._marks.sum())
-
-    def save(self, path: Path) -> None:
-        with path.open("wb") as file:
-            pad = np.int64(self.pad)
-            np.savez(file, tokens=self._tokens, marks=self._marks, ends=self._ends, pad=pad)
-
-    @staticmethod
-    def load(path: Path) -> Rows:
-        """Rows from `save`; OSError, ValueError, KeyError or BadZipFile if the file is damaged."""
-        with np.load(path, allow_pickle=False) as saved:
-            rows = Rows((), int(saved["pad"]))
-            rows._tokens, rows._marks, rows._ends = saved["tokens"], saved["marks"], saved["ends"]
-        rows.valid_tokens = int(rows._marks.sum())
-        return rows
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """The positions of each row, int64 [rows]."""
-        sizes: np.ndarray = np.diff(self._ends) - 1
-        return sizes
-
-    def length(self, index: int) -> int:
-        return int(self.sizes[index])
-
-    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """A row's tokens, int32 [n], and whether each counts in the loss, bool [n]."""
-        place = slice(self._ends[index], self._ends[index + 1])
-        return self._tokens[place], self._marks[place]
-
-    def fill(self, index: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        """Write a row into `tokens` and `labels`, int64 [n - 1]."""
-        row, marks = self.row(index)
-        tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
-
-    @property
-    def real_tokens(self) -> int:
-        """Positions in an epoch, without padding."""
-        return len(self._tokens) - len(self)
-
-    def mean_width(
-        self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
-    ) -> float:
-        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
-
-        `batch`: the samples of a step, which `length_buckets` sorts by length.
-        """
-        steps = max(1, len(self) // batch)
-        sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
-        sizes = sizes.reshape(steps, batch)
-        sizes = np.sort(sizes) if length_buckets else sizes
-        return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of tokens, marks and ends: equal for equal rows in equal order."""
-        parts = (self._tokens.astype("<i4"), self._marks.astype("u1"), self._ends.astype("<i8"))
-        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
-
-    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        width = max((self.length(int(i)) for i in indices), default=1)
-        tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
-        labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
-        for at, i in enumerate(indices.tolist()):
-            self.fill(i, tokens[at, : self.sizes[i]], labels[at, : self.sizes[i]])
-        return Batch(tokens, labels)
-
-
-def choose_places(keys: Iterable[str], size: int, seed: int, purpose: str) -> list[int]:
-    """The places of `size` keys (0: all), in order; a function of seed, purpose and keys."""
-    draws = [seed_bytes(f"windlass/choose/{purpose}/{seed}/{key}", 16) for key in keys]
-    return sorted(sorted(range(len(draws)), key=draws.__getitem__)[: size or len(draws)])

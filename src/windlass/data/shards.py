@@ -1,13 +1,13 @@
 """The files of a data directory: its index, and how token shards are written, read and checked.
 
-A data directory contains
+A data directory has the tokens of one source by one tokenizer:
 
-- `index.json`, written last, so that it exists only if everything else does;
-- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary; a
-  second source has `shard.1-...`, a separate validation corpus `eval-shard-...`;
-- `shard-00000.documents` ...: a row of DOCUMENT for each document that starts in the shard;
-- `tokenizer/`; for questions or conversations `train.npz` and `val.npz` instead of shards;
-- with `data.disk_tokens` a directory `stream-...` for each run, see `disk.py`.
+- `index.json`: the source, the tokenizer and the shards that are committed;
+- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary;
+- `shard-00000.documents` ...: a row of the table for each document that starts in the shard;
+- `shard-00000.mask` ...: with questions or conversations, a bit for each token: 1 if it counts in
+  the loss;
+- `tokenizer/`, `left-out.txt` (items that could not be read), `verified.json`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from windlass.data.files import sha256_of
+from windlass.data.remote import RemoteFile
+from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import Description
-from windlass.errors import UserError, first_line
+from windlass.errors import UserError
 from windlass.fileio import Files, HashedFile, read_json, write_atomic
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-FORMAT = 4
-INDEX, VERIFIED = "index.json", "verified.json"
-MAIN, EVAL = "shard", "eval-shard"  # kinds of streams; their files' names begin with them
+FORMAT = 5
+INDEX, VERIFIED, CACHE = "index.json", "verified.json", "cache"
 OPEN_FILES = 128
-LLMC_HEADER_BYTES = 1024
-LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
-BLOCK_TOKENS = 1 << 21
-# A document's start in its shard, its size (`division.text_size`), and a hash of its text.
-DOCUMENT = np.dtype([("start", "<u8"), ("size", "<u8"), ("text", "<u8")])
+# A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
+# source's tokens, its characters, and a hash of the whole text in the last part.
+TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
+# A question or conversation: also the hash that decides whether it is held out, the last tokens that
+# a cut keeps, the first ones that it must keep, and the tokens that count in the loss.
+EXAMPLE_ROW = np.dtype(
+    [*TEXT_ROW.descr, ("group", "<u8"), ("tail", "<u4"), ("reach", "<u4"), ("marked", "<u4")]
+)
 
 
 class Shard(BaseModel):
@@ -52,125 +54,79 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    file: str  # name in the data directory, or the absolute path of a shard that another tool wrote
+    file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
     tokens: int
+    rows: int = 0  # of its table
     documents: int = 0  # that start in it; 0: unknown (shards of other tools)
-    sha256: str
+    sha256: str  # empty: a remote shard
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
-    table: str = ""  # SHA-256 of its table of documents; empty: no table (shards of other tools)
+    table: str = ""  # SHA-256 of its table; empty: no table (shards of other tools)
+    mask: str = ""  # SHA-256 of its mask; empty: no mask
 
     @property
-    def table_file(self) -> str:
-        return table_name(self.file)
+    def is_remote(self) -> bool:
+        return "://" in self.file
 
-    @property
-    def end(self) -> int:
-        """Bytes from the start of the file to the end of the last token."""
-        return self.offset + self.tokens * on_disk(self.dtype).itemsize
+    def beside(self, ending: str) -> str:
+        """The file of the shard's table (`.documents`) or mask (`.mask`)."""
+        return str(Path(self.file).with_suffix(ending))
 
-
-def table_name(file: str) -> str:
-    """The file with the table of a shard's documents."""
-    return str(Path(file).with_suffix(".documents"))
-
-
-class Range(BaseModel):
-    """Some tokens of a stream."""
-
-    stream: str
-    start: int
-    stop: int
-
-
-class Split(BaseModel):
-    """The tokens for training or for validation: ranges of streams, in this order."""
-
-    ranges: list[Range]
-    documents: int = 0  # that start in them; 0: unknown
-    text: str = ""  # of `val`: a hash of its text, equal for every tokenizer; empty: unknown
-
-    @property
-    def tokens(self) -> int:
-        return sum(part.stop - part.start for part in self.ranges)
-
-
-class RowsFile(BaseModel):
-    """The rows of a split: `train.npz` or `val.npz`."""
-
-    items: int
-    fingerprint: str
-    tokens: int  # in an epoch, without padding
-    unmasked: int  # labels in an epoch that count in the loss
-    lengths: dict[str, int]  # of whole items, in tokens, by percentile
-    cut: int  # items longer than the context
-    cut_tokens: int  # that they lost
-    left_out: int  # items with nothing left to learn
-    text: str = ""  # of `val`: as in `Split`
-
-
-class SourceFile(BaseModel):
-    """A file of a streamed source."""
-
-    file: str  # its path, or `hf://datasets/NAME@COMMIT/PATH`
-    bytes: int = 0  # of a local file
-    sha256: str = ""  # of the end of a local file; a commit pins a file of the Hub
-
-
-class StreamedSource(BaseModel):
-    """Training data that is streamed: the files, and where it begins in them."""
-
-    files: list[SourceFile]
-    revision: str  # the commit of the Hub; empty for local files
-    start: list[int]  # a `stream.Place`
-    shard_tokens: int  # of a shard at most
-
-    @property
-    def identity(self) -> list[Any]:
-        """What determines the tokens; local files may have other paths."""
-        files = [(f.bytes, f.sha256) if f.sha256 else f.file for f in self.files]
-        return [files, self.start, self.shard_tokens]
+    def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
+        """Size and SHA-256 of each file of a local shard, by name."""
+        size = self.offset + self.tokens * on_disk(self.dtype).itemsize
+        files = {self.file: (size, self.sha256)}
+        if self.table:
+            files[self.beside(".documents")] = self.rows * row.itemsize, self.table
+        if self.mask:
+            files[self.beside(".mask")] = -(-self.tokens // 8), self.mask
+        return files
 
 
 class Index(BaseModel):
-    """Everything in a data directory, and the settings that determine it."""
+    """The content of a data directory."""
 
-    settings: dict[str, Any]
-    source: dict[str, Any]  # by stream
+    key: dict[str, Any]  # what determines the tokens; the directory's name has a hash of it
+    source: dict[str, Any]  # `Source.description`
     tokenizer: Description
-    streams: dict[str, list[Shard]] = {}
-    splits: dict[str, Split] = {}  # `train`, and perhaps `val`
-    rows: dict[str, RowsFile] = {}  # the same for questions and conversations
     template: str = ""  # the layout of conversations, in words
-    stream: StreamedSource | None = None  # the training data with `data.disk_tokens`
+    single_text: bool = False  # one text file, whose text no token begins
+    masked: bool = False  # questions or conversations
+    shard_tokens: int
+    shards: list[Shard] = []
+    # Where the shard after the last full one begins: the number of its item, the item's characters
+    # in whole rows before, the tokens of the next row before, and the items left out before.
+    resume: tuple[int, int, int, int] = (0, 0, 0, 0)
+    items: int = 0  # that are read, empty ones and those left out included
+    left_out: int = 0  # items that could not be read (`data.on_bad_item`)
+    complete: bool = False  # False: the source has more
     format: int = FORMAT
-    fingerprint: str = ""
+    checksum: str = ""
 
     @property
-    def shards(self) -> list[Shard]:
-        return [shard for stream in self.streams.values() for shard in stream]
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
 
-    def documents(self, stream: str) -> int:
-        """Documents of a stream; a document divided between training and validation counts once."""
-        divided = bool(self.source[stream].get("divided"))
-        return sum(shard.documents for shard in self.streams[stream]) - divided
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
 
-    def compute_fingerprint(self) -> str:
-        """A hash of the tokens, their split and their tokenizer, equal in every directory."""
-        shown = {"file", "table"}, {"documents", "text"}
-        content = [
-            FORMAT,
-            self.tokenizer.model_dump(exclude={"kind", "start"}),
-            {k: [s.model_dump(exclude=shown[0]) for s in v] for k, v in self.streams.items()},
-            {k: split.model_dump(exclude=shown[1]) for k, split in self.splits.items()},
-            {k: rows.fingerprint for k, rows in self.rows.items()},
-            *([self.stream.identity] if self.stream else ()),
-        ]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    @property
+    def row(self) -> np.dtype[Any]:
+        """The type of a row of the tables."""
+        return EXAMPLE_ROW if self.masked else TEXT_ROW
+
+    @property
+    def full_shards(self) -> list[Shard]:
+        """The shards that more text of the source does not change."""
+        return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
+
+    def _checksum(self) -> str:
+        return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
     def save(self, directory: Path) -> Index:
-        """Write `index.json`, with the fingerprint; returns the index as written."""
-        index = self.model_copy(update={"fingerprint": self.compute_fingerprint()})
+        """Write `index.json`; returns the index as written."""
+        index = self.model_copy(update={"checksum": self._checksum()})
         Files().replace(directory / INDEX, index.model_dump_json(indent=1).encode())
         return index
 
@@ -180,7 +136,7 @@ class Index(BaseModel):
         path = directory / INDEX
         try:
             index = Index.model_validate_json(path.read_bytes())
-            if index.format == FORMAT and index.fingerprint == index.compute_fingerprint():
+            if index.format == FORMAT and index.checksum == index._checksum():
                 return index
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -195,8 +151,18 @@ def prepare_again(directory: Path) -> str:
     return f"delete {directory} and prepare the data again"
 
 
-def bad_shard(path: Path, problem: str) -> UserError:
+def bad_shard(path: Path | str, problem: str) -> UserError:
     return UserError(f"the shard {path} {problem}")
+
+
+def unknown_id(place: str, block: np.ndarray, vocab: int, done: int) -> UserError:
+    """The error of an id that the tokenizer does not have; `done`: the ids of the shard before."""
+    at = int(np.argmax(block >= vocab))
+    return bad_shard(
+        place,
+        f"has the token id {int(block[at]):,} at place {done + at:,}, and the vocabulary has "
+        f"{vocab:,} ids: it was made with another tokenizer",
+    )
 
 
 @cache
@@ -205,32 +171,37 @@ def on_disk(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
+# -- writing
+
+
+class Row(NamedTuple):
+    """A document, or a part of a long one, as tokens."""
+
+    item: int  # number of the item in its source
+    tokens: np.ndarray  # int64 [n]
+    marks: np.ndarray | None = None  # bool [n], whether a token counts in the loss; None: text
+    text: int = 0  # hash of the document, in its last row
+    characters: int = 0
+    more: bool = False  # the next row continues the document
+    group: int = 0
+    tail: int = 0
+    reach: int = 0
+
+
 class ShardWriter:
-    """Writes a stream of documents as shards of equal size; an error in its `with` block removes
-    the shard that is not complete.
+    """Writes rows as shards of equal size, and the index after each one; an error in its `with`
+    block removes the shard that is not complete."""
 
-    `resume` is where the next shard starts: the number of the document in which the last committed
-    shard ends, and how many of its tokens are committed.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        stream: str,
-        dtype: str,
-        shard_tokens: int,
-        shards: Sequence[Shard] = (),
-        resume: tuple[int, int] = (0, 0),
-        on_commit: Callable[[ShardWriter], None] = lambda writer: None,
-    ):
-        self.directory, self.stream, self.dtype = directory, stream, dtype
-        self.shard_tokens, self._on_commit = shard_tokens, on_commit
-        self.shards, self.resume, self.finished = list(shards), resume, False
-        self.tokens = sum(s.tokens for s in self.shards)  # including the shard being filled
-        self._number, self._done, self._skip = resume[0], 0, resume[1]
+    def __init__(self, directory: Path, index: Index, dtype: str):
+        """Continue after the full shards of `index`."""
+        self.directory, self.dtype, self.index = directory, dtype, index
+        self.shards = list(index.full_shards)
+        self.tokens = sum(shard.tokens for shard in self.shards)  # with the shard being filled
+        self._item, self._characters, self._skip, _ = index.resume  # of the row being written
         self._files = contextlib.ExitStack()  # of the shard being filled
-        self._raw: HashedFile | None = None
-        self._table: HashedFile | None = None
+        self._open: list[HashedFile] = []  # tokens, table, and the mask
+        self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
+        self._goes_on = self._characters > 0  # whether the next row continues a document
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -238,106 +209,124 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         self._files.__exit__(*error)
 
-    def add(self, tokens: np.ndarray, number: int, size: int = 0, text: int = 0) -> None:
-        """Append tokens (int64 [n]) of document `number`; `size` and `text` are for DOCUMENT.
-
-        Documents come in order, perhaps in several parts. After a resume the caller adds the
-        document from its start, and the writer skips its committed tokens.
-        """
-        if number != self._number:
-            self._number, self._done = number, 0
-        passed = min(len(tokens), self._skip)
-        self._skip -= passed
-        self._done += passed
-        tokens = tokens[passed:]
+    def add(self, row: Row) -> None:
+        """Append a row; after a resume the first one is the row that the last full shard cuts."""
+        if row.item != self._item:
+            self._item, self._characters = row.item, 0
+        tokens, marks = row.tokens[self._skip :], row.marks
+        done, size = self._skip, self.index.shard_tokens
+        self._skip = 0
         while len(tokens):
-            place = self.tokens % self.shard_tokens
-            if self._raw is None or self._table is None:
-                self._raw, self._table = self._create()
-            if not self._done:
-                self._table.write(struct.pack("<3Q", place, size, text))  # a DOCUMENT
-            room = self.shard_tokens - place
-            part, tokens = tokens[:room], tokens[room:]
-            self._raw.write(part.astype(on_disk(self.dtype)).tobytes())
+            if not self._open:
+                self._create()
+            raw, table, *mask = self._open
+            if not done:
+                line = [self.tokens, row.text, row.characters, row.more]
+                if marks is not None:
+                    line += [row.group, row.tail, row.reach, int(marks.sum())]
+                table.write(np.array(tuple(line), self.index.row).tobytes())
+                self._documents += not self._goes_on
+            part = tokens[: size - self.tokens % size]
+            tokens = tokens[len(part) :]
+            raw.write(part.astype(on_disk(self.dtype)).tobytes())
+            if marks is not None:
+                self._bits = np.concatenate([self._bits, marks[done : done + len(part)]])
+                whole = len(self._bits) // 8 * 8
+                mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
+                self._bits = self._bits[whole:]
+            done += len(part)
             self.tokens += len(part)
-            self._done += len(part)
-            if len(part) == room:
-                self._commit((number, self._done))
+            if self.tokens % size == 0:
+                ended = not len(tokens)
+                place = (row.item, self._characters + row.characters * ended, 0 if ended else done)
+                if ended and not row.more:
+                    place = row.item + 1, 0, 0
+                self._commit(place)
+        self._characters += row.characters
+        self._goes_on = row.more
 
-    @property
-    def _name(self) -> str:
-        return f"{self.stream}-{len(self.shards):05d}.bin"
+    def _create(self) -> None:
+        """The files of the next shard."""
+        endings = ["bin", "documents", *(["mask"] if self.index.masked else [])]
+        for ending in endings:
+            path = self.directory / f"shard-{len(self.shards):05d}.{ending}"
+            self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
 
-    def _create(self) -> tuple[HashedFile, HashedFile]:
-        """The files of the next shard: tokens, and the table of documents, which appears first."""
-        paths = self.directory / self._name, self.directory / table_name(self._name)
-        raw, table = (self._files.enter_context(Files().replacing(path)) for path in paths)
-        return HashedFile(raw), HashedFile(table)
-
-    def _commit(self, resume: tuple[int, int]) -> None:
-        assert self._raw is not None and self._table is not None
+    def _commit(self, place: tuple[int, int, int] | None) -> None:
+        """Complete the shard being filled; `place` follows it; None: it is short."""
+        raw, table, *mask = self._open
+        if mask:
+            mask[0].write(np.packbits(self._bits, bitorder="little").tobytes())
         shard = Shard(
-            file=self._name,
-            tokens=self._raw.bytes // np.dtype(self.dtype).itemsize,
-            documents=self._table.bytes // DOCUMENT.itemsize,
-            sha256=self._raw.finish(),
+            file=f"shard-{len(self.shards):05d}.bin",
+            tokens=raw.bytes // np.dtype(self.dtype).itemsize,
+            rows=table.bytes // self.index.row.itemsize,
+            documents=self._documents,
+            sha256=raw.finish(),
             dtype=self.dtype,
-            table=self._table.finish(),
+            table=table.finish(),
+            mask=mask[0].finish() if mask else "",
         )
-        self._raw = self._table = None
+        self._open, self._documents, self._bits = [], 0, np.zeros(0, bool)
         self._files.close()
         self.shards.append(shard)
-        self.resume = resume
-        self._on_commit(self)
+        self.index.shards = self.shards
+        if place is not None:
+            self.index.resume = (*place, self.index.left_out)
+            self.index = self.index.save(self.directory)
 
-    def finish(self) -> list[Shard]:
-        """Commit the last shard; returns all shards."""
-        self.finished = True
-        if self._raw:
-            self._commit((0, 0))
-        else:
-            self._on_commit(self)
-        return self.shards
+    def finish(self, complete: bool) -> Index:
+        """Commit the last shard and save the index; `complete`: the source has no more."""
+        if self._open:
+            self._commit(None)
+        self.index.shards, self.index.complete = self.shards, complete
+        self.index = self.index.save(self.directory)
+        return self.index
+
+
+# -- reading
+
+
+class LocalFile:
+    """A file of this machine, read with `pread`: a mapped page faults with Python's lock held."""
+
+    def __init__(self, path: Path):
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def pread(self, count: int, offset: int) -> bytes:
+        return os.pread(self._descriptor, count, offset)
+
+    # bound here, because modules are removed before objects when the interpreter ends
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        with contextlib.suppress(AttributeError):
+            close(self._descriptor)
 
 
 class Stream:
-    """Tokens of shards as one row, read with `pread`: a mapped page faults with Python's lock."""
+    """The tokens of a source's shards as one row. Threads may share it."""
 
-    def __init__(self, directory: Path, shards: Sequence[Shard]):
-        self.shards, self._directory = list(shards), directory
+    def __init__(self, directory: Path, index: Index, cache_bytes: int = 0):
+        """`cache_bytes`: of remote shards on this machine's disk."""
+        self.index, self.shards, self._directory = index, index.shards, directory
         # The start of each shard in the row, and the row's end, int64 [shards + 1].
-        self.edges = np.cumsum([0, *(s.tokens for s in self.shards)], dtype=np.int64)
-        self._open: dict[int, int] = {}  # file descriptors by the number of the shard
-        self._lock = threading.Lock()
+        self.edges = np.cumsum([0, *(shard.tokens for shard in self.shards)], dtype=np.int64)
+        self._open: dict[str, LocalFile | RemoteFile] = {}
+        self._lock, self._cache_bytes = threading.Lock(), cache_bytes
 
     def __len__(self) -> int:
         return int(self.edges[-1])
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
-        place = bisect_right(self.edges, start) - 1
-        done = 0
+        place, done = bisect_right(self.edges, start) - 1, 0
         while done < len(out):
             shard, begin = self.shards[place], start + done - int(self.edges[place])
             count, dtype = min(len(out) - done, shard.tokens - begin), on_disk(shard.dtype)
-            size = count * dtype.itemsize
-            with self._lock:
-                if place not in self._open:
-                    if len(self._open) >= OPEN_FILES:
-                        os.close(self._open.pop(next(iter(self._open))))
-                    path = self._directory / shard.file
-                    try:
-                        self._open[place] = os.open(path, os.O_RDONLY)
-                    except OSError as error:
-                        raise bad_shard(path, f"cannot be read: {error}") from None
-                raw = os.pread(self._open[place], size, shard.offset + begin * dtype.itemsize)
-            if len(raw) != size:
-                path, problem = (
-                    self._directory / shard.file,
-                    "it was truncated after it was checked",
-                )
-                raise UserError(f"{path} ends too early: {problem}")
-            out[done : done + count] = np.frombuffer(raw, dtype=dtype)
+            offset = shard.offset + begin * dtype.itemsize
+            ids = np.frombuffer(self._pread(shard.file, count * dtype.itemsize, offset), dtype)
+            if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
+                raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
+            out[done : done + count] = ids
             done += count
             place += 1
 
@@ -347,51 +336,101 @@ class Stream:
         self.read_into(start, out)
         return out
 
-    def column(self, name: str) -> np.ndarray:
-        """A field of DOCUMENT of the documents that start in these shards, uint64 [documents].
+    def marks(self, start: int, stop: int) -> np.ndarray:
+        """Whether each token from `start` to `stop` counts in the loss, bool [stop - start]."""
+        place, parts = bisect_right(self.edges, start) - 1, list[np.ndarray]()
+        while start < stop:
+            shard, begin = self.shards[place], start - int(self.edges[place])
+            end = min(begin + stop - start, shard.tokens)
+            raw = self._pread(shard.beside(".mask"), -(-end // 8) - begin // 8, begin // 8)
+            bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+            parts.append(bits[begin % 8 :][: end - begin].view(bool))
+            start += end - begin
+            place += 1
+        return np.concatenate([np.zeros(0, bool), *parts])
 
-        `start` is in the row.
-        """
-        fields = [np.zeros(0, dtype=np.uint64)]
-        for shard, edge in zip(self.shards, self.edges, strict=False):
-            if shard.table:  # one table at a time: a field is a third of it
-                field = np.fromfile(self._directory / shard.table_file, DOCUMENT)[name]
-                fields.append(field + np.uint64(edge if name == "start" else 0))
+    def _pread(self, name: str, count: int, offset: int) -> bytes:
+        with self._lock:
+            if name not in self._open:
+                if len(self._open) >= OPEN_FILES:
+                    self._open.pop(next(iter(self._open)))
+                path = self._directory / name
+                try:
+                    if "://" in name:
+                        own = self._directory / CACHE
+                        self._open[name] = RemoteFile(name, own, self._cache_bytes)
+                    else:
+                        self._open[name] = LocalFile(path)
+                except OSError as error:
+                    raise bad_shard(path, f"cannot be read: {error}") from None
+            raw = self._open[name].pread(count, offset)
+        if len(raw) != count:
+            raise bad_shard(name, "ends too early: it was truncated after it was checked")
+        return raw
+
+    @cached_property
+    def table(self) -> Table:
+        return Table(self._directory, self.index)
+
+
+class Table:
+    """The documents of a source; a field is read from the files each time that it is asked for."""
+
+    def __init__(self, directory: Path, index: Index):
+        self._directory, self._index = directory, index
+        ends = self._rows("more") == 0
+        self._last = np.flatnonzero(ends)
+        if index.resume[2] and len(index.full_shards) == len(index.shards):
+            self._last = self._last[:-1]  # a preparation was killed in this document
+        self._first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self._last)]
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def _rows(self, name: str) -> np.ndarray:
+        """A field of all rows."""
+        fields, kind = [np.zeros(0, self._index.row[name])], self._index.row
+        for shard in self._index.shards:  # one table at a time: a field is a part of it
+            if shard.table:
+                fields.append(np.fromfile(self._directory / shard.beside(".documents"), kind)[name])
         return np.concatenate(fields)
 
-    def starts(self) -> np.ndarray:
-        """Where the documents begin in the row, int64 [documents]."""
-        return self.column("start").view(np.int64)
+    def field(self, name: str) -> np.ndarray:
+        """A field of each document: `text` (uint64), or of examples `group`, `tail`, `reach`,
+        `marked`."""
+        return self._rows(name)[self._last]
 
-    # bound here, because modules are removed before objects when the interpreter ends
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        for descriptor in self._open.values():
-            close(descriptor)
+    @property
+    def edges(self) -> np.ndarray:
+        """The first token of each document, and the end of the last one, int64 [documents + 1]."""
+        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
+        end = starts[self._last[-1] + 1] if len(self) else 0
+        return np.append(starts[self._first], end)
 
+    @property
+    def characters(self) -> np.ndarray:
+        """The characters of each document, int64 [documents]."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        rows = self._rows("characters").astype(np.int64)[: self._last[-1] + 1]
+        return np.add.reduceat(rows, self._first)
 
-def cut_shards(shards: Sequence[Shard], start: int, stop: int) -> list[Shard]:
-    """The shards of a stream's tokens from `start` to `stop`, the first and last one cut."""
-    parts, edge = list[Shard](), 0
-    for shard in shards:
-        first, last = max(start, edge), min(stop, edge + shard.tokens)
-        if first < last:
-            offset = shard.offset + (first - edge) * on_disk(shard.dtype).itemsize
-            parts.append(shard.model_copy(update={"offset": offset, "tokens": last - first}))
-        edge += shard.tokens
-    return parts
+    def parts(self, document: int) -> tuple[np.ndarray, np.ndarray]:
+        """The parts of a document: the first token of each and the end, int64 [parts + 1]; and the
+        characters of each, int64 [parts]."""
+        first, last = self._first[document], self._last[document] + 1
+        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
+        return starts[first : last + 1], self._rows("characters").astype(np.int64)[first:last]
 
 
 # -- checks: always the sizes; the SHA-256 once for each state of a file
 
 
-def file_states(directory: Path, shards: Iterable[Shard]) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each file by name; UserError for a wrong size."""
+def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
+    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
-    for shard in shards:
-        files = {shard.file: (shard.end, shard.sha256)}
-        if shard.table:
-            files[shard.table_file] = shard.documents * DOCUMENT.itemsize, shard.table
-        for file, (size, sha256) in files.items():
+    for shard in index.shards:
+        for file, (size, sha256) in {} if shard.is_remote else shard.files(index.row).items():
             path, remedy = directory / file, prepare_again(directory)
             try:
                 stat = path.stat()
@@ -411,7 +450,7 @@ def verify(
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
     fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
     """
-    states, verified = file_states(directory, index.shards), read_json(directory / VERIFIED)
+    states, verified = file_states(directory, index), read_json(directory / VERIFIED)
     changed = [file for file in states if verified.get(file) != states[file]]
     rank, world = 0, 1
     if ranks is not None and ranks.world > 1:
@@ -442,46 +481,3 @@ def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
     """Store the states of verified files; in a read-only directory each start verifies."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
-
-
-# -- shards of other tools, in place: nanoGPT's .bin, build-nanogpt's .npy, llm.c's .bin
-
-
-def scan(path: Path, vocab: int) -> Shard:
-    """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`."""
-    size, dtype_name, offset = path.stat().st_size, "uint16", 0
-    tokens = size // 2
-    if path.suffix == ".npy":
-        try:  # without pickle: an array of objects would run code when loaded
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise bad_shard(path, f"is not a whole .npy file: {first_line(error)}") from None
-        dtype_name, offset, tokens = array.dtype.name, array.offset, array.size
-        if array.dtype.str not in ("<u2", "<u4") or array.ndim != 1:
-            content = f"{array.dtype} of shape {array.shape}, not a row of uint16 or uint32"
-            raise bad_shard(path, f"holds {content}")
-    elif path.suffix != ".bin":
-        raise bad_shard(path, "is neither .npy nor .bin")
-    elif size >= LLMC_HEADER_BYTES:
-        magic, _, count = np.fromfile(path, "<i4", 3).tolist()
-        if magic in LLMC_TYPES:
-            dtype_name, offset, tokens = LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
-    dtype, digest, done = on_disk(dtype_name), hashlib.sha256(), 0
-    if not tokens or size != offset + tokens * dtype.itemsize:
-        found = f"{size:,} bytes for {tokens:,} tokens of {dtype_name}"
-        raise bad_shard(path, f"is truncated or not a shard: {found}")
-    with path.open("rb") as file:
-        digest.update(file.read(offset))
-        while raw := file.read(BLOCK_TOKENS * dtype.itemsize):
-            digest.update(raw)
-            block = np.frombuffer(raw, dtype)
-            if int(block.max()) >= vocab:
-                at = int(np.argmax(block >= vocab))
-                raise bad_shard(
-                    path,
-                    f"has the token id {int(block[at]):,} at place {done + at:,}, and the "
-                    f"vocabulary has {vocab:,} ids: it was made with another tokenizer",
-                )
-            done += len(block)
-    place, sha256 = str(path.resolve()), digest.hexdigest()
-    return Shard(file=place, tokens=tokens, sha256=sha256, dtype=dtype_name, offset=offset)

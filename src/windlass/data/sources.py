@@ -1,13 +1,14 @@
-"""The documents behind `data.source`: files, `https://`, `hf:` data sets, `stdlib`.
+"""The items behind `data.source`: files, `https://`, data sets of `datasets`, Python's own modules.
 
-A corpus is a sequence of documents that can be read from any of them on, because a preparation that
-was killed resumes in the middle.
+`open_source` finds a source and says which files it does not read. `Source.items` reads from any
+document on, because a preparation that was killed resumes in the middle.
 """
 
 from __future__ import annotations
 
 import hashlib
 import http.client
+import json
 import os
 import platform
 import re
@@ -15,132 +16,224 @@ import shutil
 import sysconfig
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from windlass import __version__, hub
 from windlass.data.files import (
-    ENDINGS,
-    JSON_LINES,
-    describe_files,
-    document,
-    find_files,
-    left_out,
+    DOWNLOADS,
+    SHARDS,
+    find,
+    folders,
     listing,
-    other_keys,
-    read_records,
-    sha256_of,
+    shown,
     suffixes,
 )
+from windlass.data.records import (
+    CONVERSATION_KEYS,
+    TABLE_BYTES,
+    TABLES,
+    Item,
+    SourceSpec,
+    column_value,
+    is_text,
+    mark_in,
+    other_keys,
+    read_files,
+    record_of,
+    text_of,
+)
 from windlass.errors import RunFailed, UserError, first_line, require
-from windlass.recipe.settings import DataSettings
 
+HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
+PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
 # Directories of the standard library that hold packages of others, tests, or tables.
 SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
     *("encodings", "pydoc_data"),
 }
-DOWNLOADS = Path("data") / "downloads"
 TIMEOUT_SECONDS = 60.0
+SQUAD = "rajpurkar/squad"  # on the Hub
 Notify = Callable[[str], None]
 
 
 @dataclass
-class Corpus:
-    """A sequence of documents."""
+class Source:
+    """A source that exists."""
 
-    name: str
-    # `read(start)`: the documents from `start` on, and the fraction read so far (0: unknown)
-    read: Callable[[int], Iterator[tuple[str, float]]]
-    description: dict[str, Any]  # in the index; shows a changed source
-    single_text: bool = False  # one document: split by characters, without an end-of-text token
-    limit: int | None = None  # documents at most
-    size: int = 0  # bytes, approximately; 0: unknown
-    fraction_read: float = 0.0
+    spec: SourceSpec
+    description: dict[str, Any]  # when it was opened, for the index; shows a changed source
+    single_text: bool = False  # one text file without separator: no token begins its text
+    read: Callable[[int], Iterator[Item]] = lambda start: iter(())
 
-    def documents(self, start: int = 0) -> Iterator[str]:
-        """The documents from number `start` on, empty ones included."""
-        for text, fraction in islice(self.read(start), self.limit and max(0, self.limit - start)):
-            self.fraction_read = fraction
-            yield text
+    def items(self, start: int = 0) -> Iterator[Item]:
+        """The items from document number `start` on; the blocks of one text count once."""
+        return self.read(start)
 
 
-def open_corpora(
-    data: DataSettings,
-    sources: list[str],
-    split: str = "",
-    notify: Notify = print,
-    sha256: str = "",
-) -> list[Corpus]:
-    """The corpora of `data.source` or `data.eval_source`; UserError if one does not exist."""
-    corpora = [open_corpus(data, source, split, notify, sha256) for source in sources]
-    for corpus in corpora:
-        corpus.single_text &= len(corpora) == 1  # one text among several ends with a token
-    return corpora
-
-
-def open_corpus(
-    data: DataSettings, source: str, split: str = "", notify: Notify = print, sha256: str = ""
-) -> Corpus:
-    """The corpus of one source; UserError if the source does not exist."""
-    if source == "stdlib":
-        return _open_stdlib()
-    if source.startswith("hf:"):
-        return _open_hf(source[3:], split or data.split, data)
-    if source.startswith(("http://", "https://")):
-        return _open_files(source, [download(source, sha256, DOWNLOADS, notify)], data.text_key)
-    files, skipped = find_files(source), left_out(source)
-    if len(files) > 1 or skipped:
-        notify(f"{source}: {listing(files)}{skipped}")
-    return _open_files(source, files, data.text_key)
-
-
-def slug(source: str) -> str:
-    """A source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
-    place = source.removeprefix("hf:").removeprefix("shards:").split("?")[0].rstrip("/*")
-    name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
-    return name.strip("-").lower()[:40] or "corpus"
-
-
-def _open_files(source: str, files: list[Path], text_key: str) -> Corpus:
+def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
+    """Find a source; UserError if it does not exist. Says which files it does not read."""
+    if spec.kind == "stdlib":
+        return Source(spec, describe_source(spec) or {}, read=_read_stdlib)
+    if spec.kind == "hf" or spec.place == "squad":
+        return _open_dataset(spec)
+    if spec.kind == "https":
+        files, not_read = [download(spec.place, spec.sha256, DOWNLOADS, notify)], ""
+    else:
+        files, not_read = local_files(spec)
+    if len(files) > 1 or not_read:
+        notify(f"{spec.name}: {listing(files)}{not_read}")
     for path in files:
-        ending, codec = suffixes(path)
-        if ending in (".bin", ".npy"):
-            raise UserError(f"data.source: {path}: write shards:GLOB for token shards")
-        if ending == ".parquet" or codec:
-            require("pyarrow", f"data.source: {path.name}")
-    sizes = [path.stat().st_size for path in files]
-
-    def read(start: int) -> Iterator[tuple[str, float]]:
-        number, before, total = 0, 0, max(1, sum(sizes))
-        for path, size in zip(files, sizes, strict=True):
-            is_json = suffixes(path)[0] in (*JSON_LINES, ".json")
-            try:
-                with path.open("rb") as raw:
-                    for place, record in read_records(path, raw, text_key):
-                        number += 1
-                        if number > start:
-                            text = document(record, is_json, place, text_key)
-                            yield text, (before + raw.tell()) / total
-            except UserError:
-                raise
-            except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's kinds too
-                problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
-                raise UserError(f"{path} {problem}") from None
-            before += size
-
-    single_text = len(files) == 1 and suffixes(files[0])[0] not in (*ENDINGS[1:], ".json")
-    return Corpus(source, read, {"files": describe_files(files)}, single_text, size=sum(sizes))
+        place = f"{spec.setting}: {shown(path)}"
+        if path.suffix.lower() in PACKED:
+            raise UserError(f"{place}: unpack it, and name what is inside")
+        if suffixes(path)[0] in SHARDS:
+            raise UserError(f"{place}: write shards:GLOB for token shards")
+        if {".parquet", ".zst"}.intersection(suffixes(path)):
+            require("pyarrow", place)
+    texts = [path for path in files if is_text(path, spec)]
+    if texts and not spec.separator and (mark := mark_in(texts[0])):
+        separator = f"data.separator={json.dumps(mark)} makes each text between them a document"
+        notify(f"{shown(texts[0])} has {mark} in it; {separator}")
+    description = {"files": describe_files(files)}
+    sizes = [file["bytes"] for file in description["files"]]
+    single_text = len(files) == len(texts) == 1 and not spec.separator
+    return Source(spec, description, single_text, partial(read_files, spec, files, sizes))
 
 
-def _open_stdlib() -> Corpus:
-    """The standard library's modules, ordered by a hash of their names (any part is typical)."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = list[Path]()
+def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
+    """The files of a source on this machine, and a note on those that are not read."""
+    if spec.kind == "hf":
+        below = folders(Path(spec.path).expanduser())
+        return [path for _, files in below for path in files or ()], ""
+    endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, (".txt", *TABLES))
+    endings = endings if spec.format == "text" else tuple(x for x in endings if x != ".txt")
+
+    def has_items(path: Path) -> bool:
+        with suppress(UserError, StopIteration):
+            item = next(read_files(spec, [path], [1], 0))
+            is_chat = not CONVERSATION_KEYS.isdisjoint(record_of(item, spec))
+            return is_chat if spec.format == "chat" else isinstance(text_of(item, spec), str)
+        return False
+
+    return find(spec.path, spec.setting, endings, has_items)
+
+
+def find_files(
+    pattern: str, setting: str = "data.source", endings: tuple[str, ...] = SHARDS
+) -> list[Path]:
+    """As `find`, without what a directory has more."""
+    return find(pattern, setting, endings)[0]
+
+
+def read_json_items(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines or of a JSON array, with their places."""
+    spec = SourceSpec(str(path), str(path), "chat")
+    return ((item.place, record_of(item, spec)) for item in open_source(spec).items())
+
+
+def form_of(source: str, setting: str) -> dict[str, str]:
+    """The settings of `data` that fit the first item of a source: its format, perhaps its text_key.
+
+    Empty for the web and the Hub. UserError if there are no such files on this machine.
+    """
+    spec = SourceSpec(source, source, setting=setting)
+    if spec.kind in ("shards", "squad"):
+        if spec.path and "://" not in spec.path:
+            local_files(spec)
+        return {"format": "squad" if spec.kind == "squad" else "text"}
+    if spec.kind != "files":
+        return {"format": "text"} if spec.kind == "stdlib" else {}
+    with suppress(StopIteration):
+        files = find(source, setting, (".txt", *TABLES), lambda path: True)[0]
+        file = next(path for path in files if not is_text(path, spec))
+        chat = SourceSpec(source, source, "chat", setting=setting)
+        record = record_of(next(read_files(chat, [file], [1], 0)), chat)
+        if isinstance(record.get("data"), list) and "text" not in record:
+            raise UserError(f"{setting}: {source} has questions: write squad:{source}")
+        if not CONVERSATION_KEYS.isdisjoint(record):
+            return {"format": "chat"}
+        texts = [key for key, value in record.items() if isinstance(value, str)]
+        if "text" not in record and len(texts) == 1:
+            return {"format": "text", "text_key": texts[0]}
+    return {"format": "text"}
+
+
+# -- descriptions, which show that a source has changed
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file. Other threads run meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Files for the index: name, size, and the SHA-256; the time of change if they are large."""
+    stats = [(path, path.stat()) for path in files]
+    small = sum(stat.st_size for _, stat in stats) <= HASHED_BYTES
+    return [
+        {"file": shown(path), "bytes": stat.st_size}
+        | ({"sha256": sha256_of(path)} if small else {"changed_ns": stat.st_mtime_ns})
+        for path, stat in stats
+    ]
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
+    """What has changed since a description, as part of a sentence; empty if nothing has.
+
+    Paths count from the directory that all files share, so that moved data are the same.
+    """
+    parts = [
+        f"its {key} is {now[key]}, and was {then[key]}"
+        for key in then
+        if key in now and key != "files" and then[key] != now[key]
+    ]
+    old, new = _by_path(then), _by_path(now)
+    for path in {**old, **new}:
+        if path not in new:
+            parts.append(f"{path} is gone")
+        elif path not in old:
+            parts.append(f"{path} is new")
+        elif more := new[path]["bytes"] - old[path]["bytes"]:
+            parts.append(f"{path} has {abs(more):,} bytes {'more' if more > 0 else 'less'}")
+        elif any(new[path][key] != old[path][key] for key in new[path] if key in old[path]):
+            parts.append(f"{path} has other content")
+    rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
+    return ", ".join(parts[:3]) + rest
+
+
+def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    files = description.get("files", ())
+    shared = os.path.commonpath([os.path.dirname(file["file"]) for file in files]) if files else ""
+    return {
+        os.path.relpath(file["file"], shared or "."): {k: v for k, v in file.items() if k != "file"}
+        for file in files
+    }
+
+
+def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
+    """The description of a local source now; None if it is gone or not local."""
+    if spec.kind == "stdlib":
+        files = _stdlib_modules()
+        size = sum(path.stat().st_size for path in files)
+        return {"python": platform.python_version(), "modules": len(files), "bytes": size}
+    if spec.kind != "https" and spec.place != "squad":
+        with suppress(UserError, OSError):
+            return {"files": describe_files(local_files(spec)[0])}
+    return None
+
+
+# -- the standard library, the web, the Hub
+
+
+def _stdlib_modules() -> list[Path]:
+    """Python's own modules, ordered by a hash of their names (any part is typical)."""
+    root, names = Path(sysconfig.get_path("stdlib")), list[Path]()
     for folder, below, files in os.walk(root):
         below[:] = [name for name in below if name not in SKIPPED_FOLDERS]
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
@@ -149,39 +242,36 @@ def _open_stdlib() -> Corpus:
             f"data.source: {root} does not contain Python's standard library; give a text file"
         )
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-
-    def read(start: int) -> Iterator[tuple[str, float]]:
-        for number, name in enumerate(names[start:], start + 1):
-            text = (root / name).read_bytes().decode("utf-8", "replace")
-            yield text.replace("\r\n", "\n"), number / len(names)
-
-    size = sum((root / name).stat().st_size for name in names)
-    description = {"python": platform.python_version(), "modules": len(names), "bytes": size}
-    return Corpus("stdlib", read, description, size=size)
+    return [root / name for name in names]
 
 
-# -- sources on the network: a web file with its checksum, and Hugging Face's `datasets`
+def _read_stdlib(start: int) -> Iterator[Item]:
+    files = _stdlib_modules()
+    for number, path in enumerate(files[start:], start + 1):
+        text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
+        yield Item(str(path), text, fraction=number / len(files))
 
 
 def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Path:
     """The file at `url`, downloaded if it is not in `folder`; UserError for another SHA-256."""
-    target = folder / f"{sha256[:16]}-{Path(urllib.parse.urlsplit(url).path).name}"
+    name = os.fsencode(Path(urllib.parse.urlsplit(url).path).name)[-200:].decode("utf-8", "ignore")
+    target = folder / f"{sha256[:16]}-{name}"
     if target.is_file() and sha256_of(target) == sha256:
         return target
     notify(f"downloading {url}")
     folder.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    partial_file = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         request = urllib.request.Request(url, headers={"User-Agent": f"windlass/{__version__}"})
         with (
             urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer,
-            partial.open("wb") as out,
+            partial_file.open("wb") as out,
         ):
             shutil.copyfileobj(answer, out, 1 << 22)
-        if (actual := sha256_of(partial)) != sha256:
+        if (actual := sha256_of(partial_file)) != sha256:
             hashes = f"its SHA-256 is {actual}, data.sha256 = {sha256}"
             raise UserError(f"{url} is incomplete or another file: {hashes}")
-        partial.replace(target)
+        partial_file.replace(target)
     except UserError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -190,43 +280,8 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
             f"{url} could not be downloaded ({first_line(error)}); give the path of a file"
         ) from None
     finally:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     return target
-
-
-def load_dataset(
-    place: str,
-    split: str,
-    streaming: bool = False,
-    setting: str = "data.source",
-    revision: str = "",
-) -> Any:
-    """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
-
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. `setting` is for
-    messages, `revision` a commit, tag or branch of the Hub.
-    """
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        hub.prepare()
-    what = f"{setting}: hf:{place}, split {split!r}"
-    require("datasets", f"{setting}: hf:{place}")
-    with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
-        import datasets
-
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(str(folder))
-            if isinstance(rows, dict) and split not in rows:
-                raise UserError(
-                    f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split"
-                )
-            rows = rows[split] if isinstance(rows, dict) else rows
-            return rows.to_iterable_dataset() if streaming else rows
-        name, _, config = (str(folder), "", "") if folder.is_dir() else place.partition(":")
-        how: dict[str, Any] = {"split": split, "streaming": streaming}
-        if revision and not folder.is_dir():
-            how["revision"] = revision
-        return datasets.load_dataset(name, config or None, **how)
 
 
 @contextmanager
@@ -241,25 +296,91 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
         raise kind(f"{what} ({reason})") from error
 
 
-def _open_hf(place: str, split: str, data: DataSettings) -> Corpus:
-    text_key, name = data.text_key, f"hf:{place}, {split}"
-    # The revision belongs to `data.source`, not to a separate validation corpus.
-    revision = data.revision if f"hf:{place}" in data.sources else ""
-    table = load_dataset(place, split, data.streaming, revision=revision)
-    rows = 0 if data.streaming else len(table)
+def load_dataset(
+    place: str,
+    split: str,
+    streaming: bool = False,
+    setting: str = "data.source",
+    revision: str = "",
+) -> Any:
+    """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
 
-    def read(start: int) -> Iterator[tuple[str, float]]:
-        remaining = table.skip(start) if start else table
-        if rows and text_key in table.column_names:  # no other column is decoded
-            remaining = remaining.select_columns([text_key]).with_format(None)
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. `setting` is for
+    messages, `revision` a commit, tag or branch of the Hub.
+    """
+    return _load(place, split, streaming, setting, revision)[0]
+
+
+def _load(place: str, split: str, streaming: bool, setting: str, revision: str) -> tuple[Any, str]:
+    """A data set, and its commit of the Hub if that is known."""
+    folder = Path(place).expanduser()
+    what = f"{setting}: hf:{place}, split {split!r}"
+    require("datasets", f"{setting}: hf:{place}")
+    if not folder.is_dir():
+        hub.prepare()
+    with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
+        import datasets
+
+        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(str(folder))
+            if isinstance(rows, dict) and split not in rows:
+                raise UserError(
+                    f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split"
+                )
+            rows = rows[split] if isinstance(rows, dict) else rows
+            return (rows.to_iterable_dataset() if streaming else rows), ""
+        how: dict[str, Any] = {"split": split, "streaming": streaming}
+        if folder.is_dir():
+            return datasets.load_dataset(str(folder), **how), ""
+        name, _, config = place.partition(":")
+        if not hub.offline():
+            from huggingface_hub import HfApi
+
+            revision = str(HfApi().dataset_info(name, revision=revision or None).sha)
+        rows = datasets.load_dataset(name, config or None, revision=revision or None, **how)
+        # Without a network, the URLs of a copy in the cache name its commit.
+        urls = " ".join(getattr(rows.info, "download_checksums", None) or ())
+        commits = re.findall(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", f"{revision} {urls}")
+        return rows, next(iter(commits), "")
+
+
+def _open_dataset(spec: SourceSpec) -> Source:
+    """A data set of `datasets`, or SQuAD of the Hub."""
+    place = SQUAD if spec.kind == "squad" else spec.place.partition(":")[2]
+    try:
+        table, commit = _load(place, spec.split, spec.streaming, spec.setting, spec.revision)
+    except UserError as error:
+        if spec.kind != "squad":
+            raise
+        raise UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
+    rows = 0 if spec.streaming else len(table)
+    description = {"split": spec.split, "rows": rows} | ({"commit": commit} if commit else {})
+    description |= describe_source(spec) or {}
+    column, name = spec.text_key.partition(".")[0], f"hf:{place}, {spec.split}"
+    if rows and spec.format == "text":  # no other column is decoded
+        column = spec.text_key if spec.text_key in table.column_names else column
+        if column not in table.column_names:
+            problem = f"{name} has no column {spec.text_key!r}"
+            raise UserError(f"{problem}; {other_keys(table.column_names)}")
+        table = table.select_columns([column])
+    size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))
+    at_once = min(1000, max(1, rows * TABLE_BYTES // size)) if rows else 64
+
+    def read(start: int) -> Iterator[Item]:
         number = start
         with explained(f"reading {name} broke off; start again to resume", RunFailed):
-            for batch in remaining.iter(batch_size=1000):
-                if text_key not in batch:
-                    raise UserError(f"{name} has no column {text_key!r}; {other_keys(batch)}")
-                for value in batch[text_key]:
+            rest = table.skip(start) if start else table
+            for batch in (rest.with_format(None) if rows else rest).iter(batch_size=at_once):
+                for values in zip(*batch.values(), strict=True):
                     number += 1
-                    yield document(value, False, name, text_key), number / rows if rows else 0.0
+                    record: Any = dict(zip(batch, values, strict=True))
+                    if spec.format == "text" and spec.text_key in record:
+                        record = column_value(record[spec.text_key], spec.text_key)
+                    if spec.kind == "squad":
+                        answers = record["answers"]  # lists of equal length, by key
+                        pairs = zip(*answers.values(), strict=True)
+                        record["answers"] = [dict(zip(answers, p, strict=True)) for p in pairs]
+                    fraction = number / rows if rows else 0.0
+                    yield Item(f"{name}, row {number:,}", record, fraction=fraction)
 
-    size = int(getattr(getattr(table, "data", None), "nbytes", 0))
-    return Corpus(name, read, {"split": split, "rows": rows}, size=size)
+    return Source(spec, description, read=read)

@@ -27,7 +27,7 @@ from windlass.estimate.milestones import (
 from windlass.estimate.optimum import optimal_steps, optimal_tokens
 from windlass.estimate.search import LayoutRow, Machine, layout_rows
 from windlass.estimate.step import MANY, NotMeasured, constants, slowest
-from windlass.estimate.subject import STREAMED, Size, Subject, subject_of, with_activations
+from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import NO_PEAK, Speed, measured_speed, speed_on
 from windlass.model.convert import export_note
@@ -71,9 +71,7 @@ class Plan:
     layouts_advice: str = ""  # if none fits
     machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
-    tokens_bytes: int | None = (
-        None  # of the shards, if `data.max_tokens` or `data.disk_tokens` gives it
-    )
+    tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives it
     speed: Speed | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None  # from now to the end
@@ -234,8 +232,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     if steps is not None and len(recipe.train.batches.sizes) > 1:
         batch = recipe.train.batches.before(steps) / steps
     tokens_per_step = batch * (tokens or float(context))
-    padded = data.packing == "documents" or data.format != "text"
-    padded &= data.packing != "best-fit"  # whose rows are nearly full
     bytes_per_token = 2 if (size.vocab or 0) <= 2**16 else 4  # uint16, uint32
     plan = Plan(
         recipe=recipe.preset,
@@ -252,10 +248,10 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         done=subject.done,
         tokens_per_step=tokens_per_step,
         padded_tokens_per_step=batch * (subject.width or context),
-        taken_as_full=tokens is None and padded,
+        taken_as_full=tokens is None and data.ragged_,
         tokens=None if steps is None else round(steps * tokens_per_step),
         epochs=steps * batch / samples if steps is not None and samples else None,
-        tokens_bytes=(data.disk_tokens or data.max_tokens) * bytes_per_token or None,
+        tokens_bytes=data.max_tokens * bytes_per_token or None,
         speed=speed,
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,
@@ -269,7 +265,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     if steps is not None:
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
         saves = (recipe.checkpoint.every, recipe.checkpoint.keep_every)
-        if not samples and subject.reason != STREAMED and any(isinstance(x, str) for x in saves):
+        if not samples and any(isinstance(x, str) for x in saves):
             parts["checkpoints"] = None
             unknown["checkpoints"] = f"some are written at epochs: {subject.reason}"
     return replace(plan, **parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.devices import Device, find_device, table, this_device
@@ -35,9 +35,6 @@ class Size:
     flops_per_token: int | None = None  # with attention, but 6 N for a Hugging Face model
     checkpoint_bytes: int | None = None
     network: dict[str, Any] = field(default_factory=dict)
-
-
-STREAMED = "the source is streamed (data.disk_tokens)"
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,6 @@ def subject_of(
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
-        reason=STREAMED if recipe.data.disk_tokens else subject.reason,
     )
     return with_counted_sizes(subject)
 
@@ -223,29 +219,29 @@ def with_activations(subject: Subject) -> Subject:
 
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
-    from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import Rows, epoch_samples, masks_documents, real_tokens
+    from windlass.data.open import open_samples
+    from windlass.data.prepare import find_prepared
+    from windlass.data.samples import masks_documents, real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
         if (prepared := find_prepared(recipe)) is None:
             return subject
-        samples, val = cast(tuple[Any, Any], open_samples(recipe, prepared))
+        opened = open_samples(recipe, prepared)
     except UserError as error:
         return replace(subject, reason=str(error))
-    count = epoch_samples(samples)
-    if isinstance(samples, Rows):
+    samples: Any = opened.train
+    if hasattr(samples, "mean_width"):
         batch, data = recipe.batch(subject.world, subject.device.kind), recipe.data
         how = (data.order, recipe.run.seed, data.length_buckets)
         width = samples.mean_width(batch.global_batch, batch.micro_batch, *how)
     return replace(
         subject,
         width=width,
-        vocab=prepared.tokenizer.vocab,
-        samples_per_epoch=count,
-        tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
+        vocab=opened.vocab,
+        samples_per_epoch=len(samples),
+        tokens_per_sample=(real_tokens(samples) or 0) / len(samples),
         documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
-        val_samples=len(val or ()),
+        val_samples=len(opened.val or ()),
         mixture=samples if recipe.data.mix else None,
-        reason=subject.reason if count else STREAMED,
     )

@@ -102,12 +102,9 @@ def mask_outside_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates; for an empty text a BOS or the end-of-text token.
-
-    The BOS may come from the model's configuration, because many Llamas' tokenizers add none.
-    """
+    """The tokens from which a model generates; for an empty text perhaps the model's own BOS."""
     bos = getattr(unwrap(model), "bos", None)
-    return tokenizer.encode_prompt(text) if text or bos is None or tokenizer.bos else [bos]
+    return tokenizer.prompt(text) if text or bos is None or tokenizer.begin else [bos]
 
 
 def window(model: Any) -> int:

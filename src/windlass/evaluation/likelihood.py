@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from windlass.data.files import read_json_items
 from windlass.data.loader import eval_batches
 from windlass.data.mixture import MixedSamples
 from windlass.data.samples import Batch, Samples
-from windlass.data.sources import load_dataset
+from windlass.data.sources import load_dataset, read_json_items
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import casting_once, evaluating
@@ -299,8 +298,26 @@ def plan_passes(
     return passes
 
 
+def encode_request(
+    tokenizer: Tokenizer, start: list[int], context: str, ending: str
+) -> Continuation:
+    """A text cut after the tokens of its context, as EleutherAI's harness does.
+
+    Spaces at the end of the context go to the ending. `start` stands for an empty context.
+    """
+    stripped = context.rstrip()
+    ending = context[len(stripped) :] + ending
+    if not stripped:
+        return Continuation(start, tokenizer.encode(ending).tolist())
+    before, both = tokenizer.prompt(stripped), tokenizer.prompt(stripped + ending)
+    rest = both[len(before) :] or tokenizer.encode(ending, before=stripped).tolist()
+    return Continuation(before, rest)
+
+
 @dataclass(frozen=True)
 class Item:
+    """A text with four endings, as EleutherAI's harness writes them."""
+
     context: str
     endings: tuple[str, ...]  # four
     label: int  # the number of the right ending
@@ -319,7 +336,8 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     items = []
     for place, row in itertools.islice(rows, limit or None):
         try:
-            item = Item(row["ctx"], tuple(row["endings"]), int(row["label"]))
+            endings = tuple(map(_without_tags, row["endings"]))
+            item = Item(_context(row), endings, int(row["label"]))
             if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
@@ -331,15 +349,25 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     return items
 
 
+def _context(row: Mapping[str, Any]) -> str:
+    """The activity, and the text that the endings continue, whose second sentence is a new one."""
+    parts = row["ctx"], ""
+    if "ctx_a" in row and "ctx_b" in row:
+        parts = row["ctx_a"], " " + row["ctx_b"].capitalize()
+    label = f"{row['activity_label']}: " if row.get("activity_label") else ""
+    return _without_tags(f"{label}{parts[0]}{parts[1]}")
+
+
+def _without_tags(text: str) -> str:
+    """A text without the tags of WikiHow, such as `[header]`."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    """Every ending of every item after its context: one text, cut after the context's tokens."""
-    rows = []
-    for item in items:
-        context = tokenizer.encode_with_bos(item.context)
-        for ending in item.endings:
-            both, _ = tokenizer.encode_pair(item.context, " " + ending, context)
-            rows.append(Continuation(context, both[len(context) :]))
-    return rows
+    """Every ending of every item after its context."""
+    pairs = [(item.context, f" {ending}") for item in items for ending in item.endings]
+    return [encode_request(tokenizer, [], *pair) for pair in pairs]
 
 
 def evaluate_hellaswag(
@@ -347,8 +375,8 @@ def evaluate_hellaswag(
 ) -> dict[str, float] | None:
     """Accuracy over the items, divided over all ranks; `rows` are the `continuations` of `items`.
 
-    The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per character
-    (`acc_norm`, as EleutherAI's harness), or per token (`acc_per_token`, as llm.c). Also returns
+    The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
+    (`acc_norm`), or per token (`acc_per_token`, as llm.c). Also returns
     `items`. `how` is `autocast`, `poll` and `progress`.
     """
     scores = log_likelihoods(model, rows, ranks, **how)
@@ -361,7 +389,7 @@ def evaluate_hellaswag(
         pairs = list(zip(endings, item.endings, strict=True))
         normalised = {
             "acc": [ending.sum for ending in endings],
-            "acc_norm": [ending.sum / len(text) for ending, text in pairs],
+            "acc_norm": [ending.sum / len(text.encode()) for ending, text in pairs],
             "acc_per_token": [ending.sum / ending.tokens for ending in endings],
         }
         for name, values in normalised.items():

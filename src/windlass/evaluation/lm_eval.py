@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from windlass import hub
-from windlass.data.chat import stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
-from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 
@@ -29,11 +28,17 @@ class Interrupted(Exception):
 
 
 def run_harness(
-    tasks: str, model: Any, tokenizer: Tokenizer, ranks: Ranks, task_manager: Any = None, **how: Any
+    tasks: str,
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    task_manager: Any = None,
+    **how: Any,
 ) -> dict[str, Any] | None:
     """The scores `TASK/METRIC` of tasks, joined by `+`; UserError if the harness or one is missing.
 
-    `how` is `autocast` and `poll`.
+    `stop` are the tokens that end a generated text; `how` is `autocast` and `poll`.
     """
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
@@ -45,7 +50,7 @@ def run_harness(
     try:
         with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
             report = simple_evaluate(
-                model=adapter(model, tokenizer, ranks, **how),
+                model=adapter(model, tokenizer, ranks, stop, **how),
                 tasks=[name for name in tasks.split("+") if name],
                 task_manager=task_manager,
                 log_samples=False,
@@ -67,8 +72,14 @@ def run_harness(
     return dict(ranks.broadcast_object("lm-eval results", numbers))
 
 
-def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
-    """The model as an `lm_eval.api.model.LM`; raises `Interrupted` if `poll` asks to stop."""
+def adapter(
+    model: Any, tokenizer: Tokenizer, ranks: Ranks, stop: frozenset[int], **how: Any
+) -> Any:
+    """The model as an `lm_eval.api.model.LM`; raises `Interrupted` if `poll` asks to stop.
+
+    Texts have the tokens that the harness's own `HFLM` gives them, except that the text of a
+    special token stays text.
+    """
     from lm_eval.api.model import LM
 
     start = prompt_ids(model, tokenizer, "")  # before a text without a context
@@ -88,7 +99,7 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             context, sums = unwrap(model).context, []
             for request in requests:
-                ids = tokenizer.encode(request.args[0]).tolist()
+                ids = [*tokenizer.begin, *tokenizer.encode(request.args[0]).tolist()]
                 # each token once, after the tokens before it in its stretch
                 starts = range(0, len(ids), context)
                 rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
@@ -97,37 +108,28 @@ def adapter(model: Any, tokenizer: Tokenizer, ranks: Ranks, **how: Any) -> Any:
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
             arguments = [request.args for request in requests]
-            return generate_until(model, tokenizer, ranks, arguments, **how)
+            return generate_until(model, tokenizer, ranks, stop, arguments, **how)
 
     return Adapter()
 
 
-def encode_request(
-    tokenizer: Tokenizer, start: list[int], context: str, ending: str
-) -> Continuation:
-    """A text cut after the tokens of its context, whose trailing spaces go to the ending."""
-    stripped = context.rstrip()
-    ending = context[len(stripped) :] + ending
-    before = tokenizer.encode(stripped).tolist() if stripped else []
-    both = tokenizer.encode(stripped + ending).tolist()
-    if both[: len(before)] != before or len(both) == len(before):
-        both = before + tokenizer.encode(ending).tolist()
-    return Continuation(before or start, both[len(before) :])
-
-
 def generate_until(
-    model: Any, tokenizer: Tokenizer, ranks: Ranks, requests: Sequence[tuple[str, Any]], **how: Any
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    requests: Sequence[tuple[str, Any]],
+    **how: Any,
 ) -> list[str]:
     """A text for each request (context and settings), on every rank; may raise Interrupted."""
-    samplings, stop = list[Sampling](), stop_tokens(tokenizer)
+    samplings = list[Sampling]()
     for _, settings in requests:
         # the likeliest tokens unless `do_sample` is set
         options = settings if settings.get("do_sample") else {"temperature": 0.0}
         count, top_k = settings.get("max_gen_toks", MAX_TOKENS), int(options.get("top_k", 0))
         temperature, top_p = (float(options.get(key, 1.0)) for key in ("temperature", "top_p"))
         samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
-    empty = prompt_ids(model, tokenizer, "")
-    ids = [tokenizer.encode(context).tolist() or empty for context, _ in requests]
+    ids = [prompt_ids(model, tokenizer, context) for context, _ in requests]
     texts: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         room = max(1, window(unwrap(model)) - sampling.max_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,9 @@ from windlass import hub
 from windlass.checkpoint import load
 from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.state_dict import restore
-from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.prepare import data_dir
-from windlass.data.tokenizer import FOLDER, Tokenizer
-from windlass.data.vocabulary import load_tokenizer, named_tokenizer
+from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
-from windlass.fileio import read_json
 from windlass.model.build import build_model, keeping_modes, own_module
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
@@ -97,10 +93,13 @@ def find_source(
         if not run.exists:
             problem = f"{choice.path} is not in a run directory"
             raise UserError(f"{problem}: there is no {run.recipe_path}")
-        home = run.path if (run.path / FOLDER).is_dir() else data_dir(run.recipe)
-        has_none = home != run.path and "own_model" in run.environment
-        tokenizer: Any = None if has_none else load_tokenizer(run.recipe, home)
-        template = Template.of_directory(home / FOLDER)
+        folder = run.path / FOLDER
+        has_none = not folder.is_dir() and "own_model" in run.environment
+        tokenizer: Any = None if has_none else load_tokenizer(folder)
+        model = run.recipe.model
+        if tokenizer and not model.init_from and (model.kind == "gpt" or model.from_scratch):
+            tokenizer.start = None  # the start of another model's texts
+        template = Template.of_directory(folder)
         recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
         source = Source(
             str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
@@ -123,9 +122,12 @@ def find_source(
     home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
     own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
     recipe = recipe.replace(own).replace(overrides)
-    return Source(
-        name, recipe, named_tokenizer(f"hf:{home}"), Template.of_directory(home), adapter=adapter
-    )
+    tokenizer = named_tokenizer(f"hf:{home}")
+    if home == adapter:  # the ends of a text are beside the model
+        with suppress(UserError):
+            base = named_tokenizer(f"hf:{directory}")
+            tokenizer.ends |= base.ends if base.fingerprint == tokenizer.fingerprint else set()
+    return Source(name, recipe, tokenizer, Template.of_directory(home), adapter=adapter)
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
@@ -219,15 +221,4 @@ def same_tokenizer(source: Source, directory: Path) -> bool:
     if not (directory / "tokenizer.json").is_file():
         return recipe.tokenizer.partition("@")[0] in (f"hf:{recipe.model.name}", f"hf:{directory}")
     other, ours = named_tokenizer(f"hf:{directory}"), source.tokenizer
-    return other.fingerprint == ours.fingerprint and other.bos == ours.bos
-
-
-def stop_tokens(source: Source, model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, a turn's, and `generation_config.json`'s."""
-    tokens = chat.stop_tokens(source.tokenizer, source.template)
-    directory: Path | None = getattr(unwrap(model), "directory", None)
-    if directory is None:
-        return tokens
-    eos = read_json(directory / "generation_config.json").get("eos_token_id")
-    ends = frozenset(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int))
-    return tokens | ends if ends and same_tokenizer(source, directory) else tokens
+    return other.fingerprint == ours.fingerprint

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from windlass.data.chat import stop_tokens
-from windlass.data.squad import Question, prompt
+from windlass.data.examples import Question, question_prompt
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_divided, window
@@ -71,13 +70,14 @@ def evaluate_squad(
     tokenizer: Tokenizer,
     questions: Sequence[Question],
     ranks: Ranks,
+    stop: frozenset[int],
     *,
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
     """Exact Match and F1 in percent, and `items`; and predictions by question id.
 
-    Answers are greedy, up to the end-of-text token or `max_tokens` (0: about 160 characters). A
+    Answers are greedy, up to a token of `stop` or `max_tokens` (0: about 160 characters). A
     prompt that leaves no space for an answer in the context loses the end of its paragraph.
     """
     model = unwrap(model)
@@ -87,10 +87,10 @@ def evaluate_squad(
         longest_answer = math.ceil(tokens / max(1, sum(map(len, texts))) * MAX_ANSWER_CHARACTERS)
         max_tokens = max(1, min(longest_answer, model.context // 2))
     longest = min(model.context, window(model) - max_tokens)
-    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop_tokens(tokenizer))
+    sampling = Sampling(max_tokens=max_tokens, temperature=0, stop=stop)
 
     def prompt_of(number: int) -> list[int]:
-        return prompt(questions[number], tokenizer, longest)
+        return question_prompt(questions[number], tokenizer, longest)
 
     numbers = range(len(questions))
     answers = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, **how)

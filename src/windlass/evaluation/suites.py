@@ -25,8 +25,9 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from windlass.data import squad as squad_data
-from windlass.data.prepare import Data, open_data, own_data
+from windlass.data.chat import Template, stop_tokens
+from windlass.data.examples import Question, eval_questions, suite_sources
+from windlass.data.open import Data, open_data, own_data
 from windlass.data.samples import Samples, Subset
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
@@ -61,6 +62,7 @@ class Suites:
     batch: int = 1  # its sequences in one forward pass of one rank
     own: Mapping[str, Callable[[Any], Scores]] = field(default_factory=dict)  # the user's suites
     train: Samples | None = None  # the training set, for `eval.train_batches`
+    template: Template | None = None  # its ends of turns end a generated text
 
     def measure(
         self,
@@ -97,11 +99,12 @@ class Suites:
                 scores = self.own[suite](model)
             elif suite.startswith(HARNESS):
                 tasks = suite.removeprefix(HARNESS)
-                scores = run_harness(tasks, model, self.tokenizer, self.ranks, **how)
+                scores = run_harness(tasks, model, self.tokenizer, self.ranks, self._stop, **how)
             elif suite == LOSS_SUITE:
                 scores = self._loss(model, whole, average, **how)
             elif suite == SQUAD_SUITE:
-                scored = evaluate_squad(model, self.tokenizer, items, self.ranks, **how)
+                place = self.tokenizer, items, self.ranks, self._stop
+                scored = evaluate_squad(model, *place, **how)
                 scores, predictions = scored or (None, None)
             else:
                 scores = evaluate_hellaswag(model, items, endings, self.ranks, **how)
@@ -152,8 +155,12 @@ class Suites:
         return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
     @cached_property
-    def _questions(self) -> list[squad_data.Question]:
-        return squad_data.eval_questions(self.recipe)
+    def _stop(self) -> frozenset[int]:
+        return stop_tokens(self.tokenizer, self.template)
+
+    @cached_property
+    def _questions(self) -> list[Question]:
+        return eval_questions(self.recipe)
 
     @cached_property
     def _endings(self) -> tuple[list[likelihood.Item], list[likelihood.Continuation]]:
@@ -288,18 +295,17 @@ def measure(
     if LOSS_SUITE in suites and source.tokenizer is None and given is None:
         problem = f"{source.name} was trained on data of your own"
         raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
-    data = given or (open_data(recipe, ranks) if LOSS_SUITE in suites else None)
-    if data is not None:
-        if given is None and data.tokenizer.fingerprint != source.tokenizer.fingerprint:
-            raise UserError(
-                f"the recipe's data has another tokenizer than {source.name}: set data.tokenizer"
-            )
-        if data.val is None:
-            raise UserError(
-                "there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1"
-            )
+    own: dict[str, Any] = {"tokenizer": source.tokenizer, "template": source.template}
+    data = given
+    if data is None and LOSS_SUITE in suites:
+        data = open_data(recipe, ranks, **own, only_val=True)
+    if data is not None and data.val is None:
+        raise UserError(
+            "there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1"
+        )
     batch = samples_per_pass(recipe.model.context, ranks.device.type)
-    measurer = Suites(recipe, source.tokenizer, ranks, data.val if data else None, batch)
+    val, template = data.val if data else None, source.template
+    measurer = Suites(recipe, source.tokenizer, ranks, val, batch, template=template)
     results, measured, predictions = {}, {}, None
     fingerprint = data.fingerprint if data else ""
     for suite in suites:
@@ -329,7 +335,7 @@ def measured_on(
         return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
     files = [recipe.eval.hellaswag_file]
     if suite == SQUAD_SUITE:
-        sources = squad_data.suite_sources(recipe) or recipe.data.sources
+        sources = suite_sources(recipe) or recipe.data.sources
         files = [source.partition(":")[2] for source in sources]
     # Items without a file come from the Hub.
     hashes = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file}

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from windlass.data.chat import prompt_tokens
+from windlass.data.chat import prompt_tokens, stop_tokens
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_events, in_order, prompt_ids
-from windlass.evaluation.source import Source, alone, find_source, open_model, stop_tokens
+from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.run import Run
 
@@ -41,7 +41,8 @@ class TextSampler:
             lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
             needs = "text needs a tokenizer and new_cache(batch, length)"
             raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
-        self.sampling = replace(self.sampling, stop=stop_tokens(self.source, self.model))
+        stop = stop_tokens(self.source.tokenizer, self.source.template)
+        self.sampling = replace(self.sampling, stop=stop)
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:

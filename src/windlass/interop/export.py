@@ -115,11 +115,12 @@ def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
 
 def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
+    bos = start_of(tokenizer)
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     generation: dict[str, Any] = {}
     if eot is not None:
         ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
-        bos, eos = tokenizer.first, ends if len(ends) > 1 else eot
+        eos = ends if len(ends) > 1 else eot
         generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
@@ -136,7 +137,7 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     else:
         config = convert.config(settings, rows, eot)
         save_weights(convert.to_hf(settings, read), directory, dtype)
-    _write_json(directory / "config.json", config | {"dtype": DTYPES[dtype]})
+    _write_json(directory / "config.json", config | {"dtype": DTYPES[dtype], "bos_token_id": bos})
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
@@ -217,16 +218,23 @@ def save_weights(
     )
 
 
+def start_of(tokenizer: Tokenizer) -> int | None:
+    """The token before a text; None for a tokenizer without special tokens."""
+    return next(
+        (i for i in (*tokenizer.begin, tokenizer.start, tokenizer.eot) if i is not None), None
+    )
+
+
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, with the chat template if any."""
-    inner = tokenizer.inner
+    inner, start = tokenizer.inner, start_of(tokenizer)
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "bos_token": end if tokenizer.first is None else inner.id_to_token(tokenizer.first),
+        "bos_token": None if start is None else inner.id_to_token(start),
         "eos_token": end,
         "pad_token": end,
         **template.tokens,

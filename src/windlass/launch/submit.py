@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from windlass.data.prepare import data_dir
-from windlass.data.shards import Index
+from windlass.data.locate import unprepared
 from windlass.errors import RunFailed, UserError
 from windlass.estimate.layouts import host_memory_gb
 from windlass.fileio import read_json, write_atomic
@@ -225,9 +224,7 @@ def note_unprepared(
     missing = dict[Path, None]()
     for recipe in recipes:
         with contextlib.suppress(UserError):  # the job says what is wrong with the source
-            place = directory / data_dir(recipe)
-            if not recipe.data.disk_tokens and Index.load(place) is None:
-                missing[place] = None
+            missing |= dict.fromkeys(directory / place for place in unprepared(recipe))
     for place in missing:
         problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
         notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")

@@ -1,5 +1,6 @@
 """Recipes: one TOML file that defines a run, every setting typed, documented and checked."""
 
+from windlass.recipe.data import DataSettings
 from windlass.recipe.explain import explain
 from windlass.recipe.layers import (
     Changes,
@@ -20,5 +21,5 @@ from windlass.recipe.load import (
     settings,
 )
 from windlass.recipe.network import ModelSettings
-from windlass.recipe.settings import DataSettings, OptimSettings, ScheduleSettings
+from windlass.recipe.settings import OptimSettings, ScheduleSettings
 from windlass.recipe.units import BatchPlan, BatchSizes, Duration, Horizon, plan_batch

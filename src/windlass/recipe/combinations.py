@@ -14,7 +14,6 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, is_utf8, plural
 from windlass.recipe.average import AverageSettings
 from windlass.recipe.paths import PATHS
-from windlass.recipe.units import EPOCHS
 
 LONGEST_NAME = 255  # bytes, of Linux's file systems
 Problems = Iterator[tuple[str, str]]  # keys and messages
@@ -136,8 +135,6 @@ def sources(r: Any) -> Problems:
         yield "data.revision", "only a source hf:NAME has revisions: drop it"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
-    if d.format == "text" and any(name.split(":")[0] == "squad" for name in d.sources):
-        yield "data.format", 'the source squad needs data.format = "squad"'
     if d.packing != "packed" and any(shards):
         yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
     if d.document_mask is True and any(shards):
@@ -147,59 +144,30 @@ def sources(r: Any) -> Problems:
         yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
 
 
-def streamed(r: Any) -> Problems:
-    """What `data.disk_tokens` cannot do: it reads the source in order, and never all of it."""
-    d, key = r.data, "data.disk_tokens"
-    if not d.disk_tokens:
-        return
-    kinds = ("http://", "https://", "shards:", "squad")
-    if d.mix:
-        yield key, "a mixture draws from all of its sources at once: name one data.source"
-        return
-    if len(d.sources) != 1 or d.sources[0].startswith(kinds) or d.sources[0] == "stdlib":
-        problem = "it streams one source of Parquet files or JSON lines"
-        yield key, f"{problem}: name hf:..., a directory or a pattern, or write 0"
-    wanted = {"format": "text", "packing": "packed"}
-    for name, value in wanted.items():
-        if getattr(d, name) != value:
-            problem = f"it streams text that is packed end to end, not {getattr(d, name)}"
-            yield key, f'{problem}: write data.{name}="{value}", or data.disk_tokens=0'
-    if d.order == "shards-shuffled":
-        problem = "the number of shards of a streamed source is unknown"
-        yield "data.order", f'{problem}: write "shuffled" (inside a shard) or "sequential"'
-    if d.tokenizer == "char":
-        problem = "it needs every character of the source"
-        yield "data.tokenizer", f'{problem}, which is never read whole: write "byte" or "bpe"'
-    if limits := [name for name in ("max_tokens", "max_documents") if getattr(d, name)]:
-        problem = "the steps of the run decide how much of a streamed source is read"
-        yield ", ".join(f"data.{name}" for name in limits), f"{problem}: write 0"
-    if d.val_fraction and not (any(d.eval_sources) or d.eval_split or d.val_shards):
-        problem = "the size of a streamed source is unknown"
-        advice = "write data.val_shards=1 (its first shard), or data.eval_source=PATH"
-        yield "data.val_fraction", f"{problem}: {advice}; 0 is without validation data"
-    if d.disk_tokens < 2 * d.shard_tokens:
-        problem = "one shard is read while the next one is made"
-        yield key, f"{problem}: write {2 * d.shard_tokens} or more, or lower data.shard_tokens"
-    batch, window = max(r.train.batches.sizes), (d.shard_tokens - 1) // r.model.context
-    if window < batch:
-        problem = f"a shard has {window:,} samples, and a step reads {batch:,}"
-        yield "data.shard_tokens", f"{problem}: write {batch * r.model.context + 1} or more"
-    if r.eval.train_batches:
-        problem = "it draws from the whole training data, which are not on the disk"
-        yield "eval.train_batches", f"{problem}: write 0, or data.disk_tokens=0"
-    lengths = {
-        "train.steps": r.train.steps,
-        "optim.schedule.warmup": r.optim.schedule.warmup,
-        "optim.schedule.decay": r.optim.schedule.decay,
-        "eval.every": r.eval.every,
-        "eval.sample_every": r.eval.sample_every,
-        "checkpoint.every": r.checkpoint.every,
-        "checkpoint.keep_every": r.checkpoint.keep_every,
-    }
-    for name, length in lengths.items():
-        if isinstance(length, str) and EPOCHS.fullmatch(length):
-            problem = "the length of an epoch of a streamed source is unknown"
-            yield name, f"{problem}: write a number of steps"
+def items(r: Any) -> Problems:
+    """How the items of each source are read."""
+    d = r.data
+    formats = [part.format or d.format for part in d.mix] or [d.format] * len(d.sources)
+    for number, (name, kind) in enumerate(zip(d.sources, formats, strict=True)):
+        key = f"data.mix.{number}.format" if d.mix else "data.format"
+        if kind == "text" and name.split(":")[0] == "squad":
+            yield key, 'the source squad needs data.format = "squad"'
+        if kind != "text" and name.startswith("shards:"):
+            yield key, f'token shards are text: write "text", not "{kind}"'
+    names = [*d.sources, *d.eval_sources]
+    if d.eval_split and not any(name.startswith("hf:") for name in names):
+        yield "data.eval_split", "only a source hf:NAME has splits: drop it, or give eval_source"
+    if d.separator and not ("text" in formats and any(map(is_file, names))):
+        yield "data.separator", "only text files have documents between separators: drop it"
+    if d.shards_dtype != "auto" and not any(name.startswith("shards:") for name in names):
+        yield "data.shards_dtype", "only a source shards:... has a type of its ids: drop it"
+    if d.answers != "auto" and "chat" not in formats:
+        yield "data.answers", 'it is for conversations: write data.format = "chat", or drop it'
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a file, directory, pattern or download."""
+    return not source.startswith(("hf:", "shards:", "squad")) and source != "stdlib"
 
 
 def mixture(r: Any) -> Problems:
@@ -214,9 +182,6 @@ def mixture(r: Any) -> Problems:
     for key in {"source", "eval_source"} & d.model_fields_set:
         advice = f"give each source of data.mix its {key}, and drop this"
         yield f"data.{key}", f"a mixture has its own sources: {advice}"
-    if d.format != "text":
-        problem = f'a mixture is of text, and data.format is "{d.format}"'
-        yield "data.mix", f"{problem}: write the items into one file, or list data.source"
     weights = {part.name: part.weight for part in d.mix}
     if not any(weights.values()):
         yield "data.mix", "no source has a weight greater than 0"
@@ -366,6 +331,6 @@ def schedule(r: Any) -> Problems:
 
 CHECKS = (
     *(names, model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
-    *(streamed, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
+    *(items, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
     *(schedule,),
 )

@@ -6,9 +6,11 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
+from typing import cast
 
 from windlass import hub
 from windlass.errors import UserError
@@ -90,10 +92,13 @@ def sources_of(data: str) -> list[str]:
     return [str(source) for source in value] if isinstance(value, list) else [data] if data else []
 
 
-def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
+def write_first_recipe(
+    file: Path, data: str = "", model: str = "", form: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a short commented recipe for a small GPT or for fine-tuning `model`.
 
-    UserError if the file exists or cannot be written.
+    `form`: settings of `data` that fit the source. UserError if the file exists or cannot be
+    written.
     """
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
@@ -103,7 +108,7 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
     changes: dict[str, object] = {"name": model, "source": sources}
     if len(sources) == 1:
         changes["source"] = sources[0]
-    changes["format"] = "text" if any(source.endswith(".txt") for source in sources) else ""
+    changes |= form
     written = tomllib.loads(text)["model"].get("context", 0)
     if model and (limit := context_limit(model)) and limit < written:
         changes["context"] = limit
@@ -114,6 +119,10 @@ def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
         if line := re.search(rf"^{key} = [^#]*(?=#)", text, flags=re.M):
             setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
             text = text.replace(line[0], setting.ljust(len(line[0]) - 1) + " ", 1)
+        elif key in form and value != "text":
+            setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
+            source = cast(re.Match[str], re.search(r"^source = .*$", text, flags=re.M))[0]
+            text = text.replace(source, f"{source}\n{setting:<27} # as in your data", 1)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

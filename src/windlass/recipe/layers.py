@@ -238,7 +238,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
-        text = "" if (outdated := is_outdated(path)) else path.read_text(encoding="utf-8")
+        text = "" if (outdated := is_outdated(path)) else path.read_text(encoding="utf-8-sig")
         tree = recorded(path) if outdated else tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
+from windlass.recipe.data import DataSettings
 from windlass.recipe.keys import meant, problems_of, rows_of
 from windlass.recipe.layers import (
     RECIPE,
@@ -42,7 +43,7 @@ from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
-    *("data.prefetch", "data.disk_tokens"),
+    *("data.prefetch", "data.changed", "data.cache_gb"),
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
     *("train.compile", "train.deterministic", "train.fit"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
@@ -50,7 +51,7 @@ NON_SEMANTIC = (
 """Settings outside the config hash: they do not change a run's numbers and may change on resume."""
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
 """Settings that choose an evaluation's items: a change on resume makes scores incomparable."""
-UNRECORDED = ("preset", "run.dir", "data.dir", "checkpoint.resume")
+UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
 """Settings that belong to one start. A resume writes all other changes into the run's recipe."""
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
@@ -72,7 +73,7 @@ class Recipe(Frozen):
     """The preset or file this recipe came from: the first half of the run's name."""
     run: sections.RunSettings = sections.RunSettings()
     model: ModelSettings = ModelSettings()
-    data: sections.DataSettings = sections.DataSettings()
+    data: DataSettings = DataSettings()
     train: sections.TrainSettings = sections.TrainSettings()
     optim: sections.OptimSettings = sections.OptimSettings()
     parallel: sections.ParallelSettings = sections.ParallelSettings()

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from windlass.recipe.average import AverageSettings, Beta
-from windlass.recipe.mixture import MixSource, MixStage
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import EPOCHS, BatchSizes, Duration
 
@@ -22,20 +21,6 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
-
-
-def _one_or_many(value: str | list[str]) -> str | list[str]:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _as_list(value: str | list[str]) -> list[str]:
-    return [value] * bool(value) if isinstance(value, str) else value
-
-
-Source = Annotated[str, Field(min_length=1)]
-Sources = Annotated[
-    str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)
-]
 
 
 class RunSettings(Section):
@@ -52,121 +37,6 @@ class RunSettings(Section):
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
     """Free text, shown in the run's report and trackers."""
-
-
-class DataSettings(Section):
-    """The corpus, its tokens, and the order of its samples."""
-
-    source: Sources = "stdlib"
-    """`stdlib` (Python's own source); a path, glob or directory of .txt, .jsonl, .json, .parquet
-    (.gz, .zst); `https://...` (with `sha256`); `hf:NAME[:CONFIG]` or `hf:DIR` (`datasets`); `squad`
-    or `squad:FILE.json`; token shards of other tools, as `shards:GLOB` (nanoGPT .bin, build-nanogpt
-    .npy, llm.c .bin); or a list of these, read one after the other."""
-    eval_source: Sources = ""
-    """Validation corpus, as `source`; empty: held out from it. Its limits are `val_fraction` of
-    `max_documents` and `max_tokens`."""
-    mix: list[MixSource] = []
-    """A mixture instead of `source`: sources of text that are sampled by weight."""
-    stages: list[MixStage] = []
-    """Other weights of the mixture from a point of the run on, as for annealing."""
-    sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
-    """SHA-256 of a downloaded `source`."""
-    tokenizer: str = Field("auto", pattern=r"^(auto|byte|char|bpe|gpt2(:.+)?|hf:.+)$")
-    """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe`
-    (trained on the corpus); `auto`: from `model.name` or `model.init_from`, else `byte`."""
-    tokenizer_vocab: int = Field(4096, ge=258)
-    """With `bpe`: size of the vocabulary to train."""
-    text_key: str = "text"
-    """Field that holds the text in jsonl, parquet and `hf:` sources."""
-    split: str = "train"
-    """With `hf:`: the split to train on."""
-    eval_split: str = ""
-    """With `hf:`: the split to validate on; empty: held out from `split`."""
-    streaming: bool = False
-    """With `hf:`: stream the documents instead of downloading the whole data set."""
-    revision: str = ""
-    """With `hf:`: commit, tag or branch of `source` on the Hub; empty: the newest commit."""
-    disk_tokens: int = Field(0, ge=0)
-    """Most tokens of the training data on the disk at a time, for a source of Parquet files or JSON
-    lines that is larger than the disk: shards are made ahead and deleted after use. `shuffled` then
-    shuffles inside a shard (`shard_tokens`). 0: the whole training data."""
-    max_documents: int = Field(0, ge=0)
-    """Most documents to read from each source; 0: all."""
-    max_tokens: int = Field(0, ge=0)
-    """Stop at the end of a document after about this number of training tokens; each of several
-    sources gives the same share of its text; 0: all."""
-    val_fraction: float = Field(0.1, ge=0, lt=1)
-    """Validation share of a single text's characters, or of the documents, at each source's end."""
-    val_shards: int = Field(0, ge=0)
-    """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
-    shard_tokens: int = Field(100_000_000, ge=1024)
-    """Tokens per shard."""
-    packing: Literal["packed", "documents", "best-fit"] = "packed"
-    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
-    `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
-    attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
-    document_mask: bool | Literal["auto"] = "auto"
-    """With text and `packed`: each document of a row attends to itself alone, from position 0
-    (arXiv 2407.21783, section 3.2). `auto`: true for prepared documents, false for one text and for
-    shards of other tools, which do not say where documents begin."""
-    order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
-    """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
-    in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
-    in file order."""
-    dir: str = ""
-    """Directory of the prepared shards; empty: `data/<source>-<hash>`."""
-    workers: int = Field(0, ge=0)
-    """Threads that tokenize in parallel; 0: one per core."""
-    prefetch: int = Field(2, ge=0)
-    """Steps whose batches are read ahead, in the background; more if they are read in a
-    millisecond."""
-    format: Literal["text", "squad", "chat"] = "text"
-    """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
-    last two only answers have a loss."""
-    train_size: int = Field(0, ge=0)
-    """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
-    eval_size: int = Field(0, ge=0)
-    """With `squad` and `chat`: evaluation items; 0: all."""
-    length_buckets: bool = True
-    """With `squad` and `chat`, not `best-fit`: sort the items of each global batch into
-    micro-batches by length."""
-
-    @property
-    def vocab_(self) -> int:
-        """Size of the vocabulary with the end-of-text token; 0 if it depends on the data."""
-        sizes = {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}
-        return sizes.get(self.tokenizer.partition(":")[0], 0)
-
-    @property
-    def ragged_(self) -> bool:
-        """Whether the rows of one step are longer than the rows of another."""
-        return self.packing == "documents" or (self.format != "text" and self.packing == "packed")
-
-    @property
-    def unused(self) -> list[str]:
-        """The settings without an effect in a mixture, and of a mixture without one."""
-        return ["source", "eval_source"] if self.mix else ["mix", "stages"]
-
-    @property
-    def sources(self) -> list[str]:
-        return [part.source for part in self.mix] or _as_list(self.source)
-
-    @property
-    def eval_sources(self) -> list[str]:
-        """The validation corpora, which may be none; of a mixture one for each source, or empty."""
-        if self.mix:
-            return [part.eval_source for part in self.mix]
-        return _as_list(self.eval_source)
-
-    def part(self, number: int) -> DataSettings:
-        """These settings for one source of a mixture (from 0), as if it were the only one."""
-        if not self.mix:
-            return self
-        own = self.mix[number].model_dump(include={"source", "eval_source"})
-        limits = self.mix[number].model_dump(
-            include={"max_tokens", "val_fraction"}, exclude_none=True
-        )
-        return self.model_copy(update={**own, **limits, "mix": []})
 
 
 class TrainSettings(Section):

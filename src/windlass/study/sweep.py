@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.data.prepare import data_dir, prepare
+from windlass.data.locate import data_dirs
+from windlass.data.prepare import prepare
 from windlass.errors import (
     BAD_INPUT,
     DONE,
@@ -122,21 +123,24 @@ def create_sweep(
     return study, options.get("world", 1)
 
 
-def prepare_data(cells: Sequence[Cell]) -> None:
+def prepare_data(study: Study, cells: Sequence[Cell]) -> None:
     """Prepare the data of these cells once, before they train.
 
     A cell without usable data fails alone; UserError if no cell has usable data.
     """
-    places, problems = set[Path](), list[UserError]()
+    prepared, problems = set[tuple[object, ...]](), list[UserError]()
+    resuming = any(study.run_of(cell).exists for cell in cells)
     with StopSignals():
         for cell in cells:
+            recipe = cell.recipe
             try:
-                if (place := data_dir(cell.recipe)) not in places:
-                    prepare(cell.recipe)
-                    places.add(place)
+                needed = *data_dirs(recipe), recipe.data.model_dump_json()
+                if needed not in prepared:
+                    prepare(recipe, resuming=resuming)
+                    prepared.add(needed)
             except UserError as error:
                 problems.append(error)
-    if problems and not places:
+    if problems and not prepared:
         raise problems[0]
 
 
@@ -211,7 +215,7 @@ class Sweep:
                 self.server.close()
 
     def _train(self, cells: list[Cell]) -> None:
-        prepare_data(cells)
+        prepare_data(self.study, cells)
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.prepare import Data, own_data, prepare
+from windlass.data.open import Data, own_data
+from windlass.data.prepare import prepare
 from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
 from windlass.launch.local import launch
 from windlass.parallel.env import detect_env
@@ -148,7 +149,7 @@ def finished_run(plan: StartPlan) -> Run:
 
         with init_store(env, plan.recipe) as ranks:
             if ranks.env.nodes > 1:
-                check_shared(ranks, plan.run.path, None)
+                check_shared(ranks, plan.run.path, [])
     if env.rank == 0:
         text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
         print(message(text, sys.stdout))
@@ -164,7 +165,7 @@ def train_local_ranks(
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
         command = ["train", str(path), f"run.dir='{place}'", *arguments, *["--fresh"] * fresh]
-        code = launch_ranks(plan.recipe, command, [world], pinned=plan.pinned)
+        code = launch_ranks(plan.recipe, command, [world], resuming=plan.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -179,18 +180,19 @@ def launch_ranks(
     command: Sequence[str],
     worlds: Sequence[int],
     max_restarts: int = 0,
-    pinned: str = "",
+    resuming: bool = False,
 ) -> int:
     """Run a `windlass` command that trains `recipe` as local ranks; returns the exit code.
 
-    Prepares the data once, before the ranks. The ranks leave the end of the run to this process.
+    Prepares the data once, before the ranks; `resuming` as in `prepare`. The ranks leave the end of
+    the run to this process.
     """
     # Of a range, only the numbers that the layout divides.
     worlds = [n for n in worlds if n % recipe.parallel.model_ranks == 0] or worlds
     for world in worlds:
         check_start(recipe, world)
     with StopSignals():
-        prepare(recipe, pinned=pinned)
+        prepare(recipe, resuming=resuming)
     before = os.environ.get(QUIET_END)
     os.environ[QUIET_END] = "1"
     try:

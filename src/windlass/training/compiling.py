@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.data.prepare import Data
+from windlass.data.open import Data
 from windlass.estimate.devices import find_device
 from windlass.estimate.search import Machine
 from windlass.parallel.dist import Ranks

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from windlass.data.chat import stop_tokens
-from windlass.data.prepare import Data
-from windlass.data.squad import eval_questions
+from windlass.data.examples import eval_questions
+from windlass.data.open import Data
 from windlass.errors import UserError
 from windlass.estimate.milestones import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
@@ -34,7 +34,7 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
             read_items(settings.hellaswag_file, settings.hellaswag_items)
     if settings.sample_every and settings.prompt and can_sample(model, data):
         try:
-            data.tokenizer.encode_prompt(settings.prompt)
+            data.tokenizer.prompt(settings.prompt)
         except UserError as error:
             instead = "write another, or eval.sample_every=0"
             raise UserError(f"eval.prompt = {settings.prompt!r}: {error}; {instead}") from None

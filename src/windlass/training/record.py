@@ -19,7 +19,7 @@ import torch
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
-from windlass.data.facts import Facts, describe_place, lines, warnings
+from windlass.data.describe import Facts, lines, warnings
 from windlass.data.loader import StepBatch
 from windlass.data.order import describe_order, step_samples
 from windlass.errors import plural
@@ -90,7 +90,6 @@ class Recorder:
         # The sources of a mixture have epochs of their own.
         self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
         self.logs_epochs &= not plan.recipe.data.mix
-        self.stream_shard = state.stream[:1] or [0]  # that a streamed source has reached
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
@@ -215,10 +214,9 @@ class Recorder:
         data = lines(facts, self.plan.recipe.model.context)
         parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
         parts += [f"validation {data['validation']}", data["tokenizer"]]
-        if self.horizon.samples_per_epoch:
-            epochs = samples / self.horizon.samples_per_epoch
-            count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-            parts += [f"{count} epoch{'s' * (count != '1')}"]
+        epochs = samples / self.horizon.samples_per_epoch
+        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+        parts += [f"{count} epoch{'s' * (count != '1')}"]
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(steps * tokens)} tokens"
         work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
@@ -332,10 +330,7 @@ class Recorder:
         self.console.tick(state.step)
         if not self.started_up:
             self.first_step()
-        if batch.place and batch.place[:1] != self.stream_shard:
-            self.stream_shard = batch.place[:1]
-            self.emit("shard", describe_place(batch.place), place=batch.place)
-        per_epoch, first = horizon.samples_per_epoch or 1, batch.first_sample
+        per_epoch, first = horizon.samples_per_epoch, batch.first_sample
         epoch = (first + horizon.batches.at(state.step - 1)) // per_epoch
         if self.logs_epochs and epoch > first // per_epoch:
             more = state.step < horizon.steps

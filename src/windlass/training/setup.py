@@ -18,8 +18,8 @@ from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_da
 from windlass.checkpoint.retention import left_out, policy_of, read_lineage
 from windlass.checkpoint.save import Saver
 from windlass.checkpoint.state_dict import State, named_state, restore
-from windlass.data.disk import StreamSamples
 from windlass.data.loader import Loader
+from windlass.data.locate import data_dirs
 from windlass.data.mixture import (
     MixedSamples,
     Mixture,
@@ -28,8 +28,8 @@ from windlass.data.mixture import (
     next_sample,
     stages_of,
 )
-from windlass.data.prepare import Data, data_dir, open_data
-from windlass.data.samples import epoch_samples, masks_documents, real_tokens
+from windlass.data.open import Data, open_data
+from windlass.data.samples import masks_documents, real_tokens
 from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -82,29 +82,26 @@ class RunPlace(NamedTuple):
     notes: list[str]  # warnings
 
 
-def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None, stack: ExitStack) -> Data:
+def open_shared(plan: StartPlan, ranks: Ranks, data: Data | None) -> Data:
     """The user's or the recipe's data, once all hosts have seen the run and data directories."""
     if ranks.env.nodes > 1:
-        start.check_shared(ranks, plan.run.path, data_dir(plan.recipe) if data is None else None)
+        prepared = data_dirs(plan.recipe) if data is None else []
+        start.check_shared(ranks, plan.run.path, prepared)
     if data is not None:
         return data
-    data = open_data(plan.recipe, ranks, plan.pinned)
-    if isinstance(data.train, StreamSamples):
-        stack.callback(data.train.close)
-    return data
+    return open_data(plan.recipe, ranks, resuming=plan.from_checkpoint)
 
 
 def batch_and_horizon(
     plan: StartPlan, ranks: Ranks, data: Data, custom: bool
 ) -> tuple[BatchPlan, Horizon]:
     """The division of a step's samples over the ranks, and the length of the run."""
-    recipe, endless = plan.recipe, isinstance(data.train, StreamSamples)
-    samples = epoch_samples(data.train)
+    recipe, samples = plan.recipe, len(data.train)
     batch = recipe.batch(ranks.world, ranks.device.type)
     if not recipe.train.micro_batch:
         free = memory.free_bytes(ranks.device)
         batch = memory.open_micro_batch(plan, ranks, batch, 0 if custom else data.vocab, free)
-    if samples < 1 and not endless:
+    if samples < 1:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
@@ -116,7 +113,7 @@ def batch_and_horizon(
         raise UserError(f"{problem}; write steps or epochs")
     parameters = read_sizes(recipe).total if optimum and recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
-    per_sample = tokens / samples if tokens and samples else None
+    per_sample = tokens / samples if tokens else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
     check_fits(recipe.optim.schedule, horizon := recipe.horizon(steps, samples))
     return batch, horizon
@@ -225,10 +222,8 @@ def prepare_model(
         path = plan.run.path
         decide_on_rank_0(ranks, "origin", lambda: hf_files.save_origin(unwrap(model), path))
     init_from = recipe.model.init_from and choice is None
-    # The first shard of a stream does not exist yet.
-    two = data.val if isinstance(data.train, StreamSamples) else data.train
-    if custom and choice is None and recipe.train.startup_checks and two is not None:
-        check_loss_is_a_sum(model, two, ranks, partial(trial, recipe, ranks.device))
+    if custom and choice is None and recipe.train.startup_checks:
+        check_loss_is_a_sum(model, data.train, ranks, partial(trial, recipe, ranks.device))
     if not custom and not init_from and choice is None:
         initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
     if not custom and init_from:
@@ -417,17 +412,8 @@ def open_loader(
     mixture: Mixture | None = None,
 ) -> Loader:
     """The batches from the state's step on, read ahead in the background."""
-    settings, skipped = recipe.data, tuple(state.skipped)
-    if isinstance(data.train, StreamSamples):
-
-        def following(sample: int) -> int:
-            """The first sample from a number on that the training has still to read."""
-            sample = max(sample, next_sample(state.step, batch.batches, skipped))
-            for start, stop in sorted(skipped):
-                sample = stop if start <= sample < stop else sample
-            return sample
-
-        data.train.follow(ranks, state.stream, following)
+    settings = recipe.data
+    formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
     return Loader(
         data.train,
         batch,
@@ -437,9 +423,9 @@ def open_loader(
         device=ranks.device,
         prefetch=settings.prefetch,
         first_step=state.step,
-        skipped=skipped,
+        skipped=tuple(state.skipped),
         length_buckets=settings.length_buckets
-        and (settings.format != "text" and settings.packing != "best-fit"),
+        and (formats != {"text"} and settings.packing != "best-fit"),
         mixture=mixture,
     )
 

@@ -17,7 +17,7 @@ import re
 import shlex
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -36,7 +36,7 @@ from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.paths import located
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, SOUP, Run, data_commit, last_start
+from windlass.run import LOCK, OCCUPIED, SOUP, Run, last_start
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -82,10 +82,10 @@ class StartPlan:
     changes: dict[str, list[Any]] = field(default_factory=dict)  # key -> [old, new], of a resume
 
     @property
-    def pinned(self) -> str:
-        """The commit of a streamed source that the run, or the origin of a branch, has recorded."""
-        origin = Run(self.branch_from.parent.parent) if self.branch_from else self.run
-        return data_commit(origin) if self.recipe.data.disk_tokens else ""
+    def from_checkpoint(self) -> bool:
+        """Whether the start continues a training, whose prepared data it needs as they were."""
+        resumes = self.resuming and bool(list_entries(self.run.checkpoints_dir))
+        return resumes or self.branch_from is not None
 
     @property
     def changed(self) -> str:
@@ -204,9 +204,6 @@ def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, 
     option = argument("extend_to", extend_to)
     if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
         raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
-    if recipe.data.disk_tokens and not isinstance(length, int):
-        problem = "the length of an epoch of a streamed source is unknown"
-        raise UserError(f"{option}: {problem}; write steps")
     steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
     if steps is None or new is None:
         raise UserError(f"{run.path} has not begun to train: start it without {option}")
@@ -327,21 +324,22 @@ def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Choi
     return first_undamaged([Path(path) for path in paths], ranks)
 
 
-def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
-    """Raise UserError if a host does not see the run or data directory of rank 0.
+def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
+    """Raise UserError if a host does not see the run directory of rank 0, or its `data`: the
+    directories of all sources.
 
-    Rank 0 creates a file in each. Prepared data may be read-only, or a copy on each host's own
-    disk, so there the hosts compare its fingerprint.
+    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
+    read-only, or a copy on each host's own disk, so there the hosts compare the shards.
     """
-    index = Index.load(data) if data is not None else None
+    own = [shards_in(place) for place in data]
     places = {"run.dir": run.absolute()}
-    if data is not None:
-        places["data.dir"] = data.absolute()
+    if data:
+        places["data.dir"] = data[0].parent.absolute()
 
     def create() -> dict[str, str]:
         marks = {}
         for key, place in places.items():
-            if key == "data.dir" and index is not None:
+            if key == "data.dir" and all(own):
                 continue
             parent = next(path for path in (place, *place.parents) if path.is_dir())
             try:  # a new name, which is in no cache of NFS
@@ -353,9 +351,9 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
         return marks
 
     marks = decide_on_rank_0(ranks, "shared", create)
-    prepared = ranks.broadcast_object("prepared", index and index.fingerprint)
+    prepared = ranks.broadcast_object("prepared", own)
     missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if data is not None and prepared and (index is None or index.fingerprint != prepared):
+    if any(shards and shards != here for shards, here in zip(prepared, own, strict=True)):
         missing.append("data.dir")
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
     if ranks.main:
@@ -368,6 +366,13 @@ def check_shared(ranks: Ranks, run: Path, data: Path | None) -> None:
             seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
             advice = f"put it on a file system that all hosts share ({key}=PATH)"
             raise UserError(f"{key}: {place} {seen}: {advice}")
+
+
+def shards_in(directory: Path) -> list[str]:
+    """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
+    index = Index.load(directory)
+    shards = [shard.sha256 or shard.file for shard in index.shards] if index else []
+    return [index.tokenizer.fingerprint, *shards] if index else []
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:

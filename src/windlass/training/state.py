@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -53,25 +52,18 @@ class TrainState:
     averaged: int = 0  # weights in the checkpoint's average (`train.average`); 0: it has none
     mixture: list[list[Any]] = field(default_factory=list)
     """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
-    stream: list[int] = field(default_factory=list)
-    """The place in a streamed source after these steps (`StreamSamples.place`); else empty."""
     source_losses: list[list[float]] = field(default_factory=list)
     """Loss and labels of each source of a mixture, summed since the last `train` line."""
 
-    def advance(
-        self, samples: int, tokens: int, label_tokens: int, place: Sequence[int] = ()
-    ) -> None:
-        """Count a completed step; `place`: in a streamed source after it."""
+    def advance(self, samples: int, tokens: int, label_tokens: int) -> None:
+        """Count a completed step."""
         self.step += 1
         self.samples += samples
         self.tokens += tokens
         self.label_tokens += label_tokens
-        self.stream = list(place)
 
     def epochs(self, horizon: Horizon) -> float:
-        """Completed epochs of the training data; whole ones of a streamed source."""
-        if not horizon.samples_per_epoch:
-            return float(self.stream[1]) if self.stream else 0.0
+        """Completed epochs of the training data."""
         return self.samples / horizon.samples_per_epoch
 
     def return_to(self, checkpoint: TrainState, left_out: tuple[int, int]) -> None:

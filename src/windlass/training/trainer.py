@@ -25,12 +25,11 @@ from torch import nn
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import BEST, FINAL, leave_out
 from windlass.checkpoint.state_dict import restore
-from windlass.data.disk import StreamSamples
-from windlass.data.facts import describe
+from windlass.data.describe import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import shares_of_run
+from windlass.data.open import Data
 from windlass.data.order import step_samples
-from windlass.data.prepare import Data
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import build_model, keeping_modes, own_module, scalar, set_training
 from windlass.model.convert import export_note
@@ -94,7 +93,7 @@ class Trainer:
         self.ends_early = False  # set by `train.early_stop`: no further step
         recipe, run, custom = plan.recipe, plan.run, module is not None
         self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
-        self.data = data = setup.open_shared(plan, ranks, data, stack)
+        self.data = data = setup.open_shared(plan, ranks, data)
         init_process_group(ranks, recipe)  # chooses the device
         memory.prepare_for_ragged_rows(recipe, ranks.device, stack)
         self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
@@ -178,8 +177,6 @@ class Trainer:
         notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
         groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
         facts = describe(self.data)
-        if "stream" in facts and self.state.stream:
-            facts["stream"]["place"] = self.state.stream
         if mixture := self.losses.mixture:
             facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
         self.recorder.started(self.batch, facts, groups, source, notes)
@@ -264,7 +261,7 @@ class Trainer:
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
                 samples = horizon.batches.at(state.step)
-                state.advance(samples, result.tokens, result.label_tokens, batch.place)
+                state.advance(samples, result.tokens, result.label_tokens)
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
@@ -491,8 +488,6 @@ class Trainer:
         recorder.log(self.callbacks.take_logged())
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
-        if isinstance(self.data.train, StreamSamples):
-            self.data.train.remove()
         recorder.summary()
         recorder.finished(self.ends_early)
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from windlass.data.mixture import BLOCK, MixedSamples, Mixture, Stage
-from windlass.data.prepare import open_data
+from windlass.data.open import open_data
 from windlass.run import last_start
 from windlass.verification.bench import SEEN, STEPS, UNSEEN, Bench, Outcome
 

@@ -74,7 +74,7 @@ def measure(recipe: Recipe, run: str) -> Sizes:
     """The mean absolute change of each block's output and of the logits since the first weights."""
     import torch
 
-    from windlass.data.prepare import open_data
+    from windlass.data.open import open_data
     from windlass.evaluation.source import alone, find_source, open_model
     from windlass.model.build import build_model
     from windlass.model.gpt import initialise

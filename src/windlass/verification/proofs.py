@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
+from windlass.data.open import open_data
 from windlass.data.order import Order
-from windlass.data.prepare import open_data
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
 from windlass.verification.average import average_exact

@@ -16,7 +16,7 @@ from unittest import mock
 
 import windlass
 from windlass import processes
-from windlass.data.prepare import open_data
+from windlass.data.open import open_data
 from windlass.errors import Stopped
 from windlass.launch.local import launch
 from windlass.model.share import Rows

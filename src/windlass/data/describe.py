@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
-from windlass.data.disk import StreamSamples
-from windlass.data.division import source_number, stream_name
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.packing import BestFitSamples
-from windlass.data.samples import Samples, masks_documents, real_tokens
-from windlass.data.shards import EVAL, MAIN, Index
+from windlass.data.samples import (
+    BestFitSamples,
+    DocumentSamples,
+    Samples,
+    masks_documents,
+    real_tokens,
+)
+from windlass.data.split import Corpus, Part
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
-    from windlass.data.prepare import Data
+    from windlass.data.open import Data
 
 Facts = dict[str, Any]
 SHOWN_SYMBOLS, MEASURED_SAMPLES = 1000, 16
@@ -28,63 +32,81 @@ def describe(data: Data) -> Facts:
     """The facts of opened data, as JSON values.
 
     - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
-    - `changed`: sentences about files of the source that have changed since their preparation.
-    - Prepared data: `source`, `files` (their number), `items` (their kind), `tokenizer`; for each
-      split `items`, `tokens` (in an epoch, without padding), `label_tokens` (that count in the
-      loss), and for `val` `text`, a hash of its text that is equal for every tokenizer.
-    - Rows, or a document a row: `lengths` of whole items in tokens, by percentile; `cut` (items
-      longer than the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+    - `changed`: sentences about sources that have changed since their preparation.
+    - Prepared data: `source`, `files` (their number), `revision` (a commit of the Hub), `items`
+      (their kind), `tokenizer`; for each split `items`, `tokens` (in an epoch, without padding),
+      `label_tokens` (that count in the loss), and for `val` `text`, a hash of its text that is equal
+      for every tokenizer.
+    - `shared`: training items left out, because the validation data has them; `unreadable`: items
+      that `data.on_bad_item` left out.
+    - A document a row: `lengths` of whole items in tokens, by percentile; `cut` (items longer than
+      the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
     - Documents apart (`data.document_mask`, best-fit): `attended`, the mean length of the part of a
       token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
-    - Several sources: `sources` and `eval_sources`, each with `documents` and `tokens` read, and
-      the tokens for `train` and `val`.
-    - A streamed source: `revision` (a commit of the Hub), and `stream` with its `bytes` (local),
-      `shard_tokens`, `disk_tokens` and, after a resume, its `place`.
+    - Several sources: `sources`, each with `documents` and `tokens` prepared, and the tokens for
+      `train` and `val`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many) and `symbols`.
     """
     facts: Facts = {"vocab": data.vocab}
     facts |= {"changed": list(data.changed)} if data.changed else {}
-    if index := data.index:
-        files = {f["file"] for source in index.source.values() for f in source.get("files", ())}
-        facts |= {
-            "source": index.settings["source"],
-            "files": len(files),
-            "items": UNITS[index.settings.get("format", "text")],
-            "tokenizer": index.settings["tokenizer"],
-        }
-        if isinstance(data.train, StreamSamples) and index.stream is not None:
-            train, source = data.train, index.stream
-            facts |= {"files": len(source.files), "train": {"tokens_per_sample": train.context}}
-            facts |= {"revision": source.revision} if source.revision else {}
-            facts["stream"] = {
-                "bytes": sum(file.bytes for file in source.files) or None,
-                "shard_tokens": source.shard_tokens,
-                "disk_tokens": train.limit * source.shard_tokens,
-            }
-        facts |= {"template": index.template} if index.template else {}
-        if index.tokenizer.kind == "char" and index.streams:
-            tokens = sum(shard.tokens for shard in index.shards)
-            if index.tokenizer.eot is not None:
-                tokens -= sum(index.documents(stream) for stream in index.streams)
-            symbols = data.tokenizer.inner.get_vocab(with_added_tokens=False)
-            facts |= {"characters": tokens, "symbols": "".join(sorted(symbols))}
-        for key, kind in (("sources", MAIN), ("eval_sources", EVAL)):
-            streams = [stream for stream in index.streams if stream.startswith(kind)]
-            if kind == EVAL:  # the end of a single text belongs to the row of its text
-                streams = [stream for stream in streams if not _is_end_of_text(index, stream)]
-            if len(streams) > 1:
-                facts[key] = [_source(index, stream) for stream in streams]
+    if data.prepared is not None:
+        facts |= _prepared_facts(data)
     for name, samples in (("train", data.train), ("val", data.val)):
-        if samples is not None and name not in facts:
-            split = _split(name, samples, index)
+        if samples is not None:
+            split = _split(name, samples, data)
             facts[name] = {key: value for key, value in split.items() if value is not None}
     return facts
 
 
-def _split(name: str, samples: Samples, index: Index | None) -> Facts:
+def _prepared_facts(data: Data) -> Facts:
+    assert data.prepared is not None and data.division is not None
+    corpora, members = data.prepared.corpora, data.prepared.members
+    names = [corpus.spec.name for member in members for corpus in member.train]
+    indexes = [corpus.index for corpus in corpora]
+    files = {file["file"] for index in indexes for file in index.source.get("files", ())}
+    facts: Facts = {
+        "source": names[0] if len(names) == 1 else names,
+        "files": len(files),
+        "items": UNITS[members[0].data.format],
+        "tokenizer": members[0].data.tokenizer,
+    }
+    commits = [index.source["commit"] for index in indexes if index.source.get("commit")]
+    facts |= {"revision": commits[0]} if commits else {}
+    facts |= {"shared": data.division.shared} if data.division.shared else {}
+    unreadable = sum(index.left_out for index in indexes)
+    facts |= {"unreadable": unreadable} if unreadable else {}
+    layouts = [index.template for index in indexes if index.template]
+    facts |= {"template": layouts[0]} if layouts else {}
+    if data.tokenizer.kind == "char" and members[0].data.format == "text":
+        tokens = sum(part.tokens for set_ in _sets(data) for part in set_)
+        symbols = data.tokenizer.inner.get_vocab(with_added_tokens=False)
+        facts |= {"characters": tokens, "symbols": "".join(sorted(symbols))}
+    if len(corpora) > 1:
+        facts["sources"] = [_source(corpus, data) for corpus in corpora]
+    return facts
+
+
+def _sets(data: Data) -> list[list[Part]]:
+    """The parts of the training and of the validation data."""
+    assert data.division is not None
+    return [[p for parts in s for p in parts] for s in (data.division.train, data.division.val)]
+
+
+def _source(corpus: Corpus, data: Data) -> Facts:
+    """What is prepared of a source, and for which split."""
+    counts = {
+        name: sum(part.tokens for part in parts if part.corpus is corpus)
+        for name, parts in zip(("train", "val"), _sets(data), strict=True)
+    }
+    index = corpus.index
+    source = {"source": corpus.spec.name, "documents": index.documents, "tokens": index.tokens}
+    return source | counts
+
+
+def _split(name: str, samples: Samples, data: Data) -> Facts:
     split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
     tokens = real_tokens(samples)
     if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
@@ -96,16 +118,22 @@ def _split(name: str, samples: Samples, index: Index | None) -> Facts:
     if isinstance(samples, BestFitSamples):
         split |= samples.facts
         items = samples.items
-    if index is not None and name in index.rows:
-        rows = index.rows[name]
-        keys = ("items", "lengths", "cut", "cut_tokens", "left_out")
-        split |= {key: getattr(rows, key) for key in keys} | {"text": rows.text or None}
-    elif index is not None:
-        split["text"] = index.splits[name].text or None
-        if hasattr(items, "lengths"):
-            split |= {"items": items.documents, **items.lengths}
-        elif index.splits[name].documents > 1:  # the count of a single text says nothing
-            split["items"] = index.splits[name].documents
+    if data.division is None:
+        return split
+    parts = _sets(data)[name == "val"]
+    if name == "val" and all(part.text for part in parts):
+        texts = [part.text for part in parts]
+        split["text"] = (
+            texts[0]
+            if len(texts) == 1
+            else hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
+        )
+    documents = sum(part.documents for part in parts)
+    if isinstance(items, DocumentSamples):
+        split |= {"items": items.documents, **items.lengths}
+        split |= {"items": len(items), "left_out": items.left_out} if items.masked else {}
+    elif documents > 1:  # the count of a single text says nothing
+        split["items"] = documents
     return split
 
 
@@ -121,38 +149,22 @@ def _tokens_per_sample(samples: Samples) -> float:
     return tokens / max(1, len(places))
 
 
-def _is_end_of_text(index: Index, stream: str) -> bool:
-    """Whether a stream of validation data is the end of a single text, which trains up to it."""
-    of = index.source.get(stream_name(MAIN, source_number(stream)))
-    return of is not None and index.source[stream]["name"] == of["name"]
-
-
-def _source(index: Index, stream: str) -> Facts:
-    """What is read of a source, and for which split."""
-    counts, streams = dict.fromkeys(("train", "val"), 0), [stream]
-    end = stream_name(EVAL, source_number(stream))
-    if end in index.streams and end != stream and _is_end_of_text(index, end):
-        streams.append(end)
-    for name, split in index.splits.items():
-        counts[name] += sum(p.stop - p.start for p in split.ranges if p.stream in streams)
-    tokens = sum(shard.tokens for name in streams for shard in index.streams[name])
-    source = {"source": index.source[stream]["name"], "documents": index.documents(stream)}
-    return source | {"tokens": tokens, **counts}
-
-
 def warnings(facts: Facts) -> list[str]:
-    """Warnings about changed files, about a makeshift chat template, about sources from which
-    nothing is used, and about sources of a mixture that a run repeats often."""
+    """Warnings about changed sources, items left out, a makeshift chat template, sources from which
+    nothing is used, and sources of a mixture that a run repeats often."""
     texts, template = [*facts.get("changed", ())], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
         texts += [f"conversations are written as {template}; a model trained to chat has its own"]
+    if shared := facts.get("shared"):
+        shown = count(shared, facts["items"])
+        texts.append(f"{shown} of data.source left out, because the validation data has the texts")
+    if unreadable := facts.get("unreadable"):
+        texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
     texts += repeated(facts.get("mixture", ()))
-    uses = ("sources", "train", "trained on"), ("eval_sources", "val", "evaluated")
-    for key, split, use in uses:
-        for row in facts.get(key, ()):
-            if not row[split]:
-                reason = "all of it is held out" if row["tokens"] else "it has no text"
-                texts.append(f"data.{key[:-1]}: {row['source']} is not {use}: {reason}")
+    for row in facts.get("sources", ()):
+        if not row["train"] and not row["val"]:
+            reason = "all of it is held out or left out" if row["tokens"] else "it has no text"
+            texts.append(f"data.source: nothing of {row['source']} is used: {reason}")
     return texts
 
 
@@ -165,7 +177,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         names = ", ".join(source) if isinstance(source, list) else source
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
         shown["data"] += f" at commit {facts['revision']}" if "revision" in facts else ""
-    if rows := [*facts.get("sources", ()), *facts.get("eval_sources", ())]:
+    if rows := facts.get("sources"):
         shown["sources"] = _source_table(rows)
     if mixture := facts.get("mixture"):
         shown["mixture"] = mixture_table(mixture)
@@ -197,11 +209,6 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
 
 
 def _in_words(split: Facts, facts: Facts) -> str:
-    if "stream" in facts and split is facts["train"]:
-        stream = facts["stream"]
-        size = f" from {size_in_words(stream['bytes'])}" if stream["bytes"] else ""
-        shards = f"streamed{size}, in shards of {stream['shard_tokens']:,} tokens"
-        return f"{shards}, at most {stream['disk_tokens']:,} on the disk"
     items = split.get("items") if "source" in facts else split["samples"]
     parts = [count(items, facts.get("items", "samples"))] if items else []
     tokens, labels = split.get("tokens"), split.get("label_tokens")
@@ -210,19 +217,6 @@ def _in_words(split: Facts, facts: Facts) -> str:
         if labels and facts.get("items") in ("questions", "conversations"):
             parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
     return ", ".join(parts)
-
-
-def size_in_words(size: int) -> str:
-    """Bytes with a decimal unit: `1.5 TB`, `39 kB`."""
-    power = min(4, max(0, len(str(size)) - 1) // 3)
-    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
-def describe_place(place: Sequence[int]) -> str:
-    """A shard and its place in the source (`StreamSamples.place`), in words."""
-    shard, epoch, file, group, row, _ = place
-    text = f"shard {shard + 1:,} begins: file {file + 1:,}, row group {group + 1:,}"
-    return f"{text}, row {row + 1:,}" + (f", epoch {epoch + 1:,} of the source" if epoch else "")
 
 
 def repeated(mixture: Iterable[Facts]) -> list[str]:

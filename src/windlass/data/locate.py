@@ -1,0 +1,106 @@
+"""The sources of a recipe, and the directories of their tokens.
+
+A directory's name has a hash of all that determines the tokens: the source, how its items are read,
+and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.data import tokenizer as tokenizers
+from windlass.data.shards import Index
+from windlass.data.sources import SourceSpec
+from windlass.recipe import DataSettings, Recipe
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A member of a recipe before it is prepared."""
+
+    name: str
+    data: DataSettings
+    train: list[SourceSpec]
+    val: list[SourceSpec]
+
+
+def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
+    """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
+    members, written = list[Wanted](), recipe.as_written.data
+    for number in range(len(written.mix) or 1):
+        own, located = written.part(number), recipe.data.part(number)
+        names = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
+        how: dict[str, Any] = {name: getattr(own, name) for name in names}
+        sources = list(zip(own.sources, located.sources, strict=True))
+        train = [
+            SourceSpec(*names, split=own.split, revision=own.revision, sha256=own.sha256, **how)
+            for names in sources
+        ]
+        how |= {"split": own.eval_split or own.split, "setting": "data.eval_source"}
+        if any(own.eval_sources):
+            separate = list(zip(own.eval_sources, located.eval_sources, strict=True))
+        elif own.eval_split and own.sources[0].startswith("hf:"):  # of the same data set
+            separate, how = sources, how | {"revision": own.revision, "setting": "data.eval_split"}
+        else:
+            separate, how["split"] = [pair for pair in sources if pair[0] == "squad"], "validation"
+        val = [SourceSpec(*names, **how) for names in separate]
+        name = written.mix[number].name if written.mix else ""
+        members.append(Wanted(name, own, [] if only_val and val else train, val))
+    return members
+
+
+def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
+    """What determines the tokenizer of a recipe; one made from the corpus depends on its sources."""
+    home, data = recipe.home, recipe.as_written.data
+    files = tokenizers.tokenizer_files(recipe.data.tokenizer)
+    key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
+    if files:  # paths are as written, so that a run and its data can move
+        key["files"] = {path.removeprefix(f"{home}/"): digest for path, digest in files.items()}
+    if tokenizers.is_learned(data.tokenizer):
+        members = wanted_sources(recipe)
+        key["train"] = [spec.key for member in members for spec in member.train]
+        separate = [spec.key for member in members for spec in member.val]
+        if data.tokenizer == "char":
+            return key | {"val": separate}
+        key |= {"vocab": data.tokenizer_vocab} | ({} if separate else {"val": data.val_fraction})
+    return key
+
+
+def hash_of_key(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def root_of(recipe: Recipe) -> Path:
+    """`data.dir`, or `data` in the directory that the recipe's paths start from."""
+    if recipe.data.dir:
+        return Path(recipe.data.dir).expanduser()
+    return (recipe.home or Path()) / "data"
+
+
+def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
+    """What determines the tokens of a source."""
+    key = tokenizer_key(recipe) | {"source": spec.key}
+    key.pop("files", None)  # a tokenizer that moves or goes stays the one that is saved here
+    if spec.name.startswith("shards:") and recipe.data.shards_dtype != "auto":
+        key["dtype"] = recipe.data.shards_dtype
+    return key
+
+
+def directory_of(spec: SourceSpec, recipe: Recipe) -> Path:
+    return root_of(recipe) / f"{spec.slug}-{hash_of_key(source_key(spec, recipe))}"
+
+
+def data_dirs(recipe: Recipe) -> list[Path]:
+    """The directories of all sources of a recipe, prepared or not."""
+    members = wanted_sources(recipe)
+    specs = [spec for member in members for spec in (*member.train, *member.val)]
+    return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
+
+
+def unprepared(recipe: Recipe) -> list[Path]:
+    """The directories of sources that are not prepared."""
+    return [path for path in data_dirs(recipe) if Index.load(path) is None]

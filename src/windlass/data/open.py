@@ -1,0 +1,193 @@
+"""The data of a run: prepared tokens, divided and cut into samples, or a user's own samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.data import chat
+from windlass.data.mixture import MixedSamples
+from windlass.data.prepare import Prepared, prepare
+from windlass.data.samples import (
+    BestFitSamples,
+    DatasetSamples,
+    DocumentSamples,
+    PackedSamples,
+    Samples,
+    Tokens,
+)
+from windlass.data.split import Division, Part, divide
+from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.errors import UserError
+from windlass.recipe import DataSettings, Recipe
+
+if TYPE_CHECKING:
+    from windlass.parallel.dist import Ranks
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data of a run. A user's own has two sets of samples, a fingerprint and a vocabulary."""
+
+    train: Samples
+    val: Samples | None
+    tokenizer: Tokenizer  # a user's own data may have None; then Windlass generates no text
+    fingerprint: str  # compared on resume: equal for equal tokens, split and tokenizer
+    vocab: int
+    # the layout of conversations (`data.format = "chat"`)
+    template: chat.Template | None = field(default=None, repr=False)
+    # of prepared data: see `describe`
+    prepared: Prepared | None = field(default=None, repr=False)
+    division: Division | None = field(default=None, repr=False)
+
+    @property
+    def changed(self) -> Sequence[str]:
+        """Sources that have changed since they were prepared, in sentences."""
+        return self.prepared.changed if self.prepared else ()
+
+    def save_tokenizer(self, directory: Path) -> None:
+        """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(directory)
+            if self.template is not None:
+                self.template.save(directory / FOLDER)
+
+
+def open_data(
+    recipe: Recipe,
+    ranks: Ranks | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    template: chat.Template | None = None,
+    resuming: bool = False,
+    only_val: bool = False,
+) -> Data:
+    """The data of a recipe, prepared if necessary, with every file checked; arguments as `prepare`.
+
+    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
+    is too small.
+    """
+    how: dict[str, Any] = {"tokenizer": tokenizer, "template": template}
+    prepared = prepare(recipe, ranks, **how, resuming=resuming, only_val=only_val)
+    rows = recipe.model.vocab
+    if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
+        ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
+        raise UserError(f"model.vocab = {rows:,}: {ids}; write that or 0")
+    return open_samples(recipe, prepared)
+
+
+def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
+    """Prepared data, divided and cut by `data.packing` and `model.context`.
+
+    Without training data (`only_val`) `train` has no samples.
+    """
+    data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
+    division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
+    sets = list[Samples | None]()
+    for is_val, parts in enumerate((division.train, division.val)):
+        opened = [
+            _samples(member.data, own, tokenizer, recipe.model.context, bool(is_val))
+            for member, own in zip(members, parts, strict=True)
+        ]
+        for member, samples in zip(members, opened, strict=True):
+            _check(member.name, samples, prepared, bool(is_val), recipe.model.context)
+        if not data.mix:
+            sets.append(opened[0])
+        else:
+            pairs = zip(members, opened, strict=True)
+            found = {member.name: s for member, s in pairs if s is not None}
+            sets.append(MixedSamples(found, spread=bool(is_val)) if found else None)
+    train, val = sets
+    kinds = {member.data.format for member in members}
+    numbers = division.fingerprint(tokenizer), tokenizer.vocab
+    template = prepared.template if kinds != {"text"} else None
+    return Data(train, val, tokenizer, *numbers, template, prepared, division)  # type: ignore[arg-type]
+
+
+def _check(
+    name: str, samples: Samples | None, prepared: Prepared, is_val: bool, context: int
+) -> None:
+    """UserError if a set has no sample; a member of a mixture may have no validation data."""
+    if samples is None or len(samples) or (name and is_val):
+        return
+    which = ", ".join(filter(None, ("val" if is_val else "train", name)))
+    found = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
+    if isinstance(samples, DocumentSamples) and samples.left_out:
+        found = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
+    places = ", ".join(map(str, prepared.directories))
+    raise UserError(f"{places}: {found} for one sample of model.context + 1 = {context + 1:,}")
+
+
+def keeps_apart(data: DataSettings, parts: Sequence[Part]) -> bool:
+    """Whether packed rows keep documents apart (`data.document_mask`).
+
+    UserError if the recipe says so, and the documents are unknown.
+    """
+    single_text = len(parts) == 1 and parts[0].corpus.index.single_text
+    unknown = any(part.tokens and not part.documents for part in parts)
+    if data.document_mask is True and (single_text or unknown):
+        reason = "the corpus is one text" if single_text else "the shards do not name documents"
+        raise UserError(f'data.document_mask: {reason}: write "auto", or false')
+    return data.document_mask is not False and not single_text and not unknown
+
+
+def _samples(
+    data: DataSettings, parts: Sequence[Part], tokenizer: Tokenizer, context: int, is_val: bool
+) -> Samples | None:
+    """The samples of a member's training or validation data; None without parts."""
+    if not parts:
+        return None
+    tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
+    if data.format != "text":
+        pad = tokenizer.eot or 0
+        examples = DocumentSamples(tokens, context, following=following, pad=pad)
+        is_packed = data.packing == "best-fit" and len(examples)
+        return BestFitSamples(examples, context) if is_packed else examples
+    if data.packing == "packed":
+        masked = keeps_apart(data, parts)
+        return PackedSamples(tokens, context, ragged=is_val, masked=masked, following=following)
+    if len(parts) == 1 and (parts[0].corpus.index.single_text or not parts[0].documents):
+        problem = "the corpus is one stream of tokens"
+        raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
+    best_fit = data.packing == "best-fit"
+    documents = DocumentSamples(tokens, context, following=following, split=best_fit)
+    return BestFitSamples(documents, context) if best_fit else documents
+
+
+def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
+    """A user's data: `Data` as they are, or from a `torch.utils.data.Dataset`, without tokenizer.
+
+    A tuple holds two datasets, for training and validation. A single one is for training, or
+    for validation if it is to be `measured`.
+
+    Reads every item once, for the number of token ids and for a fingerprint, which a resume
+    compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
+    """
+    if isinstance(data, Data | None):
+        return data
+    pair = data if isinstance(data, tuple) else (None, data) if measured else (data, None)
+    if len(pair) != 2:
+        raise UserError("data: give one dataset, or a pair: (training, validation)")
+    sets, digest, largest = list[Any](), hashlib.sha256(), 0
+    for dataset in pair:
+        if dataset is None:
+            sets.append(None)
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UserError(
+                f"data: {type(dataset).__name__} has no length and index; Windlass reads samples "
+                "in its own order, so give a map-style dataset"
+            )
+        samples = DatasetSamples(dataset, recipe.model.context)
+        for index in range(len(samples)):
+            row = samples.item(index)
+            if row.min() < 0:
+                raise UserError(f"data: item {index} of the dataset has a negative token")
+            digest.update(row.tobytes())
+            largest = max(largest, int(row.max()))
+        sets.append(samples)
+    train, val = sets
+    return Data(train, val, None, digest.hexdigest()[:16], largest + 1)  # type: ignore[arg-type]

@@ -1,0 +1,398 @@
+"""The items in local files: texts, JSON, CSV, Parquet, compressed or not.
+
+Memory is bounded for every kind of file: a text comes in blocks, JSON and CSV item by item, Parquet
+in batches of rows.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import platform
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from itertools import repeat
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from windlass.data.files import shown, suffixes
+from windlass.errors import UserError, first_line, plural
+
+BLOCK = 1 << 20  # characters of a text in one item at most
+READ = 1 << 18  # bytes of a file at once
+TABLE_BYTES = 8 << 20  # of a table at once
+TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
+CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
+MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
+TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
+TO_JSON = "write one object a line (.jsonl), or one array (.json)"
+# Of damaged files, by the libraries that read them; pyarrow's own are among Python's.
+DAMAGE = (OSError, ValueError, EOFError, NotImplementedError, RecursionError)
+DAMAGE += (zlib.error, lzma.LZMAError, csv.Error)
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source, and how its items are read."""
+
+    name: str  # as the recipe writes it
+    place: str  # the same with its path located
+    format: str = "text"
+    text_key: str = "text"  # may be nested: "doc.text"
+    split: str = "train"
+    revision: str = ""
+    streaming: bool = False
+    sha256: str = ""
+    separator: str = ""
+    answers: str = "auto"
+    on_bad_item: str = "stop"
+    setting: str = "data.source"  # for messages
+
+    @property
+    def kind(self) -> str:
+        """`stdlib`, `https`, `hf`, `squad`, `shards`, or `files` for a path."""
+        kind, colon, _ = self.place.partition(":")
+        if kind in ("http", "https"):
+            return "https"
+        named = ("hf", "squad", "shards") if colon else ("stdlib", "squad")
+        return kind if kind in named else "files"
+
+    @property
+    def path(self) -> str:
+        """The place without its kind."""
+        return self.place if self.kind == "files" else self.place.partition(":")[2]
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """What determines the items, without settings that do not apply or have their default."""
+        is_text = self.format == "text"
+        applies = {
+            "text_key": is_text and self.kind in ("files", "https", "hf"),
+            "split": self.kind == "hf" or self.place == "squad",
+            "revision": self.kind == "hf",
+            "sha256": self.kind == "https",
+            "separator": is_text and self.kind in ("files", "https"),
+            "answers": self.format == "chat",
+            "on_bad_item": self.kind not in ("stdlib", "shards"),
+        }
+        key = {"name": self.name, "format": self.format}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if applies.get(field.name) and value != field.default:
+                key[field.name] = value
+        return key | ({"python": platform.python_version()} if self.kind == "stdlib" else {})
+
+    @property
+    def slug(self) -> str:
+        """The source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
+        place = re.sub(r"^(hf|shards|squad):", "", self.name).split("?")[0].rstrip("/*")
+        name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
+        return name.strip("-").lower()[:40] or "corpus"
+
+
+class Item(NamedTuple):
+    """A document, a block of one, or an error in place of one that cannot be read."""
+
+    place: str  # file and line, for messages
+    # str: text, or a block of one; bytes: an undecoded JSON line; dict: a record; None: null text;
+    # UserError: an error, which `text_of` and `record_of` raise
+    value: Any
+    more: bool = False  # the next item continues this text
+    fraction: float = 0.0  # of the source read so far; 0: unknown
+
+
+def read_files(spec: SourceSpec, files: list[Path], sizes: list[int], start: int) -> Iterator[Item]:
+    """The items of files from document number `start` on.
+
+    If a file cannot be read to its end, its last item is the error.
+    """
+    number, before, total = 0, 0, max(1, sum(sizes))
+    for path, size in zip(files, sizes, strict=True):
+        if number < start and is_text(path, spec) and not spec.separator:
+            number, before = number + 1, before + size
+            continue  # without reading the file
+        place, continues, failure = shown(path), False, None
+        try:
+            with path.open("rb") as file:
+                # Some readers close their stream at its end.
+                raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
+                for item in _items(path, raw, spec, start - number):
+                    number += not continues
+                    continues = item.more
+                    if number > start:
+                        done = item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
+                        yield Item(item.place, item.value, item.more, (before + done) / total)
+        except UserError as error:
+            failure = error
+        except DAMAGE as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
+                raise UserError(f"{place} cannot be read: {error.strerror}") from None
+            remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
+            problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
+            failure = UserError(f"{place} {problem}{remedy}")
+        before += size
+        number += failure is not None and not continues
+        if failure and number > start:
+            yield Item(place, failure, False, before / total)
+
+
+def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[Item]:
+    """The items of a file; the first `skip` ones may lack a value."""
+    place, ending = shown(path), suffixes(path)[0]
+    if ending == ".parquet":
+        return _parquet(raw, place, spec, skip)
+    stream = unpacked(path, raw)
+    if is_text(path, spec):
+        if spec.on_bad_item == "skip":  # then a text with an error is left out whole
+            with path.open("rb") as checked:
+                for _ in _decoded(unpacked(path, checked), place):
+                    pass
+        return _texts(_decoded(stream, place), place, spec.separator)
+    if spec.format == "squad":
+        return _questions(stream, place)
+    if ending in (".csv", ".tsv"):
+        return _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
+    return _json_values(stream, place) if ending == ".json" else _lines(stream, place)
+
+
+def is_text(path: Path, spec: SourceSpec) -> bool:
+    return spec.format == "text" and suffixes(path)[0] not in (*TABLES, ".json")
+
+
+def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
+    """The uncompressed bytes of a file."""
+    codec = suffixes(path)[1]
+    if codec == ".zst":
+        import pyarrow as pa  # unlike zstandard's stream, it rejects a truncated last frame
+
+        stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
+        return io.BufferedReader(stream, READ)
+    if codec == ".gz":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+    return {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}[codec](raw) if codec else raw
+
+
+def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
+    """A UTF-8 text in pieces, without a byte order mark; UserError for another encoding."""
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        raw, pending = stream.read(READ), len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(raw, not raw)
+        except UnicodeDecodeError as error:
+            byte, at = error.object[error.start], position - pending + error.start
+            problem = f"byte 0x{byte:02x} in position {at:,} is not UTF-8"
+            raise UserError(f"{place}: {problem}; {TO_UTF8}") from None
+        yield text if position else text.removeprefix("\ufeff")
+        if not raw:
+            return
+        position += len(raw)
+
+
+def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
+    """The documents of a text, in blocks: one, or those between separators.
+
+    With a separator they have no line breaks at their edges, and empty ones are left out.
+    """
+    rest, continues, most = "", False, BLOCK - READ
+    for piece in pieces:
+        rest += piece
+        if separator:
+            *texts, rest = rest.split(separator)
+            for number, text in enumerate(texts):
+                follows = continues and not number
+                if stripped := text.rstrip("\r\n") if follows else text.strip("\r\n"):
+                    yield Item(place, stripped)
+                elif follows:
+                    yield Item(place, "")
+            continues &= not texts
+            rest = rest if continues else rest.lstrip("\r\n")
+        while len(rest) > most:
+            end = cut_at_line(rest, most - len(separator))
+            yield Item(place, rest[:end], more=True)
+            rest, continues = rest[end:], True
+    rest = rest.rstrip("\r\n") if separator else rest
+    if rest or continues or not separator:
+        yield Item(place, rest)
+
+
+def cut_at_line(text: str, size: int) -> int:
+    """The end of the last line in `text[:size]` that no white space surrounds; `size` without one."""
+    at = text.rfind("\n", 0, size)
+    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
+        at = text.rfind("\n", 0, at)
+    return at + 1 if at > 0 else size
+
+
+def mark_in(path: Path) -> str:
+    """The mark between documents that the first block of a text file has, or ''."""
+    with suppress(*DAMAGE), path.open("rb") as raw:
+        stream = unpacked(path, raw)
+        start = stream.read(BLOCK)
+        return next((mark for mark in MARKS if mark.encode() in start), "")
+    return ""
+
+
+def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
+    for number, line in enumerate(stream, 1):
+        content = line if number > 1 else line.removeprefix(codecs.BOM_UTF8)
+        if content.strip():
+            yield Item(f"{place}, line {number:,}", content)
+
+
+def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
+    """The items of a JSON array, or values one after another, such as JSON lines."""
+    reader, decode = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder().raw_decode
+    gap, text, number, is_end = re.compile(r"[\s,]*"), reader.read(READ).lstrip(), 0, False
+    is_array = text[:1] == "["
+    at = int(is_array)
+    while True:
+        start = cast(re.Match[str], gap.match(text, at)).end()
+        where, end = f"{place}, item {number + 1:,}", start
+        failure, may_go_on = "the array has no end", not is_end
+        if is_array and text[start : start + 1] == "]":
+            return
+        if start < len(text):
+            try:
+                value, end = decode(text, start)
+            except (ValueError, RecursionError) as error:
+                failure, at_error = (
+                    getattr(error, "msg", first_line(error)),
+                    getattr(error, "pos", 0),
+                )
+                may_go_on &= failure.startswith("Unterminated") or at_error > len(text) - 16
+        elif is_end and not is_array:
+            return
+        if may_go_on and end in (start, len(text)):
+            more = reader.read(max(READ, len(text) - at))
+            text, at, is_end = text[start:] + more, 0, not more
+        elif end == start:
+            raise UserError(f"{where} is not JSON: {failure}; {TO_JSON}")
+        else:
+            yield Item(where, value if isinstance(value, dict) else _no_object(where, value))
+            number, at = number + 1, end
+
+
+def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:
+    """The rows of a `.csv` or `.tsv` file, whose first row names the columns."""
+    csv.field_size_limit(1 << 30)
+    reader = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+    rows = csv.reader(reader, delimiter=comma, strict=True)
+    names = next(rows, [])
+    if spec.format == "text" and spec.text_key not in names:
+        raise UserError(f"{place} has no column {spec.text_key!r}; {other_keys(names)}")
+    while True:
+        where = f"{place}, line {rows.line_num + 1:,}"
+        try:
+            if (row := next(rows, None)) is None:
+                return
+        except csv.Error as error:
+            remedy = "write a quotation mark in a quoted field twice"
+            yield Item(where, UserError(f"{where}: {error}; {remedy}"))
+            continue
+        if len(row) == len(names):
+            yield Item(where, dict(zip(names, row, strict=True)))
+        elif row:
+            counts = f"{plural(len(row), 'field')}, and the first row {len(names)}"
+            yield Item(where, UserError(f"{where} has {counts}"))
+
+
+def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator[Item]:
+    """The rows of a Parquet file; a row group before row `skip` is not read."""
+    import pyarrow.parquet as pq
+
+    # Without `buffer_size` pyarrow reads a whole column of a row group at once; `pre_buffer` more.
+    table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=READ)
+    names, key, number, about = table.schema_arrow.names, spec.text_key, 0, table.metadata
+    columns = [key] if spec.format == "text" else None
+    if columns and key not in names and key.partition(".")[0] not in names:
+        raise UserError(f"{place} has no column {key!r}; {other_keys(names)}")
+    for group in range(about.num_row_groups):
+        rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
+        if number + rows <= skip:
+            yield from repeat(Item(place, None), rows)
+            number += rows
+            continue
+        at_once = min(1024, max(1, rows * TABLE_BYTES // max(1, size)))
+        for batch in table.iter_batches(at_once, [group], columns, use_threads=False):
+            is_flat = columns and key in names
+            for value in batch.column(0).to_pylist() if is_flat else batch.to_pylist():
+                number += 1
+                where = f"{place}, row {number:,}"
+                yield Item(where, column_value(value, key), fraction=number / about.num_rows)
+
+
+def column_value(value: Any, key: str) -> Any:
+    """A record, or the value of the column `key`, which is a record again if it is not text."""
+    return value if isinstance(value, str | dict | None) else {key: value}
+
+
+def _questions(stream: BinaryIO, place: str) -> Iterator[Item]:
+    """The questions of SQuAD's JSON, each with its context and the title of its article."""
+    try:
+        for article in json.loads(stream.read().removeprefix(codecs.BOM_UTF8))["data"]:
+            for part in article["paragraphs"]:
+                own = {"context": part["context"], "title": str(article.get("title", ""))}
+                for question in part["qas"]:
+                    yield Item(f"{place}, question {question['id']}", {**question, **own})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place} is not SQuAD's JSON: {type(error).__name__} {error}") from None
+
+
+# -- the content of an item
+
+
+def text_of(item: Item, spec: SourceSpec) -> str:
+    """The text of an item; an empty text for null. UserError if it has none."""
+    value, key = item.value, spec.text_key
+    if not isinstance(value, str | None):
+        value = record = record_of(item, spec)
+        try:
+            for name in (key,) if key in record else key.split("."):
+                value = value[name]
+        except (KeyError, TypeError):
+            raise UserError(f"{item.place} has no {key!r}; {other_keys(record)}") from None
+    if not isinstance(value, str | None):
+        kind = type(value).__name__
+        raise UserError(f"{item.place}: {key!r} holds {kind}, not text: set data.text_key")
+    return value or ""
+
+
+def record_of(item: Item, spec: SourceSpec) -> dict[str, Any]:
+    """The record of an item; UserError if it has none."""
+    value = item.value
+    if isinstance(value, bytes):
+        try:
+            value = json.loads(value.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{item.place}: {error}; {TO_UTF8}") from None
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{item.place} is not JSON: {error}; {TO_JSON}") from None
+    if isinstance(value, UserError):
+        raise value
+    if not isinstance(value, dict):
+        raise _no_object(item.place, value)
+    return value
+
+
+def _no_object(place: str, value: Any) -> UserError:
+    kinds = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
+    return UserError(f"{place} is {kinds.get(type(value), 'a number')}, not a JSON object")
+
+
+def other_keys(names: Iterable[str]) -> str:
+    """The keys of a record that has no text, and the setting to change."""
+    first = list(names)[:12]
+    remedy = "set data.text_key"
+    if CONVERSATION_KEYS.intersection(first):
+        remedy = 'write data.format="chat", for conversations'
+    return f"it has {', '.join(map(repr, first))}: {remedy}"

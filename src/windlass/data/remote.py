@@ -1,0 +1,242 @@
+"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk.
+
+The processes of a host may share a cache directory. It has the blocks of files: a block is a file
+that appears when it is whole. The least recently used blocks are deleted to make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from windlass.errors import RunFailed, UserError, first_line, needs
+from windlass.fileio import Files, locked
+
+Value = TypeVar("Value")
+
+BLOCK_BYTES = 4 << 20
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # pauses after failed attempts
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp"}
+# What tells two versions of a file apart, as far as its file system says it.
+VERSION = ("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created")
+VERSION += ("Last-Modified", "LastModified", "last_modified")
+OUT_OF_RANGE = 416  # HTTP: the file is shorter
+
+
+class RemoteFile:
+    """One URL (`https://`, `s3://`, `gs://`, `hf://`). Threads may share it.
+
+    - `size` in bytes, and `version`, which differs for another content of the URL.
+    """
+
+    def __init__(self, url: str, cache: Path, cache_bytes: int, version: str = ""):
+        """`cache` holds blocks of any files, `cache_bytes` at most.
+
+        Raises UserError if the URL does not exist or may not be read, or does not have `version`.
+        """
+        self.url, self._cache, self._cache_bytes = url, cache, cache_bytes
+        self._files, self._path = _file_system(url)
+        try:
+            self.size, self.version = _retried(url, self._state)
+        except _Refused as error:
+            remedy = "check the URL, and the credentials of its file system"
+            raise UserError(f"{url} cannot be read: {error}; {remedy}") from None
+        if version and version != self.version:
+            remedy = "bring it back, or prepare the data again"
+            raise UserError(f"{url} has changed since it was prepared: {remedy}")
+        name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
+        self._blocks = cache / name  # the beginning of the blocks' paths
+        self._last, self._ahead = -1, threading.Thread()
+
+    def pread(self, count: int, offset: int) -> bytes:
+        """The bytes from `offset` on, fewer than `count` at the end of the file.
+
+        Raises RunFailed if the file has changed since it was opened, or cannot be read.
+        """
+        parts, stop = list[bytes](), min(offset + count, self.size)
+        while offset < stop:
+            number, begin = divmod(offset, BLOCK_BYTES)
+            end = min(BLOCK_BYTES, begin + stop - offset)
+            part = self._cached(number, begin, end)
+            if part is None:
+                if self._ahead.is_alive():
+                    self._ahead.join()
+                part = self._block(number)[begin:end]
+            parts.append(part)
+            offset += end - begin
+            if number == self._last + 1 > 0:  # a reader from front to back
+                self._read_ahead(number + 1)
+            self._last = number
+        return b"".join(parts)
+
+    def _read_ahead(self, number: int) -> None:
+        """Get a block into the cache in the background; a failure shows when it is read."""
+
+        def get() -> None:
+            with contextlib.suppress(Exception):
+                self._block(number)
+
+        has_room = self._cache_bytes >= 2 * BLOCK_BYTES
+        if has_room and number * BLOCK_BYTES < self.size and not self._ahead.is_alive():
+            self._ahead = threading.Thread(target=get, name="windlass-remote", daemon=True)
+            self._ahead.start()
+
+    def _length(self, number: int) -> int:
+        return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
+
+    def _place(self, number: int) -> Path:
+        return self._blocks.with_name(f"{self._blocks.name}-{number:06d}")
+
+    def _cached(self, number: int, begin: int, end: int) -> bytes | None:
+        """A part of a block in the cache; None if the cache does not have the whole block."""
+        path = self._place(number)
+        try:
+            with path.open("rb", buffering=0) as file:
+                part = os.pread(file.fileno(), end - begin, begin)
+                is_whole = os.fstat(file.fileno()).st_size == self._length(number)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # another process may just have deleted it
+            os.utime(path)
+        return part if is_whole else None
+
+    def _block(self, number: int) -> bytes:
+        """A block, from the cache or the network; one process of a host at a time asks for it."""
+        first, length = number * BLOCK_BYTES, self._length(number)
+        try:
+            with locked(self._blocks.with_suffix(".lock")):
+                if (block := self._cached(number, 0, length)) is None:
+                    block = _retried(self.url, partial(self._download, first, length))
+                    self._store(number, block)
+                return block
+        except _Refused as error:
+            raise RunFailed(f"{self.url} can no longer be read: {error}") from None
+        except OSError as error:
+            remedy = "free some space, or lower data.cache_gb"
+            raise RunFailed(f"{self._cache}: {error.strerror}; {remedy}") from None
+
+    def _download(self, first: int, length: int) -> bytes:
+        try:
+            block: bytes = self._files.cat_file(self._path, start=first, end=first + length)
+        except Exception as error:
+            if _status(error, self.url) != OUT_OF_RANGE:
+                raise
+            block = b""
+        if self._state() != (self.size, self.version):
+            problem = "has changed since this run opened it, so its tokens are others"
+            raise RunFailed(f"{self.url} {problem}: bring it back, or prepare the data again")
+        if len(block) > length:
+            problem = "the server sends the whole file for a part of it"
+            raise RunFailed(f"{self.url}: {problem}; download it and name the file")
+        if len(block) < length:
+            raise ConnectionError(f"{len(block):,} of {length:,} bytes came")
+        return block
+
+    def _state(self) -> tuple[int, str]:
+        """Size and version of the file now."""
+        if not self.url.startswith("hf:"):  # whose listing would count against its rate limit
+            self._files.invalidate_cache()
+        info: dict[str, Any] = self._files.info(self._path)
+        if not isinstance(info.get("size"), int):
+            raise _Refused("the server does not say its size")
+        return info["size"], " ".join(f"{key}={info[key]}" for key in VERSION if key in info)
+
+    def _store(self, number: int, block: bytes) -> None:
+        with locked(self._cache / ".lock"):
+            if make_room(self._cache, self._cache_bytes - len(block)):
+                Files().replace(self._place(number), block, durable=False)
+
+
+def make_room(cache: Path, allowed: int) -> bool:
+    """Delete blocks until at most `allowed` bytes are left; False if that is not possible.
+
+    The caller holds the lock of the cache.
+    """
+    blocks = list[tuple[int, int, str]]()
+    for entry in os.scandir(cache):
+        if entry.name.endswith(".new"):  # of a process that was killed
+            Path(entry.path).unlink(missing_ok=True)
+        elif not entry.name.endswith(".lock"):
+            stat = entry.stat()
+            blocks.append((stat.st_mtime_ns, stat.st_size, entry.path))
+    used = sum(size for _, size, _ in blocks)
+    for _, size, path in sorted(blocks):
+        if used <= allowed:
+            break
+        Path(path).unlink(missing_ok=True)
+        used -= size
+    return used <= allowed
+
+
+def list_urls(pattern: str) -> list[str]:
+    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself.
+
+    UserError if none matches.
+    """
+    if "*" not in pattern and "[" not in pattern:
+        return [pattern]
+    files, path = _file_system(pattern)
+    try:
+        urls = [
+            files.unstrip_protocol(name) for name in _retried(pattern, partial(files.glob, path))
+        ]
+    except _Refused as error:
+        raise UserError(f"{pattern} cannot be listed: {error}; name one URL") from None
+    if not urls:
+        raise UserError(f"no file matches {pattern}")
+    return sorted(urls)
+
+
+class _Refused(Exception):
+    """The server's answer will not change: the file is missing, or needs other credentials."""
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the file's path in it."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except ImportError:
+        raise UserError(f"{url} {needs(PACKAGES.get(scheme, scheme))}") from None
+    except ValueError:
+        schemes = ", ".join(f"{one}://" for one in PACKAGES)
+        raise UserError(f"{url}: Windlass reads files of {schemes}") from None
+    return files, str(path)
+
+
+def _status(error: BaseException, url: str) -> int:
+    """The HTTP status of an error of fsspec or a client behind it; 0: none is known."""
+    if isinstance(error, PermissionError):
+        return 403
+    if error.__cause__ is not None and url.startswith("http"):
+        error = error.__cause__  # fsspec reports every failure there as a missing file
+    missing = 404 if isinstance(error, FileNotFoundError) else 0
+    return int(getattr(error, "status", missing))
+
+
+def _retried(url: str, action: Callable[[], Value]) -> Value:
+    """The result of an action on the network, in several attempts.
+
+    Raises _Refused for an answer that will not change, RunFailed after the last attempt.
+    """
+    for seconds in (*RETRY_SECONDS, 0.0):
+        try:
+            return action()
+        except (UserError, RunFailed, _Refused):
+            raise
+        except Exception as error:  # of fsspec, or of the client behind it
+            status, text = _status(error, url), first_line(error.__cause__ or error)
+            if 400 <= status < 500 and status not in (408, 429):
+                raise _Refused("it does not exist" if status == 404 else text) from None
+            problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"
+        time.sleep(seconds)
+    raise RunFailed(f"{problem}; start again to resume")

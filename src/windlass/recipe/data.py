@@ -1,0 +1,193 @@
+"""The settings of the data: the corpus, its tokens, the order of its samples, and mixtures."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from windlass.recipe.network import Section
+from windlass.recipe.units import Duration
+
+PERCENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _share(value: Any) -> Any:
+    """`"80 %"` as 0.8."""
+    match = PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) / 100 if match else value
+
+
+class MixSource(Section):
+    """A source of a mixture."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
+    """Name of the source in reports, in `data.stages`, and on the command line: the setting
+    `data.mix.web.weight=0.3` changes the weight of `web`."""
+    source: str = Field(min_length=1)
+    """One source, as `data.source`."""
+    weight: Weight = 1.0
+    """Share of the samples, relative to the other weights."""
+    epochs: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Epochs of the source at most; then the others have its share. 0: no limit."""
+    eval_source: str = ""
+    """Validation corpus of the source; empty: held out from it."""
+    format: Literal["text", "squad", "chat"] | None = None
+    """`data.format` of this source; left out: as set there."""
+    max_tokens: int | None = Field(None, ge=0)
+    """`data.max_tokens` of this source; left out: as set there."""
+    val_fraction: float | None = Field(None, ge=0, lt=1)
+    """`data.val_fraction` of this source; left out: as set there."""
+
+
+class MixStage(Section):
+    """Other weights of a mixture from a point of the run on."""
+
+    start: Annotated[Duration, BeforeValidator(_share)] = Field(alias="from")
+    """Where the stage begins: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
+    weights: dict[str, Weight]
+    """New weights by name; a source that is left out keeps its weight."""
+
+
+def _one_or_many(value: str | list[str]) -> str | list[str]:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _as_list(value: str | list[str]) -> list[str]:
+    return [value] * bool(value) if isinstance(value, str) else value
+
+
+Source = Annotated[str, Field(min_length=1)]
+Sources = Annotated[
+    str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)
+]
+
+
+class DataSettings(Section):
+    """The corpus, its tokens, and the order of its samples."""
+
+    source: Sources = "stdlib"
+    """`stdlib` (Python's own source); a path, glob or directory of .txt, .jsonl, .json, .parquet,
+    .csv, .tsv (.gz, .zst, .bz2, .xz); `https://...` (with `sha256`); `hf:NAME[:CONFIG]` or `hf:DIR`
+    (`datasets`); `squad` or `squad:FILE.json`; token shards of other tools, as `shards:GLOB` or
+    `shards:URL` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin); or a list of these."""
+    eval_source: Sources = ""
+    """Validation corpus, as `source`; empty: held out from it. Its limits are `val_fraction` of
+    `max_documents` and `max_tokens`. A training text that it also has is left out."""
+    mix: list[MixSource] = []
+    """A mixture instead of `source`: sources that are sampled by weight."""
+    stages: list[MixStage] = []
+    """Other weights of the mixture from a point of the run on, as for annealing."""
+    sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """SHA-256 of a downloaded `source`."""
+    tokenizer: str = Field("auto", pattern=r"^(auto|byte|char|bpe|gpt2(:.+)?|hf:.+)$")
+    """`byte`, `char`, `gpt2`, `gpt2:DIR` (vocab.bpe, encoder.json), `hf:NAME_OR_DIR`, `bpe`
+    (trained on the corpus); `auto`: from `model.name` or `model.init_from`, else `byte`."""
+    tokenizer_vocab: int = Field(4096, ge=258)
+    """With `bpe`: size of the vocabulary to train."""
+    text_key: str = "text"
+    """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text` is a field of a
+    field."""
+    separator: str = ""
+    """Text between two documents of a text file, as `<|endoftext|>`; empty: a file is one document."""
+    on_bad_item: Literal["stop", "skip"] = "stop"
+    """An item that cannot be read: `stop` the preparation, or `skip`, count and list it."""
+    changed: Literal["stop", "keep", "prepare"] = "stop"
+    """A source that has changed since it was prepared: `stop`, `keep` the prepared tokens, or
+    `prepare` it again. A run that resumes keeps them."""
+    split: str = "train"
+    """With `hf:`: the split to train on."""
+    eval_split: str = ""
+    """With `hf:`: the split to validate on; empty: held out from `split`."""
+    streaming: bool = False
+    """With `hf:`: stream the documents instead of downloading the whole data set."""
+    revision: str = ""
+    """With `hf:`: commit, tag or branch of `source` on the Hub; empty: the newest commit."""
+    shards_dtype: Literal["auto", "uint16", "uint32"] = "auto"
+    """With `shards:`: type of the ids in files that do not name it; `auto`: `uint32` if the
+    vocabulary has more than 65,536 ids."""
+    cache_gb: float = Field(20.0, gt=0)
+    """With `shards:URL`: size of the cache on this machine's disk, in GB."""
+    max_documents: int = Field(0, ge=0)
+    """Most documents to read from each source; 0: all."""
+    max_tokens: int = Field(0, ge=0)
+    """Stop at the end of a document after about this number of training tokens; several sources
+    give equal parts, and a shorter one all that it has; 0: all."""
+    val_fraction: float = Field(0.1, ge=0, lt=1)
+    """Validation share of the documents, chosen by a hash of their texts; of each text in a source
+    with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
+    val_shards: int = Field(0, ge=0)
+    """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
+    shard_tokens: int = Field(100_000_000, ge=1024)
+    """Tokens per shard."""
+    packing: Literal["packed", "documents", "best-fit"] = "packed"
+    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
+    `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
+    attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
+    document_mask: bool | Literal["auto"] = "auto"
+    """With text and `packed`: each document of a row attends to itself alone, from position 0
+    (arXiv 2407.21783, section 3.2). `auto`: true for prepared documents, false for one text and for
+    shards of other tools, which do not say where documents begin."""
+    order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
+    """`shuffled`: all samples, in a new order each epoch; `shards-shuffled`: shards in file order
+    in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
+    in file order."""
+    dir: str = ""
+    """Directory in which each source has its directory of tokens; empty: `data`."""
+    workers: int = Field(0, ge=0)
+    """Threads or processes that tokenize in parallel; 0: one per core."""
+    prefetch: int = Field(2, ge=0)
+    """Steps whose batches are read ahead, in the background; more if they are read in a
+    millisecond."""
+    format: Literal["text", "squad", "chat"] = "text"
+    """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
+    last two only answers have a loss."""
+    answers: Literal["auto", "all", "last"] = "auto"
+    """With `chat`: the answers that have a loss: `all`, or the `last`; `auto`: all, but of a prompt
+    with a completion only the completion's, as TRL."""
+    train_size: int = Field(0, ge=0)
+    """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
+    eval_size: int = Field(0, ge=0)
+    """With `squad` and `chat`: evaluation items; 0: all."""
+    length_buckets: bool = True
+    """With `squad` and `chat`, not `best-fit`: sort the items of each global batch into
+    micro-batches by length."""
+
+    @property
+    def vocab_(self) -> int:
+        """Size of the vocabulary with the end-of-text token; 0 if it depends on the data."""
+        sizes = {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}
+        return sizes.get(self.tokenizer.partition(":")[0], 0)
+
+    @property
+    def ragged_(self) -> bool:
+        """Whether the rows of one step are longer than the rows of another."""
+        return self.packing == "documents" or (self.format != "text" and self.packing == "packed")
+
+    @property
+    def unused(self) -> list[str]:
+        """The settings without an effect in a mixture, and of a mixture without one."""
+        return ["source", "eval_source"] if self.mix else ["mix", "stages"]
+
+    @property
+    def sources(self) -> list[str]:
+        return [part.source for part in self.mix] or _as_list(self.source)
+
+    @property
+    def eval_sources(self) -> list[str]:
+        """The validation corpora, which may be none; of a mixture one for each source, or empty."""
+        if self.mix:
+            return [part.eval_source for part in self.mix]
+        return _as_list(self.eval_source)
+
+    def part(self, number: int) -> DataSettings:
+        """These settings for one source of a mixture (from 0), as if it were the only one."""
+        if not self.mix:
+            return self
+        own = self.mix[number].model_dump(include={"source", "eval_source"})
+        limits = self.mix[number].model_dump(
+            include={"max_tokens", "val_fraction", "format"}, exclude_none=True
+        )
+        return self.model_copy(update={**own, **limits, "mix": []})
