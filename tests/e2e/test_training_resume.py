@@ -24,11 +24,9 @@ from windlass import train
 from windlass.checkpoint.image import Copy
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.state_dict import named_state
-from windlass.data.prepare import prepare
-from windlass.errors import RunFailed, UserError
 from windlass.launch.local import launch
 from windlass.recipe.strategies import NO_LAYOUT
-from windlass.run import Run
+from windlass.run import Run, last_start
 
 __all__ = ["corpus", "trainers"]
 
@@ -202,14 +200,26 @@ def test_another_recipe_is_refused_with_the_difference(corpus, tmp_path, capsys)
     assert (tmp_path / "run.old-1" / "metrics.jsonl").is_file()
 
 
-def test_changed_data_is_refused(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run")
+def test_a_source_that_changes_is_kept_by_a_resume_and_stops_a_new_run(corpus, tmp_path):
+    text, places = (corpus / "text.txt").read_text(), {"source": "text.txt", "dir": "data"}
+    (tmp_path / "text.txt").write_text(text)
+    places = {f"data.{key}": f"'{tmp_path / name}'" for key, name in places.items()}
+    recipe = recipe_of(corpus, tmp_path / "run", **places)
     stopped(recipe, 3)
-    (tmp_path / "other.txt").write_text((corpus / "text.txt").read_text()[::-1])
-    elsewhere = f"data.dir='{tmp_path / 'data2'}'"
-    prepare(recipe.replace(f"data.source='{tmp_path / 'other.txt'}'", elsewhere))
-    with pytest.raises((UserError, RunFailed)):
-        train(recipe.replace(elsewhere))
+    (tmp_path / "text.txt").write_text(text[::-1])
+    with refused("the data is not what"):  # elsewhere it is prepared anew
+        train(recipe.replace(f"data.dir='{tmp_path / 'data2'}'"))
+    new = recipe.replace(f"run.dir='{tmp_path / 'new'}'")
+    with refused("text.txt has other content", 'data.changed="keep"', 'data.changed="prepare"'):
+        train(new)
+    run = train(recipe)
+    assert "text.txt has other content" in last_start(run.ledger())["data"]["changed"][0]
+    assert "text.txt has other content" in run.log_path.read_text()
+    same, fresh = train(new.replace("data.changed=keep")), tmp_path / "fresh"
+    assert curve(same) == curve(run)
+    assert curve(train(new.replace(f"run.dir='{fresh}'", "data.changed=prepare"))) != curve(same)
+    with refused("the data is not what"):
+        train(recipe, extend_to=16)
 
 
 def test_resume_from_the_best_a_step_a_path_or_never(corpus, tmp_path):

@@ -14,49 +14,87 @@ import pytest
 from helpers import command
 
 KILL_AFTER = 25
-"""Shards that each attempt gets done before it is killed; there are about 120."""
-TEXT = "the quick brown fox jumps over the lazy dog and goes on to something else entirely"
+"""Shards that each attempt gets done before it is killed; there are about 100."""
+WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
 
 
-def prepare(source, directory):
-    places = f"data.source={source}", f"data.dir={directory}"
-    settings = "data.max_tokens=0", "data.shard_tokens=20000", "data.workers=2"
-    return command("prepare", "quickstart", *places, *settings)
+def texts(count):
+    for i in range(count):
+        words = " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 40 + i % 50))
+        yield f"{i} {words}"
 
 
-def start(source, directory, log):
+def write_source(kind: str, folder: Path) -> str:
+    """A source of a format; the value of `data.source`."""
+    items = list(texts(10_000))
+    if kind == "text":
+        (folder / "x.txt").write_text("\n".join(items))
+    elif kind == "squad":
+        questions = []
+        for number, text in enumerate(items):
+            answer = {"text": str(number), "answer_start": 0}
+            qa = {"id": str(number), "question": "What number is it?", "answers": [answer]}
+            questions.append({"title": text[:20], "paragraphs": [{"context": text, "qas": [qa]}]})
+        (folder / "x.json").write_text(json.dumps({"data": questions}))
+        return f"squad:{folder / 'x.json'}"
+    else:
+        with (folder / "x.jsonl").open("w") as file:
+            for number, text in enumerate(items):
+                said = [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
+                item = {"text": text} if kind == "jsonl" else {"messages": said}
+                line = json.dumps(item)
+                file.write(line[: None if number % 100 else 9] + "\n")  # some cannot be read
+    return str(next(folder.glob("x.*")))
+
+
+def prepare(kind, source, directory):
+    form = {"chat": "chat", "squad": "squad"}.get(kind, "text")
+    settings = [f"data.source={source}", f"data.dir={directory}", f"data.format={form}"]
+    settings += ["data.max_tokens=0", "data.shard_tokens=20000", "data.workers=2"]
+    settings += ["data.on_bad_item=skip", "data.tokenizer=byte", "model.context=1024"]
+    return command("prepare", "quickstart", *settings)
+
+
+def start(kind, source, directory, log):
     with log.open("a") as out:
-        return subprocess.Popen(prepare(source, directory), stdout=out, stderr=subprocess.STDOUT)
+        words = prepare(kind, source, directory)
+        return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
 
 
 def content(directory: Path):
-    skipped = (".lock", "verified.json", "progress.json")
+    skipped = (".lock", "verified.json")
     files = [p for p in directory.rglob("*") if p.is_file() and p.name not in skipped]
-    return {path.name: path.read_bytes() for path in files}
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
 def committed(directory: Path) -> int:
-    return len(list(directory.glob("shard-*.bin")))
+    return len(list(directory.glob("*/shard-*.bin")))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("prepare")
-    source, words = folder / "x.jsonl", TEXT.split()
-    with source.open("w") as file:
-        for i in range(12_000):
-            text = " ".join(words[(i * j) % len(words)] for j in range(1, 40 + i % 50))
-            file.write(json.dumps({"text": f"{i} {text}"}) + "\n")
-    subprocess.run(prepare(source, folder / "whole"), check=True, capture_output=True, timeout=120)
-    return source, content(folder / "whole")
+def prepared(tmp_path_factory):
+    """A source of a format, and the content of its data directory."""
+    done = {}
+
+    def of(kind):
+        if kind not in done:
+            folder = tmp_path_factory.mktemp(kind)
+            source = write_source(kind, folder)
+            words = prepare(kind, source, folder / "whole")
+            subprocess.run(words, check=True, capture_output=True, timeout=120)
+            done[kind] = source, content(folder / "whole")
+        return done[kind]
+
+    return of
 
 
-def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
-    source, wanted = whole
+@pytest.mark.parametrize("kind", ["jsonl", "text", "chat", "squad"])
+def test_killed_again_and_again_it_ends_with_the_same_bytes(prepared, tmp_path, kind):
+    source, wanted = prepared(kind)
     directory, log = tmp_path / "data", tmp_path / "log.txt"
     kills = 0
     while True:
-        process = start(source, directory, log)
+        process = start(kind, source, directory, log)
         before, deadline = committed(directory), time.monotonic() + 100
         while (
             process.poll() is None
@@ -70,9 +108,9 @@ def test_killed_again_and_again_it_ends_with_the_same_bytes(whole, tmp_path):
         process.wait()
         kills += 1
         assert kills < 50
-    assert process.returncode == 0 and "resuming after" in log.read_text(), log.read_text()
+    assert process.returncode == 0 and "going on after" in log.read_text(), log.read_text()
     assert kills >= 2 and content(directory) == wanted
-    assert not list(directory.glob(".*.tmp")) and not list(directory.glob(".*.new"))
+    assert not list(directory.rglob(".*.tmp")) and not list(directory.rglob(".*.new"))
 
 
 def works(process, directory) -> bool:
@@ -90,10 +128,10 @@ def works(process, directory) -> bool:
     return process.poll() is None
 
 
-def test_of_many_at_once_one_works_and_a_killed_one_is_taken_over(whole, tmp_path):
-    source, wanted = whole
+def test_of_many_at_once_one_works_and_a_killed_one_is_taken_over(prepared, tmp_path):
+    source, wanted = prepared("jsonl")
     directory, log = tmp_path / "data", tmp_path / "log.txt"
-    processes = [start(source, directory, log) for _ in range(3)]
+    processes = [start("jsonl", source, directory, log) for _ in range(3)]
     deadline = time.monotonic() + 100
     while committed(directory) < 3 and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -107,5 +145,5 @@ def test_of_many_at_once_one_works_and_a_killed_one_is_taken_over(whole, tmp_pat
     working[0].kill()
     codes = [p.wait(timeout=100) for p in processes]
     assert sorted(codes) == [-9, 0, 0], log.read_text()
-    assert log.read_text().count("resuming after") == 1 and content(directory) == wanted
+    assert log.read_text().count("going on after") == 1 and content(directory) == wanted
     assert log.read_text().count("already") == 1  # who waited to the end made nothing

@@ -1,9 +1,15 @@
 """What the tests of the data share: recipes over small corpora."""
 
+import hashlib
+import itertools
 import json
 import random
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
+
+from windlass.data.samples import Tokens
 from windlass.recipe import Recipe
 
 
@@ -21,6 +27,41 @@ def jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
+def conversations(path: Path, count: int, seed: int = 0, longest: int = 60) -> Path:
+    """Conversations of one to three turns."""
+    draw, texts = random.Random(seed), [t or "yes" for t in documents(97, seed, longest)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            turns = [
+                {"role": role, "content": f"{number}.{turn}: {draw.choice(texts)}"}
+                for turn in range(draw.randint(1, 3))
+                for role in ("user", "assistant")
+            ]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def questions(path: Path, articles: int, each: int = 5) -> Path:
+    """A file in SQuAD's format."""
+    data = []
+    for number in range(articles):
+        context = f"Article {number} says that river {number * 7} is {number + 3} miles long."
+        asked = [
+            {
+                "id": f"{number}-{k}",
+                "question": f"How long is river {number * 7}, asked {k}?",
+                "answers": [{"text": f"{number + 3} miles", "answer_start": 0}],
+            }
+            for k in range(each)
+        ]
+        paragraphs = [{"context": context, "qas": asked}]
+        data.append({"title": f"Title {number}", "paragraphs": paragraphs})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"data": data}), encoding="utf-8")
+    return path
+
+
 def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
     """The data of a path or of a list of names, with a tiny model."""
     source = source if isinstance(source, list) else str(source)
@@ -32,3 +73,50 @@ def recipe_for(source, directory="", *, context: int = 16, **data) -> Recipe:
 def counted(tokenizer, tokens, marks) -> str:
     """The text of the tokens that count in the loss."""
     return tokenizer.decode(token for token, mark in zip(tokens, marks, strict=True) if mark)
+
+
+# -- an independent reference of the split, and what a division has
+
+
+def text_hash(*texts: str) -> int:
+    content = "\0".join(texts).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def reference_split(texts: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    """The training and validation texts of a source of documents; "" is none."""
+    share = Fraction(str(fraction))
+    train, val = [], []
+    few = sum(map(bool, texts)) < 100
+    for text in filter(None, texts):
+        if fraction and (few or len(text) > 400_000):
+            cut = int(len(text) * (1 - share))
+            train.append(text[:cut])
+            val.append(text[cut:])
+        elif text_hash(text) < share * 2**64:
+            val.append(text)
+        else:
+            train.append(text)
+    return train, val
+
+
+def read_documents(parts) -> list[list[int]]:
+    """The tokens of each document of the parts of a set."""
+    tokens = Tokens(parts)
+    edges = tokens.documents.tolist()
+    row = np.zeros(len(tokens), np.int64)
+    tokens.read_into(0, row)
+    return [row[a:b].tolist() for a, b in itertools.pairwise(edges)]
+
+
+def texts_of(data) -> tuple[list[str], list[str]]:
+    """The training and the validation documents of opened data, as text without special tokens."""
+    special = set(data.tokenizer.special.values())
+    return tuple(
+        [
+            data.tokenizer.decode(t for t in document if t not in special)
+            for member in members
+            for document in (read_documents(member) if member else [])
+        ]
+        for members in (data.division.train, data.division.val)
+    )

@@ -69,7 +69,7 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     recipe = tiny_recipe(corpus, tmp_path / "run", eval__every=6, **model)
     prepared = windlass.prepare(recipe)
     assert prepared.is_new and not windlass.prepare(recipe).is_new
-    assert repr(prepared).startswith("Prepared(directory=") and len(repr(prepared)) < 200
+    assert repr(prepared).startswith("Prepared(") and len(repr(prepared)) < 200
     run = windlass.train(recipe)
     assert [step for step, *_ in curve(run)] == list(range(1, 13))
     measured = windlass.evaluate(run, ["loss"]).results["loss"]["loss"]

@@ -3,7 +3,9 @@ what it is not.
 """
 
 import json
+import pickle
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,24 +18,23 @@ from windlass.data import tokenizer as tokenizer_module
 from windlass.data.chat import Template
 from windlass.data.tokenizer import (
     END_OF_TEXT,
+    STRETCH,
+    Tokenizer,
     byte_tokenizer,
     char_tokenizer,
-    cut_at_lines,
+    hf_tokenizer,
+    is_learned,
     load_tokenizer,
     named_tokenizer,
+    stretches,
     train_bpe,
 )
 from windlass.interop.export import save_tokenizer
-from windlass.recipe import Recipe
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
 SAMPLE = (
     "It's 3 o'clock.\n\n\tdef f(x):  return x**2   # \u00e4\u00f6\u00fc \u4e2d\u6587 🙂\r\n" * 3
 )
-
-
-def load(setting, directory=None):
-    return load_tokenizer(Recipe.model_validate({"data": {"tokenizer": setting}}), directory)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_an_empty_prompt_of_characters_is_in_the_vocabulary():
         ("\tb\n", False, 1),
         ("banana", True, 3),
     ):
-        assert char_tokenizer(text, with_eot).encode_prompt("") == [first]
+        assert char_tokenizer(text, with_eot).prompt("") == [first]
 
 
 def test_bytes_and_characters_are_numbered_by_code_point_and_unknown_ones_named():
@@ -108,12 +109,75 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
 @given(st.text(st.sampled_from("ab1 '!\n\t\r\u00e9\u00a0s"), max_size=60))
 def test_cutting_a_long_text_changes_no_token(gpt2, text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "LONGEST_PIECE", 12)
-        parts, cut = list(cut_at_lines(text)), gpt2.encode(text).tolist()
-    assert "".join(parts) == text
+        patch.setattr(tokenizer_module, "STRETCH", 12)
+        parts, cut = list(stretches(text)), gpt2.encode(text).tolist()
+    assert "".join(parts) == text and all(0 < len(part) <= 12 for part in parts)
     places = np.cumsum([len(p) for p in parts])[:-1].tolist()
-    if all(re.fullmatch(r"\S\n\S", text[p - 2 : p + 1]) for p in places):  # at lines' ends
+    at_a_line_or_word = re.compile(r"(?<=\w)(?=\n\w)|(?<=\S\n)(?=\w)|(?<=\S)(?= \w)")
+    if all(at_a_line_or_word.match(text, place) for place in places):
         assert cut == gpt2.encode(text).tolist()
+
+
+def whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text that the library encodes at once."""
+    return tokenizer.inner.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bpe", "t5", *tokenizer_fixtures.KINDS])
+def test_stretches_of_a_text_have_the_ids_of_the_whole_text(kind, tmp_path, data_files):
+    """Also for tokenizers that put a space before a text (`mistral`, `llama2`, `phi3`, `t5`)."""
+    book = (data_files / "gutenberg" / "1661.txt").read_text(encoding="utf-8")[:400_000]
+    made = {"bpe": lambda: train_bpe(stretches(book), 600), "t5": lambda: unigram(book)}
+    if kind in tokenizer_fixtures.KINDS:
+        tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
+    else:
+        own = made.get(kind, lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"))
+        tokenizer = own()
+    parts, before, ids = list(stretches(book)), "", list[int]()
+    assert len(parts) > 5 and max(map(len, parts)) <= STRETCH and "".join(parts) == book
+    for part in parts:
+        ids += tokenizer.encode(part, before).tolist()
+        before = part[-256:]
+    assert ids == whole(tokenizer, book) == tokenizer.encode(book).tolist()
+    marks = tokenizer.encode_marked([(book[:100_000], 1), (book[100_000:], 2)])
+    assert marks[0] == ids and set(marks[1]) == {1, 2}
+    # A run without a line or a word is cut within a token, which changes the tokens there alone.
+    run = "".join(book.split())[: 3 * STRETCH]
+    changed = len(tokenizer.encode(run)) - len(whole(tokenizer, run))
+    assert 0 <= changed <= 2 * 3
+    if kind != "t5":
+        assert tokenizer.decode(tokenizer.encode(run)) == run
+
+
+def unigram(text: str) -> Tokenizer:
+    """Pieces of a sentencepiece model, with a space before each word, the first one too."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+    inner = Inner(models.Unigram())
+    inner.normalizer = normalizers.Replace("\n", " ")
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=800, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
+    )
+    inner.train_from_iterator(text[:100_000].split("\n"), trainer)
+    return Tokenizer("hf", inner, 1)
+
+
+def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
+    """They stop at a number of distinct words, in bytes, whatever the number of texts."""
+    monkeypatch.setattr(tokenizer_module, "BPE_WORD_BYTES", 5_000)
+    read = []
+
+    def texts():
+        for number in range(10_000):
+            read.append(number)
+            yield " ".join(f"w{i}" for i in range(number * 100, number * 100 + 100))
+
+    assert train_bpe(texts(), 300).vocab == 300 and 5 < len(read) < 20
+    repeated = ["the same words " * 10] * 50
+    assert train_bpe(iter(repeated), 270).encode("the same").size <= 4
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])
@@ -137,6 +201,79 @@ def test_bytes_of_each_token_add_up(kind, tmp_path):
     assert tokenizer.decode(ids) == (text[1:] if spec.get("pieces") == "first" else text)
 
 
+@pytest.mark.parametrize("kind", tokenizer_fixtures.KINDS)
+def test_a_text_begins_as_in_transformers_and_a_document_has_both_edges(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    place = tokenizer_fixtures.save(kind, tmp_path)
+    ours, reference = hf_tokenizer(str(place)), AutoTokenizer.from_pretrained(place)
+    for text in ("Who are you? \u00e9 \u4e2d", "  x\ny ", "The cat.\n\nIt sat"):
+        assert ours.prompt(text) == reference(text)["input_ids"]
+    begins = tokenizer_fixtures.KINDS[kind].get("starts", False)
+    assert list(ours.begin) == ([reference.bos_token_id] if begins else [])
+    assert ours.first == (ours.begin or (reference.eos_token_id,))
+    assert ours.last == ((reference.eos_token_id,) if begins else ())
+    ours.save(tmp_path / "saved")
+    for again in (load_tokenizer(tmp_path / "saved" / "tokenizer"), copied(ours)):
+        assert again.describe() == ours.describe() and again.prompt("a") == ours.prompt("a")
+        assert again.encode(ours.inner.id_to_token(ours.eot)).tolist().count(ours.eot) == 0
+    (place / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<no>"}))
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 10**6]}))
+    (place / "config.json").write_text(json.dumps({"bos_token_id": 4, "eos_token_id": 0}))
+    ours = hf_tokenizer(str(place))
+    assert ours.ends == {ours.eot, 3} and ours.start == 4
+    assert ours.prompt("") == (list(ours.begin) or [4])
+
+
+def copied(tokenizer: Tokenizer) -> Tokenizer:
+    return pickle.loads(pickle.dumps(tokenizer))
+
+
+def test_equal_vocabularies_with_another_start_are_other_tokenizers(tmp_path):
+    """Their documents have other tokens, so prepared data of one is not the other's."""
+    place = tokenizer_fixtures.save("llama3", tmp_path)
+    with_bos = hf_tokenizer(str(place)).fingerprint
+    tree = json.loads((place / "tokenizer.json").read_text())
+    (place / "tokenizer.json").write_text(json.dumps(tree | {"post_processor": None}))
+    assert hf_tokenizer(str(place)).fingerprint != with_bos
+
+
+@pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", *tokenizer_fixtures.KINDS])
+def test_a_token_has_the_largest_mark_of_its_parts(kind, tmp_path, data_files):
+    if kind in tokenizer_fixtures.KINDS:
+        tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
+    else:
+        made = {"byte": byte_tokenizer, "char": lambda: char_tokenizer(SAMPLE, True)}
+        made["bpe"] = lambda: train_bpe([SAMPLE] * 9, 400)
+        tokenizer = made.get(kind, lambda: named_tokenizer(f"gpt2:{data_files / 'gpt2'}"))()
+    pieces = [SAMPLE[:7], SAMPLE[7:8], "", SAMPLE[8:61], SAMPLE[61:]]
+    ids, marks = tokenizer.encode_marked(list(zip(pieces, (0, 2, 5, 1, 3), strict=True)))
+    assert ids == tokenizer.encode("".join(pieces)).tolist() and len(marks) == len(ids)
+    assert {0, 2, 3} <= set(marks) <= {0, 1, 2, 3} and marks.count(2) <= 2
+    sizes, end = tokenizer.byte_lengths()[ids], tokenizer.eot
+    if kind not in ("mistral", "llama2", "phi3"):  # they put a space before a text
+        ends = np.cumsum(sizes)
+        first = int(np.searchsorted(ends, len(SAMPLE[:7].encode()), "right"))
+        assert marks[first] == 2 and max(marks[:first]) == 0
+    talk = [("f", True), (end, True), ("x", False), (end, False)]
+    ids, marks = tokenizer.encode_marked([*talk, ("d", True)])
+    assert [m for i, m in zip(ids, marks, strict=True) if i == end] == [True, False]
+    assert marks[0] is True and tokenizer.encode_marked([]) == ([], [])
+    assert tokenizer.encode_marked([(end, 4)]) == ([end], [4])
+
+
+def test_an_exported_character_tokenizer_raises_on_unknown_characters(tmp_path):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(char_tokenizer("banana\n", True), Template(), 64, tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert reference("nab")["input_ids"] == char_tokenizer("banana\n", True).encode("nab").tolist()
+    with pytest.raises(Exception, match="UNK"):
+        reference("bax")
+    with refused("cannot encode"):
+        hf_tokenizer(str(tmp_path)).encode("bax")
+
+
 @pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
 def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path, data_files):
     gpt2 = data_files / "gpt2"
@@ -145,26 +282,27 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
     setting = settings.get(kind, kind)
     tokenizer = made[kind]() if kind in made else named_tokenizer(setting)
     tokenizer.save(tmp_path)
-    loaded = load(setting, tmp_path)
-    assert loaded.describe() == tokenizer.describe()
+    folder = tmp_path / "tokenizer"
+    loaded = load_tokenizer(folder)
+    assert loaded.describe() == tokenizer.describe() == copied(tokenizer).describe()
     assert loaded.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
-    description = tmp_path / "tokenizer" / "windlass.json"
-    file = tmp_path / "tokenizer" / "tokenizer.json"
-    whole, raw = description.read_text(), file.read_bytes()
-    for text in (json.dumps({**json.loads(whole), "fingerprint": "0" * 64}), "{"):
-        description.write_text(text)
+    assert named_tokenizer(f"hf:{folder}").describe() == tokenizer.describe()
+    description, file = folder / "windlass.json", folder / "tokenizer.json"
+    text, raw = description.read_text(), file.read_bytes()
+    for wrong in (json.dumps({**json.loads(text), "fingerprint": "0" * 64}), "{"):
+        description.write_text(wrong)
         with refused(str(tmp_path), "prepare the data again"):
-            load(setting, tmp_path)
-    description.write_text(whole)
+            load_tokenizer(folder)
+    description.write_text(text)
     for damaged in (raw[: len(raw) // 2], b""):
         file.write_bytes(damaged)
         with refused("tokenizer.json"):
-            load(setting, tmp_path)
+            load_tokenizer(folder)
 
 
-def test_a_tokenizer_that_needs_the_corpus(tmp_path):
+def test_a_tokenizer_that_needs_the_corpus(tmp_path: Path) -> None:
     for setting in ("char", "bpe"):
-        with refused("data.tokenizer", "prepare the data first"):
-            load(setting, tmp_path)
-        with refused("data.tokenizer", "shards:"):  # shards that others wrote come without one
-            load(setting)
+        assert is_learned(setting)
+        with refused("data.tokenizer", "prepare the data first", "shards:"):
+            named_tokenizer(setting)
+    assert not any(map(is_learned, ("byte", "gpt2", f"hf:{tmp_path}", "gpt2:char")))

@@ -205,10 +205,12 @@ def test_after_preparing_everything_is_known(tmp_path, kind):
     write_corpus(tmp_path / "text", 4000)
     (tmp_path / "chat.jsonl").write_text((json.dumps(CHAT) + "\n") * 12, encoding="utf-8")
     (tmp_path / "squad").write_text(json.dumps(SQUAD), encoding="utf-8")
+    other = json.dumps(SQUAD).replace("1843", "1844").replace('"t"', '"u"')
+    (tmp_path / "other").write_text(other, encoding="utf-8")
     own = ["train.steps=2 epochs", f"data.format={kind}"] + {
         "text": ["data.source=text"],
         "chat": ["data.source=chat.jsonl", "data.tokenizer=char"],
-        "squad": ["data.source=squad:squad", "data.eval_source=squad:squad", "data.tokenizer=char"],
+        "squad": ["data.source=squad:squad", "data.eval_source=squad:other", "data.tokenizer=char"],
     }[kind]
     own += ["model.context=64", "train.global_batch=4", "train.micro_batch=4"]
     assert plan("quickstart", own, device="A100-80GB").steps is None
@@ -229,7 +231,7 @@ def test_ragged_rows_cost_what_training_computes(tmp_path, buckets):
     own = ["data.format=chat", "data.source=chat.jsonl", "data.tokenizer=char", "model.context=256"]
     own += ["train.global_batch=8", "train.micro_batch=2", "train.steps=1 epoch"]
     recipe = Recipe.load("quickstart", [*own, f"data.length_buckets={buckets}".lower()])
-    rows, _ = open_samples(recipe, prepare(recipe))
+    rows = open_samples(recipe, prepare(recipe)).train
     result = plan(recipe, device="A100-80GB")
     steps, computed, flops = len(rows) // 8, 0, 0
     batch = recipe.batch(1)

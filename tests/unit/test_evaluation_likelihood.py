@@ -1,11 +1,13 @@
 """Log-likelihoods of endings, and HellaSwag, against a plain reference of one row at a time."""
 
 import gc
+import importlib.util
 import json
 import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -189,7 +191,7 @@ ITEMS = [
 
 
 def test_accuracies_are_those_of_the_likeliest_ending() -> None:
-    """`acc_norm` as lm-eval has it: per character of the ending, without the space before it."""
+    """`acc_norm` is per byte of the ending, without the space before it."""
     model, tokenizer = gpt(context=64), byte_tokenizer()
     items = list(ITEMS)
     for i in range(40):
@@ -202,7 +204,7 @@ def test_accuracies_are_those_of_the_likeliest_ending() -> None:
         pairs = list(zip(rows, item.endings, strict=True))
         scores = {
             "acc": [total for total, _ in rows],
-            "acc_norm": [total / len(ending) for (total, _), ending in pairs],
+            "acc_norm": [total / len(ending.encode()) for (total, _), ending in pairs],
             "acc_per_token": [total / tokens for total, tokens in rows],
         }
         for name, values in scores.items():
@@ -223,6 +225,50 @@ def test_items_are_read_from_lines_and_bad_ones_are_named(tmp_path: Path) -> Non
         path.write_text(json.dumps(good) + "\n" + json.dumps(bad))
         with pytest.raises(UserError, match="line 2"):
             read_items(str(path))
+
+
+ROWS = [
+    {
+        "activity_label": "Roof shingle removal",
+        "ctx_a": "A man is sitting on a roof.",
+        "ctx_b": "he",
+        "endings": ["is using wrap.", " is ripping level tiles off.", "holds a cube.", "x [y]"],
+        "label": "3",
+    },
+    {
+        "activity_label": "Food and Entertaining",
+        "ctx_a": "[header] How to eat  [title] Buy an item. [substeps] Look for it",
+        "ctx_b": "[step]",
+        "endings": ["[step] Cut it. [title] Eat.", "b  [z] c", "[step] d", "e"],
+        "label": "0",
+    },
+]
+
+
+def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
+    """Context and endings of its task `hellaswag`: activity, capital letter, no WikiHow tags."""
+    file = tmp_path / "h.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    first, second = read_items(str(file))
+    roof = "Roof shingle removal: A man is sitting on a roof. He"
+    assert (first.context, first.endings[1], first.label) == (
+        roof,
+        "is ripping level tiles off.",
+        3,
+    )
+    assert second.context == "Food and Entertaining: How to eat . Buy an item. Look for it "
+    assert second.endings == (" Cut it.. Eat.", "b c", " d", "e")
+    ours = byte_tokenizer()
+    for row, ending in zip(continuations([second], ours), second.endings, strict=True):
+        assert ours.decode(row.context) == second.context.rstrip()  # the space goes to the ending
+        assert ours.decode([*row.context, *row.ending]) == f"{second.context} {ending}"
+    if importlib.util.find_spec("lm_eval"):
+        from lm_eval.tasks.hellaswag.utils import process_docs
+
+        docs = process_docs(SimpleNamespace(map=lambda change: list(map(change, ROWS))))
+        for item, doc in zip((first, second), docs, strict=True):
+            theirs = doc["query"], tuple(doc["choices"]), doc["gold"]
+            assert (item.context, item.endings, item.label) == theirs
 
 
 @pytest.mark.full

@@ -17,13 +17,13 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
 from harness import Join, recipe, run_ranks
 
-from windlass.data.tokenizer import byte_tokenizer
+import tokenizer_fixtures
+from windlass.data.tokenizer import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.likelihood import Continuation, log_likelihoods
+from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
 from windlass.evaluation.lm_eval import (
     Interrupted,
     adapter,
-    encode_request,
     generate_until,
     run_harness,
 )
@@ -76,7 +76,7 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
         initialise(gpt, 1)
         os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
         manager = parity(folder / str(ranks.rank))
-        return run_harness("parity", gpt, BYTES, ranks, task_manager=manager)
+        return run_harness("parity", gpt, BYTES, ranks, BYTES.ends, task_manager=manager)
 
 
 @pytest.mark.dist
@@ -84,7 +84,8 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path):
     gpt, right = model(), 0
-    numbers = run_harness("parity", gpt, BYTES, ALONE, task_manager=parity(tmp_path / "alone"))
+    manager = parity(tmp_path / "alone")
+    numbers = run_harness("parity", gpt, BYTES, ALONE, BYTES.ends, task_manager=manager)
     for row in ROWS:
         question, choices = row["q"].encode(), [choice.encode() for choice in row["choices"]]
         pairs = [Continuation([*question], [*choice]) for choice in choices]
@@ -119,24 +120,24 @@ def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(h
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     before, score = states(), Continuation([*b"Is it?"], [*b" yes"])
-    assert run_harness("task", model(), BYTES, ALONE, poll=lambda: True) is None
-    numbers = run_harness("task", model(), BYTES, ALONE, poll=lambda: False)
+    assert run_harness("task", model(), BYTES, ALONE, BYTES.ends, poll=lambda: True) is None
+    numbers = run_harness("task", model(), BYTES, ALONE, BYTES.ends, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0"}
     assert numbers["task/0"] == log_likelihoods(model(), [score], ALONE)[0].sum
     assert states() == before
     with pytest.raises(UserError, match="unknown"):
-        run_harness("unknown", model(), BYTES, ALONE)
+        run_harness("unknown", model(), BYTES, ALONE, BYTES.ends)
 
 
 def test_rolling_scores_and_texts(harness: list[Any]) -> None:
     assert encode_request(BYTES, [256], "Is it? ", "yes") == Continuation([*b"Is it?"], [*b" yes"])
     assert encode_request(BYTES, [256], "", "yes") == Continuation([256], [*b"yes"])
-    lm = adapter(model(), BYTES, ALONE)
+    lm = adapter(model(), BYTES, ALONE, BYTES.ends)
     text = "the cat sat on the mat, and then it slept until noon"
     (rolling,) = lm.loglikelihood_rolling([SimpleNamespace(args=(text,))])
     pieces = [
         Continuation([256], [*text[:32].encode()]),
-        Continuation([*text[31:32].encode()], [*text[32:].encode()]),
+        Continuation([*text[19:32].encode()], [*text[32:].encode()]),
     ]
     expected = sum(one.sum for one in log_likelihoods(model(), pieces, ALONE))
     assert rolling == pytest.approx(expected, rel=1e-5)
@@ -153,9 +154,79 @@ def test_texts_of_one_call_are_those_of_one_call_each() -> None:
     )
     prompts = ["the", "a much longer prompt", "", "a cat", "x", "of mice and men"]
     asked = [(prompt, how[i % 2]) for i, prompt in enumerate(prompts)]
-    together = generate_until(model(), BYTES, ALONE, asked)
-    assert together[::2] == [generate_until(model(), BYTES, ALONE, [one])[0] for one in asked[::2]]
-    assert together == generate_until(model(), BYTES, ALONE, asked) and all(together[1::2])
+    together = generate_until(model(), BYTES, ALONE, BYTES.ends, asked)
+    assert together[::2] == [
+        generate_until(model(), BYTES, ALONE, BYTES.ends, [one])[0] for one in asked[::2]
+    ]
+    assert together == generate_until(model(), BYTES, ALONE, BYTES.ends, asked) and all(
+        together[1::2]
+    )
     assert not any("e" in text for text in together[::2])
     with pytest.raises(Interrupted):
-        generate_until(model(), BYTES, ALONE, asked, poll=lambda: True)
+        generate_until(model(), BYTES, ALONE, BYTES.ends, asked, poll=lambda: True)
+
+
+def test_a_generated_text_ends_at_every_token_of_stop() -> None:
+    asked = [("the", {"max_gen_toks": 12})]
+    (whole,) = generate_until(model(), BYTES, ALONE, BYTES.ends, asked)
+    (cut,) = generate_until(model(), BYTES, ALONE, BYTES.ends | {ord(whole[3])}, asked)
+    assert len(whole) >= 8 and cut == whole[: whole.index(whole[3])]
+
+
+REQUESTS = [
+    ("Who are you? I am", " a cat."),
+    ("The cat sat on the mat, and ", "the dog ran"),
+    ("Question: 3 + 4?\nAnswer:", " seven"),
+    ("naïve façade\n\n", "über"),
+    ("the ca", "t and the dog"),  # the last token of the context changes
+    ("", "Hello world"),
+]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gpt2", *tokenizer_fixtures.KINDS])
+def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_files, monkeypatch):
+    """As the harness's own model of `transformers` encodes requests, with BOS if it writes one."""
+    from lm_eval.api.model import CacheHook
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if kind == "gpt2":
+        file = str(data_files / "gpt2" / "gpt2-tokenizer.json")
+        end = "<|endoftext|>"
+        whole = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=end, eos_token=end)
+        ours = hf_tokenizer(file)
+    else:
+        place = tokenizer_fixtures.save(kind, tmp_path)
+        whole = AutoTokenizer.from_pretrained(place)
+        (place / "config.json").write_text(json.dumps({"bos_token_id": whole.bos_token_id}))
+        ours = hf_tokenizer(str(place))
+    asked, window = list[Any](), 24
+
+    class Reference(HFLM):
+        def __init__(self) -> None:
+            self.tokenizer, self.backend, self.add_bos_token = whole, "causal", None
+            self.custom_prefix_token_id, self.batch_size_per_gpu = None, 1
+            self._max_length, self._rank, self._world_size = window, 0, 1
+            self.cache_hook, self.enable_thinking = CacheHook(None), None
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> Any:
+            asked.extend((context, ending) for _, context, ending in requests)
+            return [(0.0, True)] * len(requests)
+
+    seen = list[Any]()
+
+    def record(_model: Any, rows: list[Continuation], _ranks: Any) -> list[Any]:
+        seen.extend((list(row.context), list(row.ending)) for row in rows)
+        return [SimpleNamespace(sum=0.0, greedy=True) for _ in rows]
+
+    monkeypatch.setattr("windlass.evaluation.lm_eval.log_likelihoods", record)
+    lm = adapter(SimpleNamespace(context=window), ours, ALONE, ours.ends)
+    pairs = [SimpleNamespace(args=pair) for pair in REQUESTS]
+    texts = [SimpleNamespace(args=(a + b,)) for a, b in REQUESTS]
+    texts.append(SimpleNamespace(args=(tokenizer_fixtures.TEXT,)))
+    for one in (lm, Reference()):
+        one.loglikelihood(pairs, disable_tqdm=True)
+        one.loglikelihood_rolling(texts, disable_tqdm=True)
+    assert len(seen) > len(REQUESTS) * 2 and seen == asked

@@ -36,16 +36,15 @@ PLAIN = (
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 PLAIN_LAYOUT = "User: ... Assistant: ..."
-TODAY = date(
-    2024, 7, 26
-)  # for templates, so that tokens do not depend on the day; Llama 3's default
+TODAY = date(2024, 7, 26)  # in templates, so that tokens do not depend on the day
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block, and around the number of a message where its turn begins (no number
-# where it ends). Like MARK they are noncharacters, which are for use in a program.
+# Around a generation block; around the number of a message where its turn begins, and around a slash
+# and this number where it ends. Like MARK they are noncharacters, which are for use in a program.
 BEGIN, END, TURN = "\ufdd1", "\ufdd2", "\ufdd3"
 NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}{TURN}]")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
-TURNS = re.compile(f"{TURN}(\\d*){TURN}")
+TURNS = re.compile(f"{TURN}(/?)(\\d+){TURN}")
+SILENT = re.compile(f"{TURN}(\\d+){TURN}{TURN}/\\1{TURN}")  # a loop that only counts messages
 
 
 class Turn(dict[str, Any]):
@@ -56,7 +55,7 @@ class Turn(dict[str, Any]):
 
 TURN_FILTERS: dict[str, Callable[[Any], str]] = {
     "turn_start": lambda value: f"{TURN}{value.number}{TURN}" if type(value) is Turn else "",
-    "turn_stop": lambda value: TURN + TURN if type(value) is Turn else "",
+    "turn_stop": lambda value: f"{TURN}/{value.number}{TURN}" if type(value) is Turn else "",
 }
 
 
@@ -119,10 +118,12 @@ class Template:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = set(places if trained is None else trained)
         rendered = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
-        if not self.source or (GENERATION.search(self.source) and not is_completion):
+        if not self.source or (self._has_blocks and not is_completion):
             return _cut(_blocks(rendered, wanted, len(wanted) == len(places)), tokenizer)
         turns = _turns(rendered.replace(BEGIN, "").replace(END, ""))
-        if missing := wanted.difference(place for place, _ in turns):
+        # Some templates write the results of tools as parts of an answer's turn.
+        separate = {place for place in range(places[-1]) if messages[place]["role"] == "tool"}
+        if missing := (wanted | separate).difference(place for place, _ in turns):
             problem = f"the tokenizer's chat template has no turn {min(missing) + 1}"
             raise UserError(f"{problem} that Windlass can find: {REMEDY}")
         text = "".join(turn for _, turn in turns)
@@ -131,6 +132,7 @@ class Template:
             turn_start, turn_stop = turn_stop, turn_stop + len(turn)
             if place not in wanted:
                 continue
+            wanted.remove(place)
             start = turn_start + self._answer_start(turn, messages[:place], tokenizer, tools)
             stop = len(text) if place == places[-1] else turn_stop
             if _is_open(text[start:stop], tokenizer):
@@ -139,6 +141,10 @@ class Template:
             spans += [(text[done:start], False), (text[start:stop], True)]
             done = stop
         return _cut([*spans, (text[done:], False)], tokenizer)
+
+    @cached_property
+    def _has_blocks(self) -> bool:
+        return GENERATION.search(self.source) is not None
 
     def _answer_start(
         self, turn: str, before: Sequence[Message], tokenizer: Tokenizer, tools: Any
@@ -208,11 +214,11 @@ class Template:
             text = tokenizer.inner.id_to_token
             names["begin_of_text"] = "".join(map(text, tokenizer.begin))
             names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
-        names["tools"] = _guarded(tools, guard)
-        names["messages"] = turns = [Turn(_guarded(message, guard)) for message in messages]
-        for number, turn in enumerate(turns):
-            turn.number = number
         try:
+            names["tools"] = _guarded(tools, guard)
+            names["messages"] = turns = [Turn(_guarded(message, guard)) for message in messages]
+            for number, turn in enumerate(turns):
+                turn.number = number
             return str(self._compiled.render(names))
         except Exception as error:  # a template is a program
             problem = "the tokenizer's chat template rejects this conversation"
@@ -242,17 +248,26 @@ def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return guard(value if value.isascii() else NONCHARACTERS.sub("", value))
     if isinstance(value, dict):
-        return {key: _guarded(part, guard) for key, part in value.items()}
+        return {_guarded(key, guard): _guarded(part, guard) for key, part in value.items()}
     if isinstance(value, list):
         return [_guarded(part, guard) for part in value]
     return value
 
 
 def _turns(rendered: str) -> list[tuple[int, str]]:
-    """A rendered text in parts, each with the number of the message whose turn it is, or -1."""
-    before, *parts = TURNS.split(rendered)
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    return [(-1, before), *((int(number or -1), turn) for number, turn in turns if turn)]
+    """A rendered text in parts, each with the number of the message whose turn it is, or -1.
+
+    Some templates write a tool's turn inside the turn of the answer that calls it.
+    """
+    before, *parts = TURNS.split(SILENT.sub("", rendered))
+    turns, inside = [(-1, before)], [-1]
+    for stops, number, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        if not stops:
+            inside.append(int(number))
+        elif int(number) in inside:
+            del inside[inside.index(int(number)) :]
+        turns.append((inside[-1], text))
+    return [turn for turn in turns if turn[1]]
 
 
 def _blocks(rendered: str, wanted: Collection[int], is_all: bool) -> list[tuple[str, bool]]:

@@ -17,11 +17,11 @@ from windlass.data.samples import (
     masks_documents,
     real_tokens,
 )
-from windlass.data.split import Corpus, Part
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from windlass.data.open import Data
+    from windlass.data.split import Corpus
 
 Facts = dict[str, Any]
 SHOWN_SYMBOLS, MEASURED_SAMPLES = 1000, 16
@@ -48,7 +48,7 @@ def describe(data: Data) -> Facts:
       `train` and `val`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     - Conversations: `template`, their layout in words.
-    - A character tokenizer: `characters` (how many) and `symbols`.
+    - A character tokenizer: `characters` (how many are prepared) and `symbols`.
     """
     facts: Facts = {"vocab": data.vocab}
     facts |= {"changed": list(data.changed)} if data.changed else {}
@@ -63,43 +63,39 @@ def describe(data: Data) -> Facts:
 
 def _prepared_facts(data: Data) -> Facts:
     assert data.prepared is not None and data.division is not None
-    corpora, members = data.prepared.corpora, data.prepared.members
+    members = data.prepared.members
+    corpora = list({corpus.directory: corpus for corpus in data.prepared.corpora}.values())
     names = [corpus.spec.name for member in members for corpus in member.train]
     indexes = [corpus.index for corpus in corpora]
     files = {file["file"] for index in indexes for file in index.source.get("files", ())}
+    units = {UNITS[member.data.format] for member in members}
     facts: Facts = {
         "source": names[0] if len(names) == 1 else names,
         "files": len(files),
-        "items": UNITS[members[0].data.format],
+        "items": units.pop() if len(units) == 1 else "items",
         "tokenizer": members[0].data.tokenizer,
     }
-    commits = [index.source["commit"] for index in indexes if index.source.get("commit")]
-    facts |= {"revision": commits[0]} if commits else {}
     facts |= {"shared": data.division.shared} if data.division.shared else {}
     unreadable = sum(index.left_out for index in indexes)
     facts |= {"unreadable": unreadable} if unreadable else {}
-    layouts = [index.template for index in indexes if index.template]
-    facts |= {"template": layouts[0]} if layouts else {}
-    if data.tokenizer.kind == "char" and members[0].data.format == "text":
-        tokens = sum(part.tokens for set_ in _sets(data) for part in set_)
-        symbols = data.tokenizer.inner.get_vocab(with_added_tokens=False)
-        facts |= {"characters": tokens, "symbols": "".join(sorted(symbols))}
-    if len(corpora) > 1:
-        facts["sources"] = [_source(corpus, data) for corpus in corpora]
+    if commits := [commit for index in indexes if (commit := index.source.get("commit"))]:
+        facts["revision"] = commits[0]
+    if layouts := [index.template for index in indexes if index.template]:
+        facts["template"] = layouts[0]
+    if data.tokenizer.kind == "char" and facts["items"] == "documents":
+        facts["characters"] = sum(int(corpus.stream.table.characters.sum()) for corpus in corpora)
+        facts["symbols"] = "".join(sorted(data.tokenizer.inner.get_vocab(False)))
+    if len(data.prepared.corpora) > 1:
+        facts["sources"] = [_source(corpus, data) for corpus in data.prepared.corpora]
     return facts
-
-
-def _sets(data: Data) -> list[list[Part]]:
-    """The parts of the training and of the validation data."""
-    assert data.division is not None
-    return [[p for parts in s for p in parts] for s in (data.division.train, data.division.val)]
 
 
 def _source(corpus: Corpus, data: Data) -> Facts:
     """What is prepared of a source, and for which split."""
+    assert data.division is not None
     counts = {
-        name: sum(part.tokens for part in parts if part.corpus is corpus)
-        for name, parts in zip(("train", "val"), _sets(data), strict=True)
+        name: sum(part.tokens for parts in split for part in parts if part.corpus is corpus)
+        for name, split in (("train", data.division.train), ("val", data.division.val))
     }
     index = corpus.index
     source = {"source": corpus.spec.name, "documents": index.documents, "tokens": index.tokens}
@@ -112,22 +108,21 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
     if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
         split["tokens_per_sample"] = round(per_sample, 3)
     split["tokens"] = getattr(samples, "tokens", tokens)
-    items: Any = samples
     if masks_documents(samples) and hasattr(samples, "attended"):
         split["attended"] = round(samples.attended, 3)
+    items: Any = samples
     if isinstance(samples, BestFitSamples):
-        split |= samples.facts
-        items = samples.items
+        items, places = samples.items, len(samples) * samples.context
+        split["fill"] = round(samples.real_tokens / places, 6)
+        split["items_per_sample"] = round(samples.documents_per_row, 3)
     if data.division is None:
         return split
-    parts = _sets(data)[name == "val"]
+    division = data.division.val if name == "val" else data.division.train
+    parts = [part for own in division for part in own]
     if name == "val" and all(part.text for part in parts):
-        texts = [part.text for part in parts]
-        split["text"] = (
-            texts[0]
-            if len(texts) == 1
-            else hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
-        )
+        joined = " ".join(part.text for part in parts)
+        is_one = len(parts) == 1
+        split["text"] = joined if is_one else hashlib.sha256(joined.encode()).hexdigest()[:16]
     documents = sum(part.documents for part in parts)
     if isinstance(items, DocumentSamples):
         split |= {"items": items.documents, **items.lengths}
@@ -192,12 +187,13 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["symbols"] = f"{symbols[:SHOWN_SYMBOLS]}..." if cut else symbols
     if "template" in facts:
         shown["template"] = facts["template"]
-    if sizes := facts["train"].get("lengths"):
+    train = facts.get("train", {})
+    if sizes := train.get("lengths"):
         shown["lengths"] = (
             f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
             f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
         )
-    if attended := facts["train"].get("attended"):
+    if attended := train.get("attended"):
         each = f"{attended:,.0f} of {context:,} in the mean"
         shown["attention"] = f"within documents: a token's part of a row has {each}"
     packed = [_packing(facts[name], unit) for name in ("train", "val") if name in facts]
@@ -214,7 +210,7 @@ def _in_words(split: Facts, facts: Facts) -> str:
     tokens, labels = split.get("tokens"), split.get("label_tokens")
     if tokens:
         parts.append(f"{tokens:,} tokens")
-        if labels and facts.get("items") in ("questions", "conversations"):
+        if labels and facts.get("items", "documents") != "documents":
             parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
     return ", ".join(parts)
 
@@ -232,22 +228,12 @@ def repeated(mixture: Iterable[Facts]) -> list[str]:
 
 def mixture_table(rows: Iterable[Facts]) -> str:
     """The sources of a mixture over the whole run; a share for each stage."""
-    head = ("source", "share", "samples", "tokens", "epochs")
-    return _table(
-        [
-            head,
-            *(
-                (
-                    row["name"],
-                    " -> ".join(f"{100 * weight:.4g} %" for weight in row["weights"]),
-                    f"{row['samples']:,}",
-                    "?" if row["tokens"] is None else f"{row['tokens']:,}",
-                    f"{row['epochs']:.3g}",
-                )
-                for row in rows
-            ),
-        ]
-    )
+    cells: list[tuple[str, ...]] = [("source", "share", "samples", "tokens", "epochs")]
+    for row in rows:
+        shares = " -> ".join(f"{100 * weight:.4g} %" for weight in row["weights"])
+        tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
+        cells.append((row["name"], shares, f"{row['samples']:,}", tokens, f"{row['epochs']:.3g}"))
+    return _table(cells)
 
 
 def _source_table(rows: list[Facts]) -> str:

@@ -10,26 +10,29 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import multiprocessing
+import pickle
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from windlass.data import tokenizer as tokenizers
 from windlass.data.chat import Template
-from windlass.data.examples import encode_example, example_group, example_texts
+from windlass.data.examples import encode_example, example_group, example_texts, hash64
 from windlass.data.progress import Progress
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Item, Source, SourceSpec, text_of
 from windlass.data.split import FEW, LONG_TEXT, held_out, trained_characters
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
-from windlass.errors import UserError
+from windlass.errors import RunFailed, UserError
+from windlass.fileio import write_atomic
 from windlass.recipe import DataSettings
 
 BPE_CHARACTERS = 200_000_000  # of the corpus at most, from which byte pairs are learned
@@ -90,7 +93,7 @@ class Encoder:
     def _text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
         own, text = self.tokenizer, text_of(job.item, self.spec)
-        digest = hash_of(text) if job.text is None else job.text
+        digest = hash64(text) if job.text is None else job.text
         begins, before = job.before is None and not job.skip, job.before or ""
         if job.skip:
             before, text = (before + text[: job.skip])[-BEFORE:], text[job.skip :]
@@ -110,21 +113,59 @@ class Encoder:
         return rows
 
 
-def hash_of(text: str) -> int:
-    """A 64-bit hash of a text."""
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8)
-    return int.from_bytes(digest.digest(), "little")
+@contextlib.contextmanager
+def worker_processes(
+    directory: Path, spec: SourceSpec, count: int
+) -> Iterator[Callable[[list[Job]], list[Row | Bad]]]:
+    """A function that encodes in one of `count` processes, which end with this one.
+
+    Those of `multiprocessing` would run a user's script again, and outlive a killed parent.
+    """
+    words = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
+    free = SimpleQueue[Any]()
+
+    def encode_in_process(jobs: list[Job]) -> list[Row | Bad]:
+        process = free.get()
+        try:
+            process.stdin.write(pickle.dumps(jobs))
+            process.stdin.flush()
+            rows: list[Row | Bad] = pickle.load(process.stdout)
+            return rows
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            ended = f"a process that tokenizes ended with code {process.wait()}"
+            raise RunFailed(f"{ended}; start again to resume, with fewer data.workers") from None
+        finally:
+            free.put(process)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps((directory / FOLDER, spec)))
+            free.put(process)
+        yield encode_in_process
 
 
-@lru_cache(maxsize=1)
-def encoder_of(directory: Path, spec: SourceSpec) -> Encoder:
-    """The encoder of a data directory, for a worker process."""
-    folder = directory / FOLDER
-    return Encoder(spec, tokenizers.load_tokenizer(folder), Template.of_directory(folder))
+def serve() -> None:
+    """Encode what comes through stdin, until the other end closes it."""
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+        folder, spec = pickle.load(source)
+        own = tokenizers.load_tokenizer(folder), Template.of_directory(folder)
+        encoder = Encoder(spec, *own)
+        while True:
+            out.write(pickle.dumps(encoder(pickle.load(source))))
+            out.flush()
 
 
-def encode_in_process(directory: Path, spec: SourceSpec, jobs: list[Job]) -> list[Row | Bad]:
-    return encoder_of(directory, spec)(jobs)
+def size_of(value: Any) -> int:
+    """The characters of an item."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value
+    return 16 + (sum(map(size_of, parts)) if isinstance(value, dict | list) else 0)
 
 
 def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], float]]:
@@ -148,7 +189,7 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
                 batch.append(job)
         else:
             batch.append(job)
-        size += len(item.value) if isinstance(item.value, str | bytes) else 1000
+        size += size_of(item.value)
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
             batch, size = [], 0
@@ -168,15 +209,13 @@ def encode(
     """
     ahead = jobs_of(source, resume)
     head = list(itertools.islice(ahead, 2))
-    work: Callable[[list[Job]], list[Row | Bad]] = encoder
-    pool: Executor
-    if len(head) < 2 or workers == 1 or source.spec.format == "text":
-        pool = ThreadPoolExecutor(workers)
-    else:
-        method = multiprocessing.get_context("forkserver")
-        pool = ProcessPoolExecutor(workers, method)
-        work = partial(encode_in_process, directory, source.spec)
-    with pool:
+    use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
+    with (
+        worker_processes(directory, source.spec, workers)
+        if use_processes
+        else contextlib.nullcontext(encoder) as work,
+        ThreadPoolExecutor(workers) as pool,
+    ):
         waiting = deque(
             (pool.submit(work, jobs), jobs, fraction)
             for jobs, fraction in [*head, *itertools.islice(ahead, 2 * workers - len(head))]
@@ -210,12 +249,11 @@ def write_source(
     `enough(writer, row)` is asked after each row: whether to stop there.
     """
     index.shards, index.complete, index.left_out = index.full_shards, False, index.resume[3]
-    index = index.save(
-        directory
-    )  # a kill must not leave the name of a short shard that is replaced
+    # A kill must not leave an index with a short shard that is replaced.
+    index = index.save(directory)
     listing = directory / LEFT_OUT
-    known = listing.read_text("utf-8").splitlines(keepends=True) if index.left_out else []
-    listing.write_text("".join(known[: index.left_out]), "utf-8")
+    known = listing.read_text("utf-8").split("\n") if index.left_out else []
+    write_atomic(listing, "".join(f"{line}\n" for line in known[: index.left_out]))
     spec, tokenizer = source.spec, encoder.tokenizer
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
@@ -228,15 +266,15 @@ def write_source(
                     if spec.on_bad_item == "stop":
                         advice = 'data.on_bad_item="skip" leaves such items out'
                         raise UserError(f"{row.problem} ({advice})")
-                    index.left_out += 1
-                    left_out.write(f"{row.problem}\n")
+                    writer.index.left_out += 1
+                    left_out.write(" ".join(row.problem.split()) + "\n")
                     left_out.flush()
                     continue
                 writer.add(row)
                 if enough(writer, row):
-                    index.items = row.item + 1
+                    writer.index.items = row.item + 1
                     return writer.finish(complete=False)
-            index.items = after
+            writer.index.items = after
             progress.update(f"tokens of {spec.name}", fraction, writer.tokens)
         return writer.finish(complete=True)
 
@@ -307,7 +345,7 @@ def training_parts(source: Source, fraction: float) -> Iterator[str]:
             if few or done or item.more or length > LONG_TEXT:
                 whole = sizes[number] if few else length * (not done)
                 texts = ["".join(texts)[: max(0, trained_characters(whole, share) - done)]]
-            elif held_out(np.array([hash_of("".join(texts))], np.uint64), fraction)[0]:
+            elif held_out(np.array([hash64("".join(texts))], np.uint64), fraction)[0]:
                 texts = []
         elif fraction and held_out(np.array([example_group(item, spec)], np.uint64), fraction)[0]:
             texts = []

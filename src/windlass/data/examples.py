@@ -7,10 +7,10 @@ SQuAD v1.1: question, context, answer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,8 @@ import numpy as np
 from windlass.data.chat import Message, Template
 from windlass.data.order import splitmix
 from windlass.data.records import Item, SourceSpec, record_of
+from windlass.data.sources import open_source
+from windlass.data.split import held_out_examples
 from windlass.errors import UserError
 from windlass.seeds import seed_bytes
 
@@ -35,8 +37,7 @@ ROLE_ALIASES = {
     "human": "user",
     "developer": "system",
 }
-JSON_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-JSON_KINDS[type(None)] = "null"
+JSON_KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null"}
 # The prompt of a question; its answer follows after a space, then the end-of-text token.
 QUESTION, ANSWER = "Question: {question} Context: {context}", " Answer:"
 PROMPT = QUESTION + ANSWER
@@ -88,10 +89,14 @@ class Conversation:
     def hash(self) -> int:
         if self.pair:
             return hash64(*self.pair)
-        return hash64(json.dumps([self.messages, self.tools], sort_keys=True))
+        content = [[m["role"], m["content"], m.get("tool_calls")] for m in self.messages]
+        return hash64(json.dumps(content, sort_keys=True, default=str))
 
     def trained(self, answers: str) -> list[int]:
-        """The places of the answers with a loss, by `data.answers`."""
+        """The places of the answers with a loss, by `data.answers`.
+
+        In a completion of several turns these are the assistant's, and TRL learns all turns.
+        """
         first = self.prompt if answers == "auto" else 0
         places = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         places = places[-1:] if answers == "last" else places
@@ -106,7 +111,7 @@ class Question:
     question: str
     context: str
     answers: tuple[str, ...]  # the first is the one to learn
-    group: int  # hash of the article's title, or of the context without one
+    group: int = 0  # hash of the article's title, or of the context without one
 
     @property
     def hash(self) -> int:
@@ -138,9 +143,8 @@ def encode_example(
     if not marks.any():
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
-    empty = [n for n, message in enumerate(talk.messages, 1) if _is_empty(message)]
-    listed = f"turn {', '.join(map(str, empty))}"
-    remark = f"{item.place}, {listed}: an empty answer has no loss" if empty else ""
+    empty = ", ".join(str(number) for number, m in enumerate(talk.messages, 1) if _is_empty(m))
+    remark = f"{item.place}, turn {empty}: an empty answer has no loss" if empty else ""
     digest = talk.hash
     return Encoded(tokens, marks, digest, digest, reach=int(marks.argmax()) + 1, remark=remark)
 
@@ -151,36 +155,25 @@ def example_texts(item: Item, spec: SourceSpec) -> list[str]:
         question = _question(item, spec)
         return [question.prompt, *question.answers]
     talk = _conversation(item, spec)
-    if talk.pair:
-        return list(talk.pair)
-    return [message["content"] for message in talk.messages if message["content"]]
+    return list(talk.pair or (m["content"] for m in talk.messages if m["content"]))
 
 
 def example_group(item: Item, spec: SourceSpec) -> int:
     """The hash that decides whether an item is held out."""
-    if spec.format == "squad":
-        return _question(item, spec).group
-    return _conversation(item, spec).hash
-
-
-def shape_of(item: Item, spec: SourceSpec) -> Shape:
-    """The shape of a conversation; UserError with all shapes if it has none of them."""
-    record = record_of(item, spec)
-    for shape in SHAPES:
-        if all(record.get(field) is not None for field in shape.fields):
-            return shape
-    keys = ", ".join(map(repr, list(record)[:12]))
-    examples = "\n".join(f"  {shape.example}" for shape in SHAPES)
-    raise UserError(
-        f"{item.place}: the item has {keys or 'no keys'}, and a conversation is one of\n{examples}"
-    )
+    is_question = spec.format == "squad"
+    return _question(item, spec).group if is_question else _conversation(item, spec).hash
 
 
 # -- conversations
 
 
 def _conversation(item: Item, spec: SourceSpec) -> Conversation:
-    shape, record = shape_of(item, spec), record_of(item, spec)
+    record = record_of(item, spec)
+    shape = next((s for s in SHAPES if all(record.get(f) is not None for f in s.fields)), None)
+    if shape is None:
+        problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
+        examples = "\n".join(f"  {shape.example}" for shape in SHAPES)
+        raise UserError(f"{item.place}: {problem}, and a conversation is one of\n{examples}")
     try:
         messages, pair, prompt = _parse(record, shape)
         untrained = _take_untrained(messages)
@@ -199,7 +192,7 @@ def _conversation(item: Item, spec: SourceSpec) -> Conversation:
 
 
 def _parse(
-    record: Mapping[str, Any], shape: Shape
+    record: dict[str, Any], shape: Shape
 ) -> tuple[list[Message], tuple[str, str] | None, int]:
     """Messages, or prompt and completion if both are texts; and the messages of a prompt."""
     if len(shape.fields) == 1:
@@ -214,8 +207,6 @@ def _parse(
         return [], (prompt, completion), 0
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("prompt and completion are both texts, or both lists of messages")
-    if "assistant" not in [m["role"] for m in _messages(completion)]:
-        raise ValueError("the completion has no answer of the assistant")
     return _messages([*prompt, *completion]), None, len(prompt)
 
 
@@ -245,9 +236,8 @@ def _message(turn: Any, number: int) -> Message:
         raise ValueError(f"turn {number}: a content is text, not {_kind(content)}")
     known = ROLE_ALIASES.get(str(role).lower())
     if known is None:
-        raise ValueError(
-            f"turn {number} has the role {role!r}; a role is one of {', '.join(ROLE_ALIASES)}"
-        )
+        roles = ", ".join(ROLE_ALIASES)
+        raise ValueError(f"turn {number} has the role {role!r}; a role is one of {roles}")
     message = {k: v for k, v in turn.items() if v is not None and k not in ("from", "value")}
     if calls:
         message["tool_calls"] = [_call(call) for call in calls]
@@ -279,8 +269,7 @@ def _take_untrained(messages: list[Message]) -> frozenset[int]:
         if train not in (None, True, False):
             raise ValueError(f"{turn} has train = {train!r}; it is true or false")
         if role != "assistant" and (weight or train):
-            answers = "only the assistant's count: omit weight and train"
-            raise ValueError(f"{turn} is the {role}'s, and {answers}")
+            raise ValueError(f"{turn} is the {role}'s: omit weight and train")
         if weight == 0 or train is False or _is_empty(message):
             untrained.add(place)
     return frozenset(untrained)
@@ -300,8 +289,6 @@ def _encode_conversation(
         marks = np.arange(len(both) + len(end)) >= prompt
         return np.array([*both, *end], np.int64), marks & bool(talk.pair[1].strip())
     trained = talk.trained(answers)
-    if not trained:
-        return np.zeros(0, np.int64), np.zeros(0, bool)
     is_completion = answers == "auto" and talk.prompt > 0
     pieces = template.pieces(talk.messages, tokenizer, talk.tools, trained, is_completion)
     tokens, counted = tokenizer.encode_marked(pieces)
@@ -315,7 +302,7 @@ def _question(item: Item, spec: SourceSpec) -> Question:
     record = record_of(item, spec)
     try:
         answers = tuple(str(answer["text"]) for answer in record["answers"])
-        title, context, question = record.get("title"), record["context"], record["question"]
+        name, context, question = str(record["id"]), record["context"], record["question"]
         if not isinstance(context, str) or not isinstance(question, str):
             raise ValueError("question and context are texts")
         if not answers or not answers[0]:
@@ -325,18 +312,19 @@ def _question(item: Item, spec: SourceSpec) -> Question:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise UserError(f"{item.place}: {problem}") from None
-    return Question(str(record["id"]), question.strip(), context, answers, hash64(title or context))
+    group = hash64(str(record.get("title") or context))
+    return Question(name, question.strip(), context, answers, group)
 
 
 def _encode_question(question: Question, tokenizer: Tokenizer) -> Encoded:
     """A question's prompt and answer. The answer and the end-of-text token are marked."""
     if tokenizer.eot is None:
-        raise UserError(
-            "data.tokenizer has no end-of-text token to end an answer; use byte, bpe, gpt2 or hf:"
-        )
-    both, prompt = tokenizer.encode_pair(question.prompt, f" {question.answers[0]}")
-    end = question.context.index(question.answers[0]) + len(question.answers[0])
-    first = QUESTION.format(question=question.question, context=question.context[:end])
+        problem = "data.tokenizer has no end-of-text token to end an answer"
+        raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
+    answer = question.answers[0]
+    both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")
+    context = question.context[: question.context.index(answer) + len(answer)]
+    first = QUESTION.format(question=question.question, context=context)
     tokens = np.array([*both, tokenizer.eot], np.int64)
     return Encoded(
         tokens,
@@ -364,22 +352,18 @@ def question_prompt(question: Question, tokenizer: Tokenizer, room: int) -> list
 
 def eval_questions(recipe: Recipe) -> list[Question]:
     """The suite's questions: `eval.squad_items` or `data.eval_size`, chosen by `run.seed`."""
-    from windlass.data.split import held_out_examples
-
     data = recipe.data
     if sources := suite_sources(recipe):
         setting = "eval.squad_file" if recipe.eval.squad_file else "data.eval_source"
-        questions = list(_read_questions(sources, "validation", setting, data.on_bad_item))
+        questions = _read_questions(sources, "validation", setting, data.on_bad_item)
     else:
-        questions = list(_read_questions(data.sources, "train", "data.source", data.on_bad_item))
-        held = held_out_examples(
-            np.array([q.group for q in questions], np.uint64), data.val_fraction
-        )
-        questions = [q for q, is_held in zip(questions, held.tolist(), strict=True) if is_held]
+        questions = _read_questions(data.sources, "train", "data.source", data.on_bad_item)
+        groups = np.array([question.group for question in questions], np.uint64)
+        held = held_out_examples(groups, data.val_fraction)
+        questions = [questions[i] for i in np.flatnonzero(held)]
     if not questions:
-        raise UserError(
-            "no questions to evaluate: set eval.squad_file, data.eval_source or data.val_fraction"
-        )
+        remedy = "set eval.squad_file, data.eval_source or data.val_fraction"
+        raise UserError(f"no questions to evaluate: {remedy}")
     twice = [name for name, count in Counter(q.id for q in questions).items() if count > 1]
     if twice:
         raise UserError(f"{', '.join(sources or data.sources)} has two questions {twice[0]!r}")
@@ -403,18 +387,14 @@ def suite_sources(recipe: Recipe) -> list[str]:
 
 def _read_questions(
     sources: list[str], split: str, setting: str, on_bad_item: str
-) -> Iterator[Question]:
-    from windlass.data.sources import open_source
-
+) -> list[Question]:
+    questions = []
     for source in sources:
         if source.partition(":")[0] != "squad":
-            raise UserError(
-                f"{setting}: {source!r} has no questions; write squad or squad:FILE.json"
-            )
+            problem = f"{setting}: {source!r} has no questions"
+            raise UserError(f"{problem}; write squad or squad:FILE.json")
         spec = SourceSpec(source, source, "squad", split=split, setting=setting)
         for item in open_source(spec, lambda _: None).items():
-            try:
-                yield _question(item, spec)
-            except UserError:
-                if on_bad_item == "stop":
-                    raise
+            with contextlib.suppress(*([UserError] if on_bad_item == "skip" else [])):
+                questions.append(_question(item, spec))
+    return questions

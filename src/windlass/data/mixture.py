@@ -24,13 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.data.order import permute, sample_indices, step_samples
-from windlass.data.samples import (
-    Batch,
-    Samples,
-    masks_documents,
-    positions_of,
-    real_tokens,
-)
+from windlass.data.samples import Batch, Samples, masks_documents, positions_of, real_tokens
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
@@ -244,20 +238,12 @@ def shares_of_run(
     and `tokens` that are read, `epochs`, and `epoch_samples`."""
     samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.read(horizon.steps, horizon.batches, skipped).tolist()
-    for number, (name, part, count) in enumerate(
-        zip(samples.names, samples.parts, counts, strict=True)
-    ):
-        tokens, stages = real_tokens(part), mixture.stages
-        rows.append(
-            {
-                "name": name,
-                "weights": [round(s.weights[number] / sum(s.weights), 6) for s in stages],
-                "samples": count,
-                "tokens": None if tokens is None else round(count * tokens / len(part)),
-                "epochs": count / len(part),
-                "epoch_samples": len(part),
-            }
-        )
+    for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
+        count, size, tokens = counts[i], len(part), real_tokens(part)
+        read = None if tokens is None else round(count * tokens / size)
+        weights = [round(stage.weights[i] / sum(stage.weights), 6) for stage in mixture.stages]
+        row = {"name": name, "weights": weights, "samples": count, "tokens": read}
+        rows.append({**row, "epochs": count / size, "epoch_samples": size})
     return rows
 
 
@@ -281,11 +267,22 @@ class MixedSamples:
             places = [np.arange(size) / size for size in sizes if size]
             self._order = np.argsort(np.concatenate(places), kind="stable")
         self.document_mask = any(map(masks_documents, self.parts))
-        self.valid_tokens: int = sum(real_tokens(part) or 0 for part in self.parts)
+        self.real_tokens = sum(real_tokens(part) or 0 for part in self.parts)
         self.tokens: int = sum(getattr(p, "tokens", real_tokens(p) or 0) for p in self.parts)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    @property
+    def valid_tokens(self) -> int:
+        return sum(getattr(part, "valid_tokens", 0) for part in self.parts)
+
+    def length(self, index: int) -> int:
+        """The tokens of a row, without padding."""
+        index = index if self._order is None else int(self._order[index])
+        source = bisect.bisect_right(self.starts, index) - 1
+        part: Any = self.parts[source]
+        return int(part.length(index - int(self.starts[source])))
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         """The rows, with the source of each."""
@@ -308,19 +305,13 @@ class MixedSamples:
 
 def padded(batch: Batch[np.ndarray], width: int) -> Batch[np.ndarray]:
     """The same rows with masked padding at their ends, so that they have `width` positions."""
-    missing = width - batch.tokens.shape[1]
-
-    def pad(field: np.ndarray, value: Any) -> np.ndarray:
-        return np.pad(field, ((0, 0), (0, missing)), **value)
-
-    if not missing:
-        return batch
-    tokens = pad(batch.tokens, {"constant_values": 0})
-    labels = pad(batch.labels, {"constant_values": IGNORE_INDEX})
+    missing = (0, 0), (0, width - batch.tokens.shape[1])
+    tokens = np.pad(batch.tokens, missing)
+    labels = np.pad(batch.labels, missing, constant_values=IGNORE_INDEX)
     batch = batch._replace(tokens=tokens, labels=labels)
     if batch.documents is None:
         return batch
-    documents = pad(batch.documents, {"mode": "edge"})
+    documents = np.pad(batch.documents, missing, "edge")
     return batch._replace(documents=documents, positions=positions_of(documents))
 
 

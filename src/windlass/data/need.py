@@ -14,7 +14,8 @@ from windlass.recipe import DataSettings
 class Need:
     """Counts documents until a recipe has enough of them.
 
-    The first FEW documents are always needed, because they decide how validation data is held out.
+    The first FEW documents or groups decide how validation data is held out, so they are always
+    needed.
     """
 
     def __init__(self, data: DataSettings, is_val: bool, tokens: int):
@@ -23,17 +24,25 @@ class Need:
         self.is_val, self.fraction = is_val, data.val_fraction
         self.tokens = int(tokens * share) if is_val else tokens
         self.documents = data.max_documents
-        if is_val and share and self.documents:
-            self.documents = max(1, int(self.documents * share))
+        if is_val and self.documents:
+            self.documents = max(1, int(self.documents * share)) if share else 0
         # tokens in the first shards, which are held out
         self._before = -data.val_shards * data.shard_tokens if not is_val else 0
         self._read, self._end, self._characters = 0, 0, 0  # documents; of the one being written
+        self._groups = set[int]()  # FEW of them at most
         self.done = self._before  # training tokens, or characters of validation data
 
     @property
     def is_met(self) -> bool:
-        enough = 0 < self.documents <= self._read or 0 < self.tokens <= self.done
-        return enough and self._read >= FEW
+        return self.has_all_documents or (0 < self.tokens <= self.done and self._decides)
+
+    @property
+    def has_all_documents(self) -> bool:
+        return 0 < self.documents <= self._read and self._decides
+
+    @property
+    def _decides(self) -> bool:
+        return self._read >= FEW and len(self._groups) >= FEW
 
     def __call__(self, writer: ShardWriter, row: Row) -> bool:
         """Count a row; returns whether it ends a document and the need is met."""
@@ -47,7 +56,7 @@ class Need:
 
     def counted(self, corpus: Corpus) -> Need:
         """Count the documents that are prepared."""
-        table = corpus.stream.table
+        table, self._characters = corpus.stream.table, corpus.index.resume[1]
         if len(table):
             edges, group = table.edges, "group" if corpus.index.masked else "text"
             self._count(np.diff(edges), table.characters, table.field(group))
@@ -57,6 +66,8 @@ class Need:
     def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
         """Count documents by their tokens and characters, and the hashes that hold them out."""
         self._read += len(tokens)
+        if len(self._groups) < FEW:
+            self._groups.update(np.unique(groups)[:FEW].tolist())
         if self.is_val:
             self.done += int(characters.sum())
         elif self._before or not self.fraction:
@@ -65,4 +76,4 @@ class Need:
             is_long = characters > LONG_TEXT
             trains = ~held_out(groups, self.fraction) & ~is_long
             self.done += int(tokens[trains].sum())
-            self.done += int(tokens[is_long].sum() * (1 - self.fraction))
+            self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())

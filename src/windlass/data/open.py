@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from windlass.data import chat
 from windlass.data.mixture import MixedSamples
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.samples import (
+    Batch,
     BestFitSamples,
-    DatasetSamples,
     DocumentSamples,
     PackedSamples,
     Samples,
@@ -98,7 +100,7 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
             sets.append(opened[0])
         else:
             pairs = zip(members, opened, strict=True)
-            found = {member.name: s for member, s in pairs if s is not None}
+            found = {member.name: s for member, s in pairs if s is not None and len(s)}
             sets.append(MixedSamples(found, spread=bool(is_val)) if found else None)
     train, val = sets
     kinds = {member.data.format for member in members}
@@ -127,11 +129,15 @@ def keeps_apart(data: DataSettings, parts: Sequence[Part]) -> bool:
     UserError if the recipe says so, and the documents are unknown.
     """
     single_text = len(parts) == 1 and parts[0].corpus.index.single_text
-    unknown = any(part.tokens and not part.documents for part in parts)
-    if data.document_mask is True and (single_text or unknown):
+    if data.document_mask is True and (single_text or _unknown(parts)):
         reason = "the corpus is one text" if single_text else "the shards do not name documents"
         raise UserError(f'data.document_mask: {reason}: write "auto", or false')
-    return data.document_mask is not False and not single_text and not unknown
+    return data.document_mask is not False and not single_text and not _unknown(parts)
+
+
+def _unknown(parts: Sequence[Part]) -> bool:
+    """Whether the documents of some shards of another tool are unknown."""
+    return any(part.tokens and not part.documents for part in parts)
 
 
 def _samples(
@@ -141,20 +147,43 @@ def _samples(
     if not parts:
         return None
     tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
-    if data.format != "text":
-        pad = tokenizer.eot or 0
-        examples = DocumentSamples(tokens, context, following=following, pad=pad)
-        is_packed = data.packing == "best-fit" and len(examples)
-        return BestFitSamples(examples, context) if is_packed else examples
-    if data.packing == "packed":
-        masked = keeps_apart(data, parts)
-        return PackedSamples(tokens, context, ragged=is_val, masked=masked, following=following)
-    if len(parts) == 1 and (parts[0].corpus.index.single_text or not parts[0].documents):
+    is_text, best_fit = data.format == "text", data.packing == "best-fit"
+    if is_text and data.packing == "packed":
+        apart = keeps_apart(data, parts)
+        return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
+    if is_text and ((len(parts) == 1 and parts[0].corpus.index.single_text) or _unknown(parts)):
         problem = "the corpus is one stream of tokens"
         raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
-    best_fit = data.packing == "best-fit"
-    documents = DocumentSamples(tokens, context, following=following, split=best_fit)
-    return BestFitSamples(documents, context) if best_fit else documents
+    how: dict[str, Any] = {"split": best_fit} if is_text else {"pad": tokenizer.eot or 0}
+    documents = DocumentSamples(tokens, context, following=following, **how)
+    return BestFitSamples(documents, context) if best_fit and len(documents) else documents
+
+
+class DatasetSamples:
+    """A map-style `torch.utils.data.Dataset` whose items are integer token tensors [T + 1]."""
+
+    def __init__(self, dataset: Any, context: int):
+        self.dataset, self.context = dataset, context
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        rows = np.stack([self.item(index) for index in indices.tolist()])
+        return Batch(rows[:, :-1], rows[:, 1:])
+
+    def item(self, index: int) -> np.ndarray:
+        """Item `index`, int64 [T + 1]; UserError if it has another shape or type."""
+        item = self.dataset[index]
+        # numpy would read the items of any other object, such as a dataset, perhaps without end.
+        is_row = hasattr(item, "__array__") or isinstance(item, list | tuple)
+        item = np.asarray(item if is_row else None)
+        if item.dtype.kind not in "iu" or item.shape != (self.context + 1,):
+            raise UserError(
+                f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "
+                f"it must hold integers [{self.context + 1}], model.context + 1 tokens"
+            )
+        return item.astype(np.int64)
 
 
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:

@@ -8,6 +8,7 @@ computed when the tokens are read, so recipes, studies and evaluations share a d
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -34,10 +35,10 @@ from windlass.data.need import Need
 from windlass.data.progress import Progress
 from windlass.data.shards import INDEX, Index, file_states, prepare_again, remember, verify
 from windlass.data.sources import SourceSpec, changes, describe_source, open_source
-from windlass.data.split import Corpus, Member, equal_parts
+from windlass.data.split import Corpus, Member, equal_parts, training_tokens
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
-from windlass.fileio import LockHeld, acquire_lock, locked
+from windlass.fileio import LockHeld, acquire_lock, locked, read_json, write_atomic
 from windlass.processes import usable_cores
 from windlass.recipe import DataSettings, Recipe, as_recipe
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 LOCK = ".lock"
+LEARNED = "sources.json"  # from which a tokenizer was learned
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def prepare(
     try:
         wanted = wanted_sources(recipe, only_val)
         work.open_tokenizer(wanted, tokenizer, template)
-        members = [work.member(member) for member in wanted]
+        members = work.members(wanted)
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
         tokenizers.check_tokenizer(recipe, work.tokenizer, notify)
@@ -144,23 +146,29 @@ class _Preparation:
     def __init__(self, recipe: Recipe, progress: Progress, resuming: bool):
         self.recipe, self.progress, self.resuming = recipe, progress, resuming
         self.tokenizer: Tokenizer
-        self.template = Template()
+        self.template, self.files = Template(), dict[str, str]()  # SHA-256 of tokenizer files
         self.is_new, self.changed = False, list[str]()
 
     def open_tokenizer(
         self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
-        recipe = self.recipe
-        specs = [spec for member in wanted for spec in (*member.train, *member.val)]
-        saved = (directory_of(spec, recipe) for spec in specs)
-        folder = next((place / FOLDER for place in saved if (place / INDEX).is_file()), None)
+        recipe, saved = self.recipe, None
+        for member in wanted:
+            for spec in (*member.train, *member.val):
+                place = directory_of(spec, recipe)
+                saved = saved or (place / FOLDER if (place / INDEX).is_file() else None)
+        is_learned = tokenizers.is_learned(recipe.data.tokenizer)
+        if tokenizer is None:
+            self.files = tokenizer_key(recipe).get("files", {})
+        if self.prepares_again and (is_learned or self.files):
+            saved = None  # it may have changed
         if tokenizer is not None:
             self.tokenizer, self.template = tokenizer, template or Template()
-        elif folder is not None:
-            self.tokenizer = tokenizers.load_tokenizer(folder)
-            self.template = Template.of_directory(folder)
-        elif tokenizers.is_learned(recipe.data.tokenizer):
+        elif saved is not None:
+            self.tokenizer = tokenizers.load_tokenizer(saved)
+            self.template = Template.of_directory(saved)
+        elif is_learned:
             self.tokenizer = self._learned(wanted)
         else:
             self.tokenizer = tokenizers.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
@@ -170,39 +178,86 @@ class _Preparation:
 
     def _learned(self, wanted: list[Wanted]) -> Tokenizer:
         """The tokenizer that the corpus makes, in a directory of its own."""
-        recipe = self.recipe
-        if any(spec.kind == "shards" for member in wanted for spec in member.train):
+        recipe, train = self.recipe, [spec for member in wanted for spec in member.train]
+        if any(spec.kind == "shards" for spec in train):
             problem = f"data.tokenizer: {recipe.data.tokenizer} needs the corpus"
             raise UserError(f"{problem}: use another for shards:")
         directory = root_of(recipe) / f"tokenizer-{hash_of_key(tokenizer_key(recipe))}"
         with _lock(directory, self.progress):
-            if not (directory / FOLDER).is_dir():
-                train, val = (
-                    [open_source(spec, self.progress.note) for m in wanted for spec in specs(m)]
-                    for specs in (lambda m: m.train, lambda m: m.val)
-                )
-                learn_tokenizer(recipe.data, train, val, self.progress).save(directory)
+            val = [spec for member in wanted for spec in member.val]
+            learned = read_json(directory / LEARNED).get("sources")
+            if learned is not None:
+                now = [(spec, describe_source(spec)) for spec in (*train, *val)]
+                pairs = zip(now, learned, strict=True)
+                stale = [(spec, changes(old, new)) for (spec, new), old in pairs if new]
+                for spec, change in stale:
+                    how = f"since the tokenizer in {directory} was learned: {change}"
+                    if change and self._again(f"{spec.setting}: {spec.name} has changed {how}"):
+                        learned = None
+            if learned is None:
+                sources = [open_source(spec, self.progress.note) for spec in (*train, *val)]
+                parts = sources[: len(train)], sources[len(train) :]
+                learn_tokenizer(recipe.data, *parts, self.progress).save(directory)
+                learned = [source.description for source in sources]
+                write_atomic(directory / LEARNED, json.dumps({"sources": learned}, indent=1))
         return tokenizers.load_tokenizer(directory / FOLDER)
 
-    def member(self, wanted: Wanted) -> Member:
-        """Prepare the sources of a member as far as its limits need them."""
-        val = [self.corpus(spec, wanted, True, wanted.data.max_tokens) for spec in wanted.val]
-        train, limit = list[Corpus](), wanted.data.max_tokens
-        for spec in wanted.train:
-            train.append(self.corpus(spec, wanted, False, -(-limit // len(wanted.train))))
-        while limit and len(train) > 1:  # what a source lacks, the others give
-            read = [Need(wanted.data, False, limit).counted(corpus) for corpus in train]
-            totals = [
-                need.done if corpus.index.complete else 1 << 62
-                for need, corpus in zip(read, train, strict=True)
+    @property
+    def prepares_again(self) -> bool:
+        return self.recipe.data.changed == "prepare" and not self.resuming
+
+    def _again(self, text: str, is_usable: bool = True) -> bool:
+        """Whether to prepare again what a sentence says has changed, or to keep it if `is_usable`.
+
+        UserError with both choices if the recipe makes none.
+        """
+        if self.prepares_again:
+            return True
+        if not is_usable or not (self.recipe.data.changed == "keep" or self.resuming):
+            keep = 'data.changed="keep" trains on the prepared tokens, ' * is_usable
+            raise UserError(f'{text}; {keep}data.changed="prepare" prepares it again')
+        if text not in self.changed:
+            self.changed.append(text)
+        return False
+
+    def members(self, wanted: list[Wanted]) -> list[Member]:
+        """Prepare all sources as far as the limits of the recipe need them."""
+        asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
+        while True:
+            members = [
+                Member(
+                    w.name,
+                    w.data,
+                    [self.corpus(s, w, False, n) for s, n in zip(w.train, tokens, strict=True)],
+                    [self.corpus(spec, w, True, w.data.max_tokens) for spec in w.val],
+                )
+                for w, tokens in zip(wanted, asked, strict=True)
             ]
-            parts = equal_parts(limit, totals)
-            short = [i for i, part in enumerate(parts) if read[i].done < min(part, totals[i])]
-            if not short:
-                break
-            for i in short:
-                train[i] = self.corpus(wanted.train[i], wanted, False, parts[i])
-        return Member(wanted.name, wanted.data, train, val)
+            for corpus in (corpus for member in members for corpus in member.val):
+                if not corpus.index.tokens:
+                    setting, name = corpus.spec.setting, corpus.spec.name
+                    raise UserError(f"{setting}: there is nothing to read in {name}")
+            if not self._ask_more(members, asked):
+                return members
+
+    @staticmethod
+    def _ask_more(members: list[Member], asked: list[list[int]]) -> bool:
+        """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
+        because others have less, or the validation data has the texts."""
+        more = False
+        if not any(member.data.max_tokens for member in members):
+            return more
+        for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
+            needs = [Need(member.data, False, 0).counted(corpus) for corpus in member.train]
+            limits = [
+                total if need.has_all_documents or corpus.index.complete else 1 << 62
+                for total, need, corpus in zip(totals, needs, member.train, strict=True)
+            ]
+            parts = equal_parts(member.data.max_tokens, limits)
+            for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
+                if total < part:
+                    own[i], more = max(own[i], needs[i].done) + part - total, True
+        return more
 
     def corpus(self, spec: SourceSpec, wanted: Wanted, is_val: bool, tokens: int) -> Corpus:
         """A source, prepared as far as it is needed."""
@@ -213,7 +268,7 @@ class _Preparation:
             if (found := self._found(spec, directory, wanted.data, is_val, tokens)) is not None:
                 return found
             index = Index.load(directory)
-            if index is not None and self._stale(spec, index):
+            if index is None or self._stale(spec, index, directory):
                 _clear(directory)
                 index = None
             self.is_new = True
@@ -233,31 +288,30 @@ class _Preparation:
         index = Index.load(directory)
         if index is None:
             return None
-        stale, setting = self._stale(spec, index), self.recipe.data.changed
-        if stale and setting == "prepare" and not self.resuming:
+        stale = self._stale(spec, index, directory)
+        if stale and self.prepares_again:
             return None
         corpus = self._open(spec, directory)
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
         is_enough = index.complete or Need(data, is_val, tokens).counted(corpus).is_met
-        if not stale:
-            return corpus if is_enough else None
-        text = (
-            f"{spec.setting}: {spec.name} has changed since it was prepared in {directory}: {stale}"
-        )
-        if not is_enough or not (setting == "keep" or self.resuming):
-            keep = 'data.changed="keep" trains on the prepared tokens, ' * is_enough
-            raise UserError(f'{text}; {keep}data.changed="prepare" prepares it again')
-        if text not in self.changed:
-            self.changed.append(text)
-        return corpus
+        if stale:
+            self._again(stale, is_enough)
+        return corpus if is_enough else None
 
-    @staticmethod
-    def _stale(spec: SourceSpec, index: Index) -> str:
-        """What has changed of a source, as part of a sentence; empty if nothing has."""
+    def _stale(self, spec: SourceSpec, index: Index, directory: Path) -> str:
+        """A sentence on what has changed since a source was prepared; empty if nothing has."""
+        since = f"has changed since {directory} was prepared"
         now = describe_source(spec)
-        return changes(index.source, now) if now else ""
+        if now and (change := changes(index.source, now)):
+            return f"{spec.setting}: {spec.name} {since}: {change}"
+        old = index.key.get("files", {})
+        for path, digest in self.files.items():
+            if old.get(path, digest) != digest:
+                return f"data.tokenizer: {path} {since}"
+        is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
+        return f"data.tokenizer: it {since}" if is_other and self.prepares_again else ""
 
     def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: Need) -> None:
         """Write the tokens of a source, after those that `index` has."""
@@ -269,7 +323,7 @@ class _Preparation:
         if spec.format != "text":
             self.template.save(directory / FOLDER)
         new = Index(
-            key=source_key(spec, recipe),
+            key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
             tokenizer=tokenizer.describe(),
             template=self.template.describe(recipe.tokenizer) if spec.format == "chat" else "",
@@ -289,8 +343,6 @@ class _Preparation:
             encoder = Encoder(spec, tokenizer, self.template)
             workers = recipe.data.workers or usable_cores()
             index = write_source(source, directory, index, encoder, need, workers, progress)
-            if not index.tokens and index.complete:
-                raise UserError(f"{spec.setting}: there is nothing to read in {spec.name}")
         if not resumed:  # else files of an earlier process are read once before they are used
             remember(directory, file_states(directory, index))
 

@@ -204,23 +204,21 @@ def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
     With a separator they have no line breaks at their edges, and empty ones are left out.
     """
     rest, continues, most = "", False, BLOCK - READ
+    edges = "\r\n" if separator else ""
     for piece in pieces:
         rest += piece
         if separator:
             *texts, rest = rest.split(separator)
-            for number, text in enumerate(texts):
-                follows = continues and not number
-                if stripped := text.rstrip("\r\n") if follows else text.strip("\r\n"):
-                    yield Item(place, stripped)
-                elif follows:
-                    yield Item(place, "")
-            continues &= not texts
-            rest = rest if continues else rest.lstrip("\r\n")
+            for text in texts:
+                document = text.rstrip(edges) if continues else text.strip(edges)
+                if document or continues:
+                    yield Item(place, document)
+                continues = False
         while len(rest) > most:
             end = cut_at_line(rest, most - len(separator))
-            yield Item(place, rest[:end], more=True)
+            yield Item(place, rest[:end] if continues else rest[:end].lstrip(edges), more=True)
             rest, continues = rest[end:], True
-    rest = rest.rstrip("\r\n") if separator else rest
+    rest = rest.rstrip(edges) if continues else rest.strip(edges)
     if rest or continues or not separator:
         yield Item(place, rest)
 

@@ -16,7 +16,6 @@ import numpy as np
 from windlass.data.order import permute, sample_indices
 from windlass.data.shards import Stream
 from windlass.data.split import Part
-from windlass.errors import UserError
 from windlass.recipe.settings import IGNORE_INDEX
 
 A = TypeVar("A")  # np.ndarray where samples are read, Tensor where a model computes
@@ -131,7 +130,7 @@ class PackedSamples:
     """Documents end to end in rows of `context` tokens; a row starts with the last label before it.
 
     With `ragged` the last tokens make a shorter row with masked padding, so that a validation set
-    counts its last token. With `masked` batches number the documents of a row. The part of a
+    counts its last token. With `apart` batches number the documents of a row. The part of a
     document in a row is then a document of its own, and the label of a document's last token is
     `following`, the token that begins the next document.
     """
@@ -142,12 +141,12 @@ class PackedSamples:
         context: int,
         *,
         ragged: bool = False,
-        masked: bool = False,
+        apart: bool = False,
         following: int = 0,
     ):
         self._tokens, self.context, self._following = tokens, context, following
-        self._starts = tokens.documents[:-1] if masked else None
-        self.document_mask = masked
+        self._starts = tokens.documents[:-1] if apart else None
+        self.document_mask = apart
         self.tokens = len(tokens)  # including the tokens after the last row
         self.valid_tokens = max(0, len(tokens) - 1)
         if not ragged:
@@ -228,20 +227,18 @@ class DocumentSamples:
         if self.masked:
             whole = self._leave_out(whole)
         self.lengths = length_percentiles(whole, context + self.masked) if len(whole) else {}
-        rest = whole  # tokens from a sample's start to its document's end
-        if split and not self.masked:
+        self._rest = whole  # tokens from a sample's start to its document's end
+        if split:
             pieces = -(-whole // context)
             first = np.repeat(np.cumsum(pieces) - pieces, pieces)
             begin = context * (np.arange(len(first)) - first)  # of a piece in its document
             self._starts = np.repeat(self._starts, pieces) + begin
-            rest = np.repeat(whole, pieces) - begin
+            self._rest = np.repeat(whole, pieces) - begin
             self.lengths |= {"cut": 0, "cut_tokens": 0}
-        self._rest = rest
-        self.sizes = np.minimum(rest - self.masked, context)  # positions, int64 [samples]
+        self.sizes = np.minimum(self._rest - self.masked, context)  # positions, int64 [samples]
         shards = np.searchsorted(self._starts, tokens.shards)
         self.shard_samples: Sequence[int] = np.diff(shards).tolist()
         self.real_tokens = int(self.sizes.sum())
-        self.valid_tokens = self._count_marks() if self.masked else self.real_tokens
 
     def _leave_out(self, whole: np.ndarray) -> np.ndarray:
         """Leave out the examples from which nothing is learned; the tokens of the others."""
@@ -260,10 +257,13 @@ class DocumentSamples:
         fields = [p.corpus.stream.table.field(name)[p.numbers].astype(np.int64) for p in parts]
         return np.concatenate([np.zeros(0, np.int64), *fields])
 
-    def _count_marks(self) -> int:
+    @cached_property
+    def valid_tokens(self) -> int:
         """The labels in an epoch that count in the loss."""
+        if not self.masked:
+            return self.real_tokens
         is_cut = self._rest > self.context + 1
-        cut = sum(int(self.row(i)[1][1:].sum()) for i in np.flatnonzero(is_cut).tolist())
+        cut = sum(int(self.row(i)[1].sum()) for i in np.flatnonzero(is_cut).tolist())
         return int(self._marked[~is_cut].sum()) + cut
 
     def __len__(self) -> int:
@@ -280,8 +280,7 @@ class DocumentSamples:
         tokens, marks = np.empty(size, np.int64), np.empty(size, bool)
         for read, out in ((self._tokens.read_into, tokens), (self._tokens.marks_into, marks)):
             read(start, out[: size - tail])
-            if tail:
-                read(start + whole - tail, out[size - tail :])
+            read(start + whole - tail, out[size - tail :])
         return tokens, marks
 
     def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
@@ -393,12 +392,16 @@ class BestFitSamples:
 
     def __init__(self, items: DocumentSamples, context: int):
         self.items, self.context = items, context
-        self.valid_tokens, self.real_tokens = items.valid_tokens, int(items.sizes.sum())
+        self.real_tokens = items.real_tokens
         self._order, self._edges = best_fit(items.sizes, context)
         self._used = np.add.reduceat(items.sizes[self._order], self._edges[:-1])
 
     def __len__(self) -> int:
         return len(self._used)
+
+    @property
+    def valid_tokens(self) -> int:
+        return self.items.valid_tokens
 
     def length(self, index: int) -> int:
         """The tokens of a row, without padding."""
@@ -430,36 +433,6 @@ class BestFitSamples:
                 documents[at, place.stop :] = number + 1
                 start = place.stop
         return Batch(tokens, labels, positions_of(documents), documents)
-
-
-# -- a user's own data, and parts of a set
-
-
-class DatasetSamples:
-    """A map-style `torch.utils.data.Dataset` whose items are integer token tensors [T + 1]."""
-
-    def __init__(self, dataset: Any, context: int):
-        self.dataset, self.context = dataset, context
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        rows = np.stack([self.item(index) for index in indices.tolist()])
-        return Batch(rows[:, :-1], rows[:, 1:])
-
-    def item(self, index: int) -> np.ndarray:
-        """Item `index`, int64 [T + 1]; UserError if it has another shape or type."""
-        item = self.dataset[index]
-        # numpy would read the items of any other object, such as a dataset, perhaps without end.
-        is_row = hasattr(item, "__array__") or isinstance(item, list | tuple)
-        item = np.asarray(item if is_row else None)
-        if item.dtype.kind not in "iu" or item.shape != (self.context + 1,):
-            raise UserError(
-                f"data: item {index} of the dataset is {item.dtype} {list(item.shape)}; "
-                f"it must hold integers [{self.context + 1}], model.context + 1 tokens"
-            )
-        return item.astype(np.int64)
 
 
 class Subset:

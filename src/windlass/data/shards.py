@@ -213,19 +213,20 @@ class ShardWriter:
         """Append a row; after a resume the first one is the row that the last full shard cuts."""
         if row.item != self._item:
             self._item, self._characters = row.item, 0
-        tokens, marks = row.tokens[self._skip :], row.marks
-        done, size = self._skip, self.index.shard_tokens
-        self._skip = 0
+        done, marks, size = self._skip, row.marks, self.index.shard_tokens
+        tokens, self._skip = row.tokens[done:], 0
+        if not self._open:
+            self._create()
+        if not done:  # a row without tokens may end a document
+            line = [self.tokens, row.text, row.characters, row.more]
+            if marks is not None:
+                line += [row.group, row.tail, row.reach, int(marks.sum())]
+            self._open[1].write(np.array(tuple(line), self.index.row).tobytes())
+            self._documents += not self._goes_on
         while len(tokens):
             if not self._open:
                 self._create()
-            raw, table, *mask = self._open
-            if not done:
-                line = [self.tokens, row.text, row.characters, row.more]
-                if marks is not None:
-                    line += [row.group, row.tail, row.reach, int(marks.sum())]
-                table.write(np.array(tuple(line), self.index.row).tobytes())
-                self._documents += not self._goes_on
+            raw, _, *mask = self._open
             part = tokens[: size - self.tokens % size]
             tokens = tokens[len(part) :]
             raw.write(part.astype(on_disk(self.dtype)).tobytes())
@@ -380,8 +381,8 @@ class Table:
         self._directory, self._index = directory, index
         ends = self._rows("more") == 0
         self._last = np.flatnonzero(ends)
-        if index.resume[2] and len(index.full_shards) == len(index.shards):
-            self._last = self._last[:-1]  # a preparation was killed in this document
+        if index.resume[2] and len(index.full_shards) == len(index.shards) and ends[-1]:
+            self._last = self._last[:-1]  # a preparation was killed in this row
         self._first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self._last)]
 
     def __len__(self) -> int:
@@ -391,8 +392,9 @@ class Table:
         """A field of all rows."""
         fields, kind = [np.zeros(0, self._index.row[name])], self._index.row
         for shard in self._index.shards:  # one table at a time: a field is a part of it
-            if shard.table:
-                fields.append(np.fromfile(self._directory / shard.beside(".documents"), kind)[name])
+            if shard.table:  # another process may extend the last one meanwhile
+                path = self._directory / shard.beside(".documents")
+                fields.append(np.fromfile(path, kind, shard.rows)[name])
         return np.concatenate(fields)
 
     def field(self, name: str) -> np.ndarray:
@@ -450,8 +452,10 @@ def verify(
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
     fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
     """
+    # Another process may have extended the last shard, and the tokens of `index` are in it.
+    index = Index.load(directory) or index
     states, verified = file_states(directory, index), read_json(directory / VERIFIED)
-    changed = [file for file in states if verified.get(file) != states[file]]
+    changed = {file: state[2] for file, state in states.items() if verified.get(file) != state}
     rank, world = 0, 1
     if ranks is not None and ranks.world > 1:
         rank, world = ranks.env.local_rank, ranks.env.local_world
@@ -461,11 +465,11 @@ def verify(
             return
         first = (ranks.env.node, 0)
         changed = next((files for node, r, files in lists if (node, r) == first), changed)
-    own, damaged = changed[rank::world], list[Path]()
+    own, damaged = list(changed)[rank::world], list[Path]()
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda file: sha256_of(directory / file), own)
         for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-            if sha256 != states[file][2]:
+            if sha256 != changed[file]:
                 damaged.append(directory / file)
                 break
             tick(done / len(own))

@@ -167,7 +167,7 @@ class Pieces:
     val_stop: np.ndarray
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
     groups: np.ndarray  # hashes that decide what is held out
-    cut: np.ndarray  # the characters before a held-out end; 0: the document is not cut
+    cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
 
     @property
     def is_cut(self) -> np.ndarray:
@@ -247,6 +247,7 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     pieces.val_start, pieces.val_stop = pieces.start, np.minimum(pieces.stop, end)
     pieces.val_stop = np.maximum(pieces.val_start, pieces.val_stop)
     pieces.start = np.minimum(np.maximum(pieces.start, end), pieces.stop)
+    pieces.cut[(pieces.val_stop > pieces.val_start) & (pieces.stop > pieces.start)] = 1
 
 
 def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
@@ -265,6 +266,29 @@ def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
 # -- the division
 
 
+def _pieces(members: Sequence[Member]) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
+    """The pieces of each member's sources, before `data.max_tokens`, and of its separate validation
+    data; and the number of training documents left out, because validation data has them."""
+    own, evals = list[list[Pieces]](), list[list[Pieces]]()
+    for member in members:
+        lone = len(member.train) == 1
+        how: dict[str, Any] = {"is_val": False, "separate": bool(member.val), "lone": lone}
+        own.append([pieces_of(corpus, member.data, **how) for corpus in member.train])
+        how = {"is_val": True, "separate": True, "lone": len(member.val) == 1}
+        evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
+        _limit_val(member.data, evals[-1])
+    by_shard = any(member.data.val_shards for member in members)
+    if not by_shard and sum(map(len, (*own, *evals))) < 2:  # copies have equal hashes
+        return own, evals, 0
+    return own, evals, _leave_out_shared(own, evals)
+
+
+def training_tokens(members: Sequence[Member]) -> list[list[int]]:
+    """The tokens that each source of each member has for training, before any limit."""
+    own, _, _ = _pieces(members)
+    return [[int((p.stop - p.start).sum()) for p in pieces] for pieces in own]
+
+
 def divide(
     members: Sequence[Member], tokenizer: Tokenizer, sizes: tuple[int, int] = (0, 0), seed: int = 0
 ) -> Division:
@@ -273,17 +297,9 @@ def divide(
     `sizes`: the items of training and validation (`data.train_size`, `data.eval_size`), chosen by
     `seed`; 0: all.
     """
-    own, evals = list[list[Pieces]](), list[list[Pieces]]()
-    for member in members:
-        lone = len(member.train) == 1
-        how: dict[str, Any] = {"is_val": False, "separate": bool(member.val), "lone": lone}
-        own.append([pieces_of(corpus, member.data, **how) for corpus in member.train])
-        how = {"is_val": True, "separate": True, "lone": len(member.val) == 1}
-        evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
-    shared = _leave_out_shared(own, evals)
-    for member, pieces, separate in zip(members, own, evals, strict=True):
+    own, evals, shared = _pieces(members)
+    for member, pieces in zip(members, own, strict=True):
         _limit(member.data, pieces)
-        _limit_val(member.data, separate)
     for size, purpose in zip(sizes, ("train", "eval"), strict=True):
         if size:
             _choose([p for group in (*own, *evals) for p in group], size, purpose, seed)
@@ -303,19 +319,23 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
     """Do not train on texts and shards of the validation data; the number of such documents."""
     pieces = [p for group in own for p in group]
     separate = [p for group in evals for p in group]
-    if not separate and len(pieces) < 2:
-        return 0
-    held = [p.texts[p.val_stop > p.val_start] for p in (*pieces, *separate) if len(p.texts)]
-    texts = np.unique(np.concatenate([np.zeros(0, np.uint64), *held]))
+    whole, ends = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]  # texts, held out so
+    for p in (*pieces, *separate):
+        if len(p.texts):
+            held = p.val_stop > p.val_start
+            whole.append(p.texts[held & ~p.is_cut])
+            ends.append(p.texts[held & p.is_cut])
+    texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
     files = {
         key for p in separate for s in p.corpus.index.shards for key in (s.file, s.sha256) if key
     }
     shared = 0
     for p in pieces:
         if len(p.texts):
-            also = np.isin(p.texts, texts) & ~p.is_cut
+            also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & ~p.is_cut)
         else:
-            also = np.array([{s.file, s.sha256} & files != set() for s in p.corpus.index.shards])
+            shards = [{s.file, s.sha256} & files for s in p.corpus.index.shards]
+            also = np.array([*map(bool, shards)], bool)
         shared += int((also & (p.stop > p.start)).sum())
         p.keep(~also)
     return shared
@@ -340,12 +360,13 @@ def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
 def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
     """Limit separate validation data to `data.val_fraction` of `data.max_tokens`, in characters."""
     characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
-    totals = [int(p.corpus.stream.table.characters.sum()) for p in separate if characters]
-    for p, limit in (
-        zip(separate, equal_parts(characters, totals), strict=True) if characters else ()
-    ):
+    if not characters:
+        return
+    sizes = [p.corpus.stream.table.characters[: len(p.texts)] for p in separate]
+    limits = equal_parts(characters, [int(size.sum()) for size in sizes])
+    for p, size, limit in zip(separate, sizes, limits, strict=True):
         if len(p.texts):
-            ends = np.cumsum(p.corpus.stream.table.characters[: len(p.texts)])
+            ends = np.cumsum(size)
             p.keep_val(np.arange(len(ends)) <= int(np.searchsorted(ends, limit)))
             if len(ends) == 1:
                 p.val_stop[0] = max(p.val_start[0] + 1, p.corpus.place_of(0, limit))
@@ -365,6 +386,7 @@ def _choose(pieces: list[Pieces], size: int, purpose: str, seed: int) -> None:
     """Keep `size` documents, chosen by the seed and the hashes of their texts."""
     key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}/{seed}", 8), "<u8")[0]
     training = purpose == "train"
+    pieces = [p for p in pieces if p.corpus.index.masked]
     present = [(p.stop > p.start) if training else (p.val_stop > p.val_start) for p in pieces]
     draws = [splitmix(p.texts ^ key) for p in pieces]
     flat = np.concatenate([d[here] for d, here in zip(draws, present, strict=True)])

@@ -204,7 +204,8 @@ class Tokenizer:
             return ids if self.eot is None else ids[ids != self.eot]
 
         if before and self._marks_start:
-            for head in (before[-TAIL:].encode("utf-8", "replace").decode(), "a"):
+            tail = before[-TAIL:].encode("utf-8", "replace").decode()
+            for head in (tail, "a", "\n"):
                 alone, both = encode(head), encode(head + text)
                 if np.array_equal(both[: len(alone)], alone):
                     return both[len(alone) :]
@@ -213,9 +214,8 @@ class Tokenizer:
     @cached_property
     def _marks_start(self) -> bool:
         """Whether a text has other ids at the start of a text than after a line."""
-        return len(probe_ids(self.inner, "a\nb")) != sum(
-            len(probe_ids(self.inner, part)) for part in ("a\n", "b")
-        )
+        line, start, both = (probe_ids(self.inner, text) for text in ("a\n", "b", "a\nb"))
+        return line + start != both
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; an id without a token (a padded vocabulary) becomes U+FFFD."""
@@ -286,6 +286,7 @@ class Tokenizer:
 
         The joined texts are encoded together. A token over several parts has their largest mark.
         """
+        parts = [part for part in parts if part[0] != ""]
         if self._bytes is None:
             return self._encode_spans(parts)
         ids, marks = list[int](), list[int]()
@@ -326,7 +327,7 @@ class Tokenizer:
         first = np.searchsorted(ends, start, "right")
         last = np.searchsorted(ends, np.maximum(stop, start + 1), "left")
         spans = np.stack([first, last + 1], axis=1).ravel()
-        marks = np.maximum.reduceat([*(mark for _, mark in parts), 0], spans)[::2]
+        marks = np.maximum.reduceat([*(mark for _, mark in parts), False], spans)[::2]
         if given := [part for part in parts if isinstance(part[0], int)]:
             at = np.isin(ids, sentinel_ids)
             ids[at], marks[at] = zip(*given, strict=True)
@@ -378,14 +379,14 @@ def stretches(text: str) -> Iterator[str]:
 def cut_place(text: str, start: int, stop: int) -> int:
     """The last place up to `stop` at which a cut changes no token; else `stop`.
 
-    No tokenizer's pair crosses a single line feed before a letter, nor the place before a single
-    space.
+    No tokenizer's piece crosses the place before a single line feed or space between two words.
     """
-    for mark, after in (("\n", 1), (" ", 0)):
+    for mark, after_word, offset in (("\n", True, 0), ("\n", False, 1), (" ", False, 0)):
         at = text.rfind(mark, start + 1, stop)
         while at >= 0:
-            if not text[at - 1].isspace() and text[at + 1].isalnum():
-                return at + after
+            left, right = text[at - 1], text[at + 1]
+            if (left.isalnum() if after_word else not left.isspace()) and right.isalnum():
+                return at + offset
             at = text.rfind(mark, start + 1, at)
     return stop
 
@@ -555,8 +556,6 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`."""
-    from tokenizers import processors
-
     # The library would warn about a fork after its threads started.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path = Path(place).expanduser()
@@ -579,19 +578,11 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         except Exception as error:  # of any kind, from the libraries behind it
             problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
             raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
-    inner, configs = _read_json(file), [read_json(folder / name) for name in CONFIG_FILES]
-
-    def ids_of(name: str) -> list[tuple[str, int]]:
-        tokens = [config[name] for config in configs if config.get(name)]
-        texts = [token["content"] if isinstance(token, dict) else token for token in tokens]
-        return [(text, i) for text in texts if (i := inner.token_to_id(text)) is not None]
-
-    if configs[0].keys() & {"add_bos_token", "add_eos_token"}:  # as `transformers` reads them
-        bos = ids_of("bos_token")[:1] if configs[0].get("add_bos_token") else []
-        single = [*(text for text, _ in bos), "$A"]
-        processor = processors.TemplateProcessing(single=single, special_tokens=bos)
-        inner.post_processor = processor if bos else None
-    eos = [i for _, i in ids_of("eos_token")]
+    inner, eos = _read_json(file), list[int]()
+    for config in CONFIG_FILES:
+        token = read_json(folder / config).get("eos_token") or ""
+        i = inner.token_to_id(token["content"] if isinstance(token, dict) else token)
+        eos += [] if i is None else [i]
     known = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
     eot = next(iter([*eos, *known]), None)
     start = read_json(folder / "config.json").get("bos_token_id")

@@ -351,11 +351,9 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
 
 def _context(row: Mapping[str, Any]) -> str:
     """The activity, and the text that the endings continue, whose second sentence is a new one."""
-    parts = row["ctx"], ""
-    if "ctx_a" in row and "ctx_b" in row:
-        parts = row["ctx_a"], " " + row["ctx_b"].capitalize()
+    text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
     label = f"{row['activity_label']}: " if row.get("activity_label") else ""
-    return _without_tags(f"{label}{parts[0]}{parts[1]}")
+    return _without_tags(label + text)
 
 
 def _without_tags(text: str) -> str:

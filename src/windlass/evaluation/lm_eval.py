@@ -100,9 +100,12 @@ def adapter(
             context, sums = unwrap(model).context, []
             for request in requests:
                 ids = [*tokenizer.begin, *tokenizer.encode(request.args[0]).tolist()]
-                # each token once, after the tokens before it in its stretch
-                starts = range(0, len(ids), context)
-                rows = [Continuation(ids[i - 1 : i] or start, ids[i : i + context]) for i in starts]
+                # each token once; the last stretch is short, so more tokens fit before it
+                stretches = [(i, min(i + context, len(ids))) for i in range(0, len(ids), context)]
+                rows = [
+                    Continuation(ids[max(0, end - context - 1) : i] or start, ids[i:end])
+                    for i, end in stretches
+                ]
                 sums.append(sum(value for value, _greedy in score(rows)))
             return sums
 

@@ -155,8 +155,6 @@ def items(r: Any) -> Problems:
         if kind != "text" and name.startswith("shards:"):
             yield key, f'token shards are text: write "text", not "{kind}"'
     names = [*d.sources, *d.eval_sources]
-    if d.eval_split and not any(name.startswith("hf:") for name in names):
-        yield "data.eval_split", "only a source hf:NAME has splits: drop it, or give eval_source"
     if d.separator and not ("text" in formats and any(map(is_file, names))):
         yield "data.separator", "only text files have documents between separators: drop it"
     if d.shards_dtype != "auto" and not any(name.startswith("shards:") for name in names):

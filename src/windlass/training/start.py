@@ -258,8 +258,8 @@ def command_of_new_run(recipe: Recipe, origin: Run, which: str) -> str:
     changes = {key: located(key, value, home) for key, value in changes.items()}
     changes |= {"run.dir": str(recipe.run_dir), "model.init_from": f"{origin.path}@{which}"}
     changes |= {"data.tokenizer": "auto"}
-    if recipe.data.dir or origin.recipe.data.dir:  # of the old data
-        changes["data.dir"] = "" if recipe.data.dir == origin.recipe.data.dir else recipe.data.dir
+    if recipe.data.dir != origin.recipe.data.dir:
+        changes["data.dir"] = recipe.data.dir
     words = [f"{key}={typed(value)}" for key, value in changes.items()]
     return shlex.join(["windlass", "train", str(origin.path), *words])
 

@@ -1,0 +1,403 @@
+"""The shapes of conversations and SQuAD's questions: their tokens, marks, hashes, and bad items."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_fixtures import counted
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tokenizer_fixtures
+from helpers import refused, windlass
+from windlass.data import examples, sources
+from windlass.data.chat import Template
+from windlass.data.examples import (
+    Encoded,
+    Question,
+    encode_example,
+    eval_questions,
+    example_group,
+    example_texts,
+    hash64,
+    question_prompt,
+)
+from windlass.data.records import Item, SourceSpec
+from windlass.data.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
+from windlass.recipe import Recipe
+
+BYTES = byte_tokenizer()
+CHAT, SQUAD = SourceSpec("x", "x", "chat"), SourceSpec("squad:x", "squad:x", "squad")
+TALK = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Who are you?"},
+    {"role": "assistant", "content": "A cat."},
+]
+PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
+SHAREGPT = [
+    {"from": "system", "value": "Be kind."},
+    {"from": "human", "value": "Who are you?"},
+    {"from": "gpt", "value": "A cat."},
+]
+CAPITALS = [{**message, "role": message["role"].capitalize()} for message in TALK]
+SAME: dict[str, Any] = {
+    "messages": {"messages": TALK},
+    "capitals": {"messages": CAPITALS},
+    "parts": {"messages": [{**TALK[0], "content": PARTS}, *TALK[1:]]},
+    "sharegpt": {"id": "7", "conversations": SHAREGPT},
+    "sharegpt-roles": {"conversations": TALK},
+    "developer": {"messages": [{**TALK[0], "role": "developer"}, *TALK[1:]]},
+    "alpaca": {
+        "system": "Be kind.",
+        "instruction": "Who are you?",
+        "input": "",
+        "output": "A cat.",
+    },
+    "trl": {"prompt": TALK[:2], "completion": TALK[2:]},
+}
+
+
+def item(record: Any, place: str = "talk.jsonl, line 7") -> Item:
+    return Item(place, record)
+
+
+def learned(found: Encoded, tokenizer: Any = BYTES) -> str:
+    return counted(tokenizer, found.tokens, found.marks)
+
+
+def encode(
+    record: Any, template: Template | None = None, tokenizer: Any = BYTES, **how: Any
+) -> Any:
+    spec = SourceSpec("x", "x", "chat", **how)
+    return encode_example(item(record), spec, tokenizer, template or Template())
+
+
+# -- conversations
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_every_shape_gives_the_same_tokens_and_hashes(name: str) -> None:
+    found, first = encode(json.dumps(SAME[name]).encode()), encode(SAME["messages"])
+    assert BYTES.decode(found.tokens).startswith("System: Be kind.\n\nUser: Who are you?\n\nAssis")
+    assert learned(found) == " A cat.<|endoftext|>" and found.marks.dtype == bool
+    assert found.tokens.dtype == np.int64 and found.tokens.tolist() == first.tokens.tolist()
+    assert found.text == found.group == first.text == example_group(item(SAME[name]), CHAT)
+    assert found.reach == found.marks.argmax() + 1 and found.tail == 0 and found.remark == ""
+    assert example_texts(item(SAME[name]), CHAT) == ["Be kind.", "Who are you?", "A cat."]
+
+
+def test_alpaca_input_follows_its_instruction_and_a_completion_is_not_a_turn() -> None:
+    found = encode({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert BYTES.decode(found.tokens).startswith("User: Add.\n\n1 2\n\nAssistant: 3")
+    found = encode({"prompt": "The sky is", "completion": " blue."}, Template("no template"))
+    assert BYTES.decode(found.tokens) == "The sky is blue.<|endoftext|>"
+    assert learned(found) == " blue.<|endoftext|>"
+    assert found.reach == len("The sky is") + 1
+
+
+TWO = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "a wrong answer"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "a right answer"},
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
+def test_which_answers_have_a_loss_is_a_setting(kind: str, tmp_path: Path) -> None:
+    template, tokenizer, end = Template(), BYTES, "<|endoftext|>"
+    if kind != "plain":
+        place, end = tokenizer_fixtures.save(kind, tmp_path / "tok"), "<|im_end|>"
+        template, tokenizer = Template.of_directory(place), hf_tokenizer(str(place))
+    talk, pair = {"messages": TWO}, {"prompt": TWO[:3], "completion": TWO[3:]}
+    for record, answers, number in (
+        (talk, "auto", 2),
+        (talk, "all", 2),
+        (talk, "last", 1),
+        (pair, "auto", 1),
+        (pair, "all", 2),
+        (pair, "last", 1),
+        ({"prompt": TWO[:1], "completion": TWO[1:]}, "auto", 2),
+    ):
+        found = encode(record, template, tokenizer, answers=answers)
+        text = learned(found, tokenizer)
+        assert text.count(end) == number and text.count("wrong") == number - 1 and "right" in text
+        assert "?" not in text and found.text == encode(talk).text
+
+
+@pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind, key, tmp_path):
+    template, tokenizer, end = Template(), BYTES, "<|endoftext|>"
+    if kind != "plain":
+        place, end = tokenizer_fixtures.save(kind, tmp_path / "tok"), "<|im_end|>"
+        template, tokenizer = Template.of_directory(place), hf_tokenizer(str(place))
+    first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
+    empty = [*TWO[:3], {**TWO[3], "content": " "}]
+    found = [encode({"messages": talk}, template, tokenizer) for talk in (TWO, first, last, empty)]
+    both, one, other, without = (learned(example, tokenizer) for example in found)
+    assert both.count(end) == 2 and "wrong" in both and "right" in both
+    assert one.count(end) == 1 and "wrong" not in one and "right" in one
+    assert other == without and "right" not in other
+    assert found[0].tokens.tolist() == found[1].tokens.tolist()  # the template does not see the key
+    assert found[0].text == found[1].text
+    assert [example.remark for example in found[:3]] == [""] * 3
+    assert "talk.jsonl, line 7, turn 4" in found[3].remark and "empty" in found[3].remark
+
+
+@pytest.mark.parametrize(
+    ("turns", "words"),
+    [
+        (
+            [SHAREGPT[1], {"frm": "gpt", "value": "x"}],
+            ("turn 2 has no", "'frm', 'value'", '{"from": "human"'),
+        ),
+        ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
+        ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
+        ([{**SHAREGPT[1], "train": True}, SHAREGPT[2]], ("turn 1", "user", "train")),
+        ([SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}], ("turn 2", "0.5", "0 or 1")),
+        ([SHAREGPT[1], {**SHAREGPT[2], "train": "no"}], ("turn 2", "'no'", "true or false")),
+        (SHAREGPT[:2], ("no answer",)),
+        ("text", ("a list of turns, not text",)),
+        ([], ("a list of turns",)),
+        (["text"], ("turn 1 is text",)),
+        ([{"role": "user", "content": 3}], ("turn 1", "content is text")),
+        ([{"role": "user", "content": [{"type": "image"}]}], ("turn 1", "images")),
+        ([{"role": "user", "content": ["x"]}], ("ShareGPT",)),
+        ([SHAREGPT[1], {"from": "gpt", "value": "x", "tool_calls": ["y"]}], ("ShareGPT",)),
+    ],
+)
+def test_a_bad_conversation_is_named_with_its_place_and_what_is_expected(turns, words):
+    for use in (encode, lambda record: example_texts(item(record), CHAT)):
+        with refused("talk.jsonl, line 7", "the shape ShareGPT", *words):
+            use({"conversations": turns})
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (b"{", ("JSON",)),
+        (b"[1]", ("a list",)),
+        (None, ("null",)),
+        ({}, ("no keys", "messages", "instruction")),
+        ({"text": "x"}, ("'text'", "messages", "instruction", "completion")),
+        ({"messages": None}, ("'messages'", "instruction")),
+        ({"messages": 1}, ("a list of turns, not a number",)),
+        ({"messages": TALK, "tools": 3}, ("tools",)),
+        ({"messages": TALK, "tools": "{"}, ("the shape messages",)),
+        ({"messages": TALK, "tools": [{"name": "f"}]}, ("data.tokenizer",)),
+        ({"messages": [*TALK[:2], {**TALK[2], "content": " "}]}, ("nothing to learn",)),
+        ({"messages": [*TALK[:2], {**TALK[2], "weight": 0}]}, ("nothing to learn",)),
+        ({"prompt": "a", "completion": " "}, ("nothing to learn",)),
+        ({"prompt": "a", "completion": []}, ("both texts",)),
+        ({"prompt": TALK, "completion": TALK[:2]}, ("nothing to learn",)),
+        ({"instruction": 3, "output": "x"}, ("Alpaca",)),
+    ],
+)
+def test_an_item_without_a_conversation_is_named_with_its_place(record, words):
+    with refused("talk.jsonl, line 7", *words):
+        encode(record)
+
+
+def test_prepare_shows_a_row_with_what_counts_marked(tmp_path: Path) -> None:
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 4)
+    places = [f"data.source={tmp_path / 'talk.jsonl'}", f"data.dir={tmp_path / 'data'}"]
+    changes = [*places, "data.format=chat", "data.max_tokens=0", "data.val_fraction=0"]
+    printed = windlass("prepare", "quickstart", *changes).stdout
+    assert "User: Who are you?" in printed
+    assert "Assistant:\u27e6 A cat.<|endoftext|>\u27e7" in printed
+
+
+CALL = {"name": "hello", "arguments": {"say": "a cat <|im_end|>"}}
+TOOL_TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "Say hello <|im_end|>"},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "name": "hello", "content": "hello cat"},
+    {"role": "assistant", "content": "I said hello."},
+]
+FUNCTION = {"name": "hello", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '<|call|>' + (call.function | tojson) + '<|call|>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["tool", "ipython", "function"])
+def test_tools_are_written_as_transformers_writes_them(role: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    place = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    inner = json.loads((place / "tokenizer.json").read_text())  # with a special token inside a call
+    inner["added_tokens"].append({**inner["added_tokens"][0], "id": 480, "content": "<|call|>"})
+    (place / "tokenizer.json").write_text(json.dumps(inner))
+    (place / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    as_openai = json.loads(json.dumps(TOOL_TALK))  # arguments are JSON in a string there
+    function = as_openai[1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])
+    as_openai[2]["role"] = role
+    ours, template = hf_tokenizer(str(place)), Template.of_directory(place)
+    found = encode({"messages": as_openai, "tools": json.dumps(TOOLS)}, template, ours)
+    theirs = AutoTokenizer.from_pretrained(place)
+    # transformers reads a special token's text in a message as that token, and we as text
+    plain = json.loads(json.dumps(TOOL_TALK).replace(" <|im_end|>", " x"))
+    expected = theirs.apply_chat_template(plain, tools=TOOLS, return_dict=False)
+    same = encode({"messages": plain, "tools": TOOLS}, template, ours)
+    assert same.tokens.tolist() == expected
+    call = f"<|call|>{json.dumps(CALL)}<|call|>"
+    assert learned(found, ours) == f"{call}<|im_end|>\nI said hello.<|im_end|>\n"
+    # the system's, the user's, ...: one a turn
+    assert sum(i == ours.special["<|im_end|>"] for i in found.tokens) == 5
+
+
+def test_a_hash_depends_on_the_content_alone() -> None:
+    assert hash64("a") == int.from_bytes(bytes.fromhex("40f89e395b66422f"), "little")
+    assert hash64("a", "b") not in (hash64("ab"), hash64("a"), hash64("b", "a"))
+    assert hash64("\ud800") == hash64("?") and hash64("é") < 2**64
+
+
+# -- questions
+
+
+def squad_item(context: str, *answers: str, title: str = "", question: str = "What is it?") -> Item:
+    listed = [{"text": text, "answer_start": context.find(text)} for text in answers]
+    names = {"id": "q1", "title": title, "question": question}
+    return Item("s.json, question q1", {**names, "context": context, "answers": listed})
+
+
+def test_a_question_keeps_its_tail_and_its_hashes() -> None:
+    found = encode_example(squad_item("A cat sat. A cat.", "cat"), SQUAD, BYTES, Template())
+    text = "Question: What is it? Context: A cat sat. A cat. Answer: cat<|endoftext|>"
+    assert BYTES.decode(found.tokens) == text and learned(found) == " cat<|endoftext|>"
+    assert BYTES.decode(found.tokens[-found.tail :]) == " Answer: cat<|endoftext|>"
+    # up to the first occurrence of the answer
+    assert BYTES.decode(found.tokens[: found.reach]) == "Question: What is it? Context: A cat"
+    other = encode_example(squad_item("A cat sat. A cat.", "sat"), SQUAD, BYTES, Template())
+    assert found.text == other.text and found.group == other.group == hash64("A cat sat. A cat.")
+    titled = squad_item("A dog.", "dog", title="Dogs")
+    assert example_group(titled, SQUAD) == hash64("Dogs")
+    assert example_texts(titled, SQUAD) == [
+        "Question: What is it? Context: A dog. Answer:",
+        "dog",
+    ]
+
+
+WORDS = st.lists(st.sampled_from(["a", "bb", "ccc", "dé", "(x)", "y-z,"]), max_size=60).map(
+    " ".join
+)
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "llama2", "llama3"])
+def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
+    kind, tmp_path, data_files, request
+):
+    if kind == "byte":
+        tokenizer = BYTES
+    elif kind == "gpt2":
+        tokenizer = gpt2_tokenizer(str(data_files / "gpt2"))
+    else:
+        tokenizer = hf_tokenizer(str(tokenizer_fixtures.save(kind, tmp_path)))
+
+    @settings(max_examples=60, deadline=None)
+    @given(WORDS, st.integers(1, 240))
+    def check(words: str, room: int) -> None:
+        context = f"{words} ANSWER {words}"
+        found = encode_example(squad_item(context, "ANSWER"), SQUAD, tokenizer, Template())
+        asked = Question("q", "What is it?", context, ("ANSWER",))
+        other = Question("q", "What is it?", context, (words or "x",))
+        prompt = question_prompt(asked, tokenizer, room)
+        assert prompt == question_prompt(other, tokenizer, room) and len(prompt) <= room
+        answer = len(found.tokens) - int(found.marks.sum())  # its tokens begin here
+        whole, tail = found.tokens[:answer].tolist(), found.tail - int(found.marks.sum())
+        assert question_prompt(asked, tokenizer, 10_000) == whole
+        if room > tail:
+            cut = [*whole[: room - tail], *whole[answer - tail :]] if answer > room else whole
+            assert prompt == cut and tokenizer.decode(prompt).endswith(" Answer:")
+        reached = tokenizer.decode(found.tokens[: found.reach + 1])
+        assert "ANSWER" in reached
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({}, ("'answers' is missing",)),
+        (squad_item("A cat.").value, ("no answer",)),
+        (squad_item("A cat.", "").value, ("no answer",)),
+        (squad_item("A cat.", "dog").value, ("'dog'", "context")),
+        ({**squad_item("A cat.", "cat").value, "question": None}, ("texts",)),
+        ({"answers": [3]}, ("question q1",)),
+        ({**squad_item("A cat.", "cat").value, "id": None, "context": 3}, ("texts",)),
+        ({k: v for k, v in squad_item("A", "A").value.items() if k != "id"}, ("'id' is missing",)),
+    ],
+)
+def test_a_bad_question_is_named_with_its_place(record, words):
+    with refused("s.json, question q1", *words):
+        encode_example(Item("s.json, question q1", record), SQUAD, BYTES, Template())
+    tokenizer = char_tokenizer("Question: What is it? Context: A cat. Answer:", with_eot=False)
+    with refused("data.tokenizer"):
+        encode_example(squad_item("A cat.", "cat"), SQUAD, tokenizer, Template())
+
+
+def article(title: str, count: int) -> dict[str, Any]:
+    context = f"In {title} there lived a king. He had many sons and one cat."
+    answers = [{"text": "one cat", "answer_start": context.index("one cat")}]
+    qas = [
+        {"id": f"{title}-{i}", "question": f"Who {i}?", "answers": answers} for i in range(count)
+    ]
+    return {"title": title, "paragraphs": [{"context": context, "qas": qas}]}
+
+
+def write(path: Path, articles: list[dict[str, Any]]) -> Path:
+    path.write_text("\ufeff" + json.dumps({"version": "1.1", "data": articles}))
+    return path
+
+
+def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "asked.json", [article(f"Land {a}", 3) for a in range(3)])
+
+    def asked(tree: dict[str, Any], **settings: Any) -> list[Question]:
+        return eval_questions(Recipe.model_validate({**tree, "eval": settings}))
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("a corpus, which is no SQuAD")
+    text = {"data": {"source": "corpus.txt", "eval_source": str(corpus), "eval_size": 5}}
+    everything = asked({}, squad_file=str(file))
+    assert [q.id for q in everything] == [f"Land {a}-{i}" for a in range(3) for i in range(3)]
+    five, two = (asked(text, squad_file=str(file), squad_items=n) for n in (0, 2))
+    assert len(five) == 5 and len(two) == 2 and set(two) < set(five) < set(everything)
+    absent = {"format": "squad", "source": f"squad:{tmp_path / 'absent.json'}"}
+    assert asked({"data": absent}, squad_file=str(file)) == everything
+    assert asked({"data": {**absent, "eval_source": f"squad:{file}"}}) == everything
+    mine = {"data": {"format": "squad", "source": f"squad:{file}", "val_fraction": 0.3}}
+    held = asked(mine)  # one article of three
+    assert len(held) == 3 and len({q.group for q in held}) == 1
+    with refused("eval.squad_file", "none.json"):
+        asked(text, squad_file=str(tmp_path / "none.json"))
+    with refused("no questions", "data.val_fraction"):
+        asked({"data": {**mine["data"], "val_fraction": 0}})
+    with refused("data.eval_source", "no questions", "squad:FILE.json"):
+        asked({"data": {**mine["data"], "eval_source": str(corpus)}})
+    write(file, [article("Land", 1), article("Land", 1)])
+    with refused("two questions", "Land-0"):
+        asked({}, squad_file=str(file))
+    entry = squad_item("A cat.", "cat", title="t")
+    source = sources.Source(SQUAD, {}, read=lambda start: iter([entry, Item("bad", {})][start:]))
+    monkeypatch.setattr(examples, "open_source", lambda spec, notify: source)
+    of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
+    expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
+    assert asked({"data": of_the_hub}) == [expected]
+    with refused("bad"):
+        asked({"data": {**of_the_hub, "on_bad_item": "stop"}})
+
+
+def test_the_real_file_is_read_whole(data_files: Path) -> None:
+    file = str(data_files / "squad" / "dev-v1.1.json")
+    asked = eval_questions(Recipe.model_validate({"eval": {"squad_file": file}}))
+    assert len(asked) == 10_570 and len({q.group for q in asked}) == 48
+    assert all(q.answers[0] in q.context for q in asked)

@@ -1,0 +1,332 @@
+"""What is held out, against an independent reference; nothing validated is trained on."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+from data_fixtures import (
+    conversations,
+    documents,
+    jsonl,
+    questions,
+    read_documents,
+    recipe_for,
+    reference_split,
+    text_hash,
+    texts_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers import refused
+from windlass.data.describe import describe, warnings
+from windlass.data.open import open_data
+from windlass.data.split import equal_parts, held_out, held_out_examples
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def split_of(texts, folder, **data):
+    """The training and validation texts that a file of documents gives."""
+    return texts_of(
+        open_data(recipe_for(jsonl(folder / "x.jsonl", texts), folder / "data", **data))
+    )
+
+
+@pytest.mark.parametrize("fraction", [0, 0.1, 0.25, 0.9])
+@pytest.mark.parametrize("count", [40, 160])
+def test_the_split_is_the_reference(tmp_path, count, fraction):
+    """Of many documents some, by their hashes; of each of few the last characters."""
+    texts = documents(count, longest=60)
+    found = split_of(texts, tmp_path, val_fraction=fraction)
+    assert found == reference_split(texts, fraction)
+    assert fraction == 0 or all(found)
+
+
+@given(st.lists(st.text(max_size=30), min_size=1, max_size=8), st.sampled_from([0.1, 0.5]))
+@settings(max_examples=30)
+def test_few_texts_of_any_characters_are_cut_by_characters(tmp_path_factory, texts, fraction):
+    texts = [*texts, "a text that is long enough for one row " * 3]
+    texts = [t.encode("utf-8", "replace").decode() for t in texts]
+    wanted = [list(filter(None, part)) for part in reference_split(texts, fraction)]
+    found = split_of(texts, tmp_path_factory.mktemp("x"), val_fraction=fraction)
+    assert [list(filter(None, part)) for part in found] == wanted
+
+
+def test_order_copies_limits_and_tokenizers_change_no_choice(tmp_path):
+    texts = [t for t in documents(300, longest=40) if t]
+    held = set(reference_split(texts, 0.1)[1])
+    bpe = {"tokenizer": "bpe", "tokenizer_vocab": 300}
+    changes = {"max_tokens": 5000}, {"max_documents": 120}, {"tokenizer": "char"}, bpe
+    for number, more in enumerate(({}, *changes, {"shard_tokens": 4096})):
+        shuffled = texts * 2
+        random.Random(number).shuffle(shuffled)
+        train, val = split_of(shuffled, tmp_path / str(number), **more)
+        assert not set(train) & set(val) and set(val) <= held and not set(train) & held
+        assert len(val) > 1
+        if not more:
+            assert set(val) == held
+
+
+def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_path):
+    for n in range(4):
+        jsonl(tmp_path / "c" / f"{n}.jsonl", [f"file {n}, text {k}" * 3 for k in range(300)])
+    data = open_data(recipe_for(tmp_path / "c", tmp_path / "data"))
+    _, val = texts_of(data)
+    assert {re.match(r"file \d", text)[0] for text in val} == {f"file {n}" for n in range(4)}
+    for limit in (9000, 20_000):
+        data = open_data(recipe_for(tmp_path / "c", tmp_path / "data", max_tokens=limit))
+        assert 0 <= data.train.tokens - limit < 80
+        assert data.val.tokens / (data.train.tokens + data.val.tokens) == pytest.approx(
+            0.1, abs=0.02
+        )
+    for n in range(3):
+        (tmp_path / f"book{n}.txt").write_text(f"book {n} says something. " * 100)
+    _, val = texts_of(open_data(recipe_for(tmp_path / "book*.txt", tmp_path / "data")))
+    assert [len(text) for text in val] == [230, 230, 230]
+    assert [f"book {n}" in text for n, text in enumerate(val)] == [True] * 3
+
+
+def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
+    for module in ("split", "need", "encode"):
+        monkeypatch.setattr(f"windlass.data.{module}.LONG_TEXT", 2000)
+    long = [f"{n} long text, " * 300 for n in range(30)]
+    texts = [t for n in range(30) for t in (long[n], *(f"short {n}-{k}" for k in range(9)))]
+    train, val = split_of(texts, tmp_path)
+    cut = [int(len(t) * 9 / 10) for t in long]
+    assert [t for t in train if len(t) > 99] == [t[:n] for t, n in zip(long, cut, strict=True)]
+    assert [t for t in val if len(t) > 99] == [t[n:] for t, n in zip(long, cut, strict=True)]
+    held = [t for t in texts if len(t) < 99 and text_hash(t) < 2**64 // 10]
+    assert [t for t in val if len(t) < 99] == held and len(held) > 9
+    small = open_data(recipe_for(tmp_path / "x.jsonl", tmp_path / "y", max_tokens=30_000))
+    assert small.train.tokens == pytest.approx(30_000, abs=4500)
+    assert not small.prepared.corpora[0].index.complete
+
+
+# -- validation data of its own
+
+
+def both_sides(folder, kind):
+    """A training source that has the validation source's texts, in each of several ways."""
+    texts, held = documents(150, longest=40), [t for t in documents(60, 5, longest=40) if t]
+    jsonl(folder / "c" / "a.jsonl", texts)
+    jsonl(folder / "c" / "val.jsonl", held)
+    if kind == "glob":
+        return folder / "c" / "*.jsonl", texts, held
+    if kind == "directory":
+        return folder / "c", texts, held
+    if kind == "link":
+        (folder / "link").symlink_to(folder / "c")
+        return [str(folder / "link"), str(folder / "c" / "a.jsonl")], texts, held
+    if kind == "copies":
+        return jsonl(folder / "both.jsonl", [*texts, *held, *held]), texts, held
+    (folder / "c" / "val.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in held))
+    return folder / "c" / "val.jsonl", [], held
+
+
+@pytest.mark.parametrize("kind", ["glob", "directory", "link", "copies", "same"])
+def test_no_validation_text_is_trained_on(tmp_path, kind):
+    source, texts, held = both_sides(tmp_path, kind)
+    recipe = recipe_for(source, tmp_path / "data", eval_source=str(tmp_path / "c" / "val.jsonl"))
+    if kind == "same":
+        with refused("data.source", "nothing is left"):
+            open_data(recipe)
+        return
+    data = open_data(recipe)
+    train, val = texts_of(data)
+    assert val == held and set(train) == {t for t in texts if t} - set(held)
+    facts = describe(data)
+    shared = sum(t in set(held) for t in (held if kind != "copies" else held * 2))
+    shared += sum(t in set(held) for t in texts) * (2 if kind == "link" else 1)
+    assert facts["shared"] == shared
+    assert any(f"{shared} documents" in text for text in warnings(facts))
+
+
+def test_a_text_file_beside_its_validation_file(tmp_path):
+    """As `data.source='c/*.txt' data.eval_source=c/val.txt`; also of a text in several blocks."""
+    for name, size in (("a", 50), ("b", 2000), ("val", 60_000)):
+        (tmp_path / f"{name}.txt").write_text(f"text {name} of this. " * size)
+    recipe = recipe_for(
+        tmp_path / "*.txt", tmp_path / "data", eval_source=str(tmp_path / "val.txt")
+    )
+    data = open_data(recipe)
+    train, val = texts_of(data)
+    assert [t[:7] for t in (*train, *val)] == ["text a ", "text b ", "text va"]
+    assert len(val[0]) == 60_000 * 18 and data.division.shared == 1
+
+
+def test_members_of_a_mixture_do_not_train_on_the_validation_data_of_others(tmp_path):
+    few = ["a text of the few, " * 20, "another of them, " * 20]
+    source = jsonl(tmp_path / "many.jsonl", [*documents(200, longest=30), *few])
+    books = jsonl(tmp_path / "few.jsonl", few)  # of each the end is held out
+    mix = [
+        {"name": "many", "source": str(source), "weight": 1},
+        {"name": "few", "source": str(books), "weight": 1},
+    ]
+    data = open_data(recipe_for("stdlib", tmp_path / "data", mix=mix))
+    train, val = texts_of(data)
+    assert [t for t in val if t in "".join(few)] == reference_split(few, 0.1)[1]
+    assert not set(few) & set(train) and data.division.shared == 2
+    # whole texts of another member's validation data, which this one would only cut
+    mix[0]["eval_source"] = str(books)
+    train, val = texts_of(open_data(recipe_for("stdlib", tmp_path / "data", mix=mix[:1])))
+    mix[1]["eval_source"], other = "", jsonl(tmp_path / "c.jsonl", ["something else, " * 9, *few])
+    mix[1]["source"] = str(other)
+    train, val = texts_of(open_data(recipe_for("stdlib", tmp_path / "data", mix=mix)))
+    assert not [t for t in train if t.startswith(("a text of the few", "another of"))]
+    assert set(few) <= set(val)
+
+
+def test_the_validation_source_has_the_share_of_the_limits(tmp_path):
+    texts, held = documents(300, longest=40), documents(300, 5, longest=40)
+    source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)
+    limits = {"eval_source": str(other), "max_documents": 20, "val_fraction": 0.25}
+    data = open_data(recipe_for(source, tmp_path / "data", **limits))
+    texts, held = [t for t in texts if t], [t for t in held if t]
+    shared = set(held[:5])
+    assert texts_of(data) == ([t for t in texts[:20] if t not in shared], held[:5])
+    limits = {"eval_source": str(other), "max_tokens": 8000}
+    for tokenizer in ("byte", "bpe", "char"):
+        how = {**limits, "tokenizer": tokenizer, "tokenizer_vocab": 300}
+        _, val = texts_of(open_data(recipe_for(source, tmp_path / "data", **how)))
+        ends = np.cumsum([len(t) for t in held])
+        assert val == held[: int(np.searchsorted(ends, 800)) + 1]
+    single = tmp_path / "one.txt"
+    single.write_text("a text that is validated on, " * 99)
+    limits["eval_source"] = str(single)
+    _, (text,) = texts_of(open_data(recipe_for(source, tmp_path / "data", **limits)))
+    assert text == single.read_text()[:800]
+    unlimited = {**limits, "val_fraction": 0, "max_documents": 120}
+    _, (text,) = texts_of(open_data(recipe_for(source, tmp_path / "data", **unlimited)))
+    assert text == single.read_text()
+
+
+@pytest.mark.parametrize("most", [0, 3000])
+@pytest.mark.parametrize("count", [5, 150])
+def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, count):
+    """With `max_tokens` too, and if documents are cut; nothing of it is trained on."""
+    sizes = [1 + n % 4 + 300 // count for n in range(count)]
+    sentences = [
+        [f"the cat {n}-{k} sat on the mat." for k in range(s)] for n, s in enumerate(sizes)
+    ]
+    source, found = jsonl(tmp_path / "x.jsonl", list(map(" ".join, sentences))), set()
+    for name in ("byte", "char", "bpe"):
+        how = {"tokenizer": name, "tokenizer_vocab": 300, "max_tokens": most}
+        data = open_data(recipe_for(source, tmp_path / "data", **how))
+        train, val = ("".join(texts) for texts in texts_of(data))
+        if not most:
+            found.add(describe(data)["val"]["text"])
+        assert val and not {*re.findall(r" \d+-\d+ ", val)} & {*re.findall(r" \d+-\d+ ", train)}
+    assert most or len(found) == 1
+    other = open_data(recipe_for(source, tmp_path / "data", max_tokens=most, val_fraction=0.3))
+    assert describe(other)["val"]["text"] not in found
+
+
+@given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
+@settings(max_examples=25)
+def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, shards):
+    folder, texts = tmp_path_factory.mktemp("x"), documents(300, longest=30)
+    source = jsonl(folder / "x.jsonl", texts)
+    limits = {"max_tokens": most, "val_fraction": fraction, "val_shards": shards}
+    data = open_data(recipe_for(source, folder / "data", **limits))
+    row = [i for t in texts if t for i in [256, *t.encode()]]
+    assert not shards or data.val.tokens == shards * 1024
+    train = [t for member in data.division.train for d in read_documents(member) for t in d]
+    if shards:
+        assert train == row[shards * 1024 :][: len(train)]
+    else:
+        kept, _ = reference_split(texts, fraction)
+        assert train == [i for t in kept for i in [256, *t.encode()]][: len(train)]
+    ends = {0, *np.flatnonzero(np.array([*train, 256]) == 256).tolist()}
+    last = max(end for end in ends if end < len(train))
+    assert last < most <= len(train) or len(train) < most
+
+
+# -- conversations and questions
+
+
+def test_conversations_and_questions(tmp_path):
+    """Whole ones by their hashes; questions by their article. Few ones: those of smallest hash."""
+    for count, few in ((30, True), (150, False)):
+        source = conversations(tmp_path / f"{count}.jsonl", count, longest=9)
+        how = {"format": "chat", "context": 500}
+        data = open_data(recipe_for(source, tmp_path / "data", **how))
+        (train,), (val,) = data.division.train[0], data.division.val[0]
+        assert len(data.train) + len(data.val) == train.documents + val.documents == count
+        hashes = train.corpus.stream.table.field("text")
+        held = np.argsort(hashes)[:3] if few else np.flatnonzero(hashes < 2**64 // 10)
+        assert sorted(val.numbers.tolist()) == sorted(held.tolist())
+    for articles, few in ((20, True), (130, False)):
+        source = questions(tmp_path / f"{articles}.json", articles)
+        how = {"format": "squad", "context": 500}
+        data = open_data(recipe_for(f"squad:{source}", tmp_path / "data", **how))
+        hashes = {n: text_hash(f"Title {n}") for n in range(articles)}
+        held = {n for n, h in hashes.items() if h < 2**64 // 10}
+        held = set(sorted(hashes, key=hashes.get)[:2]) if few else held
+        for documents_, wanted in zip(texts_of(data), (hashes.keys() - held, held), strict=True):
+            found = [int(re.search(r"Article (\d+)", t)[1]) for t in documents_]
+            assert sorted(found) == sorted(n for n in wanted for _ in range(5))
+
+
+def test_the_split_of_questions_does_not_depend_on_how_many_are_prepared(tmp_path):
+    """A limit that takes only some articles decides as the whole file does."""
+    source = f"squad:{questions(tmp_path / 'x.json', 150, 20)}"
+    how = {"format": "squad", "context": 500}
+    small = recipe_for(source, tmp_path / "data", max_tokens=4000, **how)
+    first = open_data(small)
+    whole = open_data(recipe_for(source, tmp_path / "data", **how))
+    assert open_data(small).fingerprint == first.fingerprint
+    (part,), (all_held,) = first.division.val[0], whole.division.val[0]
+    assert set(part.numbers.tolist()) <= set(all_held.numbers.tolist())
+
+
+def test_conversations_that_training_and_validation_share(tmp_path):
+    source = conversations(tmp_path / "x.jsonl", 60, longest=9)
+    lines = source.read_text().splitlines(keepends=True)
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(lines[10:20]))
+    how = {"format": "chat", "context": 500, "eval_source": str(held)}
+    data = open_data(recipe_for(source, tmp_path / "data", **how))
+    assert (len(data.train), len(data.val), data.division.shared) == (50, 10, 10)
+
+
+def test_a_choice_of_items_by_the_seed(tmp_path):
+    source = conversations(tmp_path / "x.jsonl", 200, longest=9)
+    how = {"format": "chat", "context": 500, "train_size": 20, "eval_size": 5}
+    recipe = recipe_for(source, tmp_path / "data", **how)
+    first, again = open_data(recipe), open_data(recipe)
+    other = open_data(recipe.replace("run.seed=7"))
+    assert (len(first.train), len(first.val)) == (len(other.train), len(other.val)) == (20, 5)
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+
+
+# -- the arithmetic
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.floats(0, 0.99))
+def test_held_out_by_hash(hashes, fraction):
+    fraction = round(fraction, 3)
+    array, limit = np.array(hashes, np.uint64), int(float(fraction) * 1000 + 0.5) * 2**64 // 1000
+    assert held_out(array, fraction).tolist() == [h < limit for h in hashes]
+    held = held_out_examples(array, fraction)
+    groups = sorted(set(hashes))
+    if len(groups) < 100 and fraction:
+        count = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
+        assert held.tolist() == [h in groups[:count] for h in hashes]
+    else:
+        assert held.tolist() == [h < limit for h in hashes]
+
+
+@given(st.integers(0, 1000), st.lists(st.integers(0, 400), min_size=1, max_size=6))
+def test_equal_parts(limit, totals):
+    parts = equal_parts(limit, totals)
+    assert sum(parts) == min(limit, sum(totals))
+    short = max((p for p, t in zip(parts, totals, strict=True) if p < t), default=None)
+    assert all(p <= t for p, t in zip(parts, totals, strict=True))
+    if short is not None:  # nobody has more than one that could give more, but for the rest
+        assert max(parts) <= short + 1
