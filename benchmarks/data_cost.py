@@ -28,8 +28,12 @@ STEPS = 200
 def measure(corpus: Path, folder: Path, gpt2: str) -> dict[str, float]:
     """Seconds by what was done, with the windlass of PYTHONPATH."""
     from windlass.data.loader import Loader
-    from windlass.data.open import open_data
     from windlass.recipe import Recipe
+
+    try:
+        from windlass.data.open import open_data
+    except ImportError:  # an older checkout
+        from windlass.data.prepare import open_data
 
     seconds = {}
     tokenizers = {

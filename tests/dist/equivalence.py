@@ -9,8 +9,8 @@ import torch
 from harness import recipe as make_recipe
 
 from bare_trainer import bare_trainer
+from rows import Rows
 from windlass.data.loader import Loader
-from windlass.data.samples import Rows
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.share import cut_of

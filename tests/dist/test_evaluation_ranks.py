@@ -12,8 +12,8 @@ import pytest
 import torch
 from harness import Join, recipe, run_ranks
 
-from windlass.data.samples import Rows
-from windlass.data.squad import Question
+from rows import Rows
+from windlass.data.examples import Question
 from windlass.data.tokenizer import byte_tokenizer
 from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.dist
 SIZES = {"layers": 2, "heads": 2, "width": 32, "context": 64, "init_std": 0.3}
 SHAPE = {f"model__{key}": value for key, value in SIZES.items()}
 TOKENIZER = byte_tokenizer()
+ENDS = TOKENIZER.ends
 
 
 def rows(count: int) -> Rows:
@@ -93,7 +94,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
     uneven = generate(model, [texts[0]], Sampling(24, temperature=0, stop=stop), ranks)
     assert uneven is not None and len(uneven[0]) == (0 if rank == 0 else 24)
     lone = generate(model, texts[:1] if rank == world - 1 else [], SAMPLING, ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, max_tokens=8, batch=2)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS, ranks, ENDS, max_tokens=8, batch=2)
     assert squad is not None
     return {
         "loss": [evaluate_loss(model, rows(11), ranks, 2, limit) for limit in (0, 1, 5)],
@@ -104,7 +105,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
         "squad": squad[1],
         "lone": lone or None,
         "few": [few(model, ranks, count) for count in (1, 3)],
-        "written": generate_until(model, TOKENIZER, ranks, REQUESTS),
+        "written": generate_until(model, TOKENIZER, ranks, ENDS, REQUESTS),
     }
 
 
@@ -117,7 +118,7 @@ def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
     """Fewer items than ranks, and an odd number of them."""
     rows = [Continuation([1], [2, i]) for i in range(count)]
     scored, chosen = log_likelihoods(model, rows, ranks), hellaswag(model, ITEMS[:count], ranks)
-    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, max_tokens=8)
+    squad = evaluate_squad(model, TOKENIZER, QUESTIONS[:count], ranks, ENDS, max_tokens=8)
     assert scored is not None and chosen is not None and squad is not None
     return scored[0].tokens, chosen["acc"], squad[1]
 

@@ -27,6 +27,12 @@ class Some:
     def __len__(self):
         return self.stop - self.start
 
+    def length(self, index):
+        return self.all.length(index + self.start)
+
+    def length(self, index):
+        return self.read(np.array([index])).tokens.shape[1]
+
     def read(self, indices):
         batch = self.all.read(np.append(indices + self.start, np.arange(len(self.all))))
         return batch.map(lambda field: field[: len(indices)])

@@ -2,6 +2,9 @@
 a branch; its numbers in the ledger, the report, the trackers and the plan.
 """
 
+import json
+import random
+
 import numpy as np
 import pytest
 from small_runs import corpus, recipe_of, settings, start, stopped, untouched
@@ -79,6 +82,31 @@ def test_stopped_failed_and_resumed_is_bit_for_bit_the_same(texts, tmp_path):
     shown = [{k: v for k, v in x.items() if "loss" in k} for x in run.lines("eval")]
     assert shown == [{k: v for k, v in x.items() if "loss" in k} for x in whole.lines("eval")]
     assert {f"source.{name}.loss" for name in NAMES} < set(shown[-1])
+
+
+def test_conversations_beside_text_are_resumed_bit_for_bit(texts, tmp_path):
+    draw, lines = random.Random(1), list[str]()
+    for _ in range(110):
+        turns = [
+            {"role": role, "content": "".join(draw.choices("abcdefgh", k=draw.randint(1, 4)))}
+            for role in ("user", "assistant")
+        ]
+        lines.append(json.dumps({"messages": turns}))
+    (texts / "talk.jsonl").write_text("\n".join(lines))
+    talk = {"name": "talk", "source": str(texts / "talk.jsonl"), "format": "chat"}
+    recipe = recipe_of(texts, tmp_path / "run", **{"model.context": 32})
+    recipe = recipe.replace({"data.mix": [*mix(texts, 0.5, 0.2, 0.1)[:1], talk]})
+    recipe = recipe.replace({"data.tokenizer": "byte", "data.dir": str(tmp_path / "data")})
+    whole = untouched(recipe)
+    stopped(recipe, 5)
+    run = train(recipe)
+    assert sources(run) == sources(whole)
+    data, last = open_data(recipe), run.lines("train")[-1]
+    assert [last[f"source.{name}.samples"] > 20 for name in ("long", "talk")] == [True, True]
+    read = Mixture(data.train, [Stage(0, (0.5, 1.0), (0, 0))], recipe.run.seed, recipe.data.order)
+    indices = read.indices(np.arange(96))
+    assert last["tokens"] == sum(map(data.train.length, indices.tolist()))
+    assert {"source.long.loss", "source.talk.loss"} < set(run.lines("eval")[-1])
 
 
 def test_a_branch_has_other_weights_and_no_sample_twice(texts, tmp_path):

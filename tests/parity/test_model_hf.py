@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import hf_fixtures
 from helpers import refused
-from windlass.data.tokenizer import load_tokenizer
+from windlass.data.tokenizer import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.evaluation.text import sample
@@ -173,7 +173,8 @@ def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_pat
     assert text == tokenizer.decode(expected).removesuffix("<|endoftext|>")
     assert text != tokenizer.decode(other)
     fresh = built(directory, from_scratch=True)
-    own = load_tokenizer(recipe(directory, from_scratch=True))
+    own = hf_tokenizer(str(directory))
+    assert own.start == 5
     assert prompt_ids(fresh, own, "") == [0]  # from scratch it has not learned one
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_fixtures import counted
 
 import tokenizer_fixtures
+from data_fixtures import counted
 from helpers import refused
 from windlass.data import chat
 from windlass.data.chat import Template

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl, recipe_for, text_hash
 from tokenizers import Tokenizer
 
 import tokenizer_fixtures
+from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
 from windlass.data.describe import describe, lines
 from windlass.data.loader import Loader
@@ -68,7 +68,7 @@ def check_rows(samples, whole: list[list[int]], following: int, ragged: bool) ->
 def test_the_rows_are_cut_documents(source, tmp_path, shard_tokens):
     data = opened(source, tmp_path, val_fraction=0.2, shard_tokens=shard_tokens)
     texts = [text for text in documents(150) if text]
-    assert 100 < len(texts) and 10 < sum(is_held(text) for text in texts) < 50
+    assert len(texts) > 100 and 10 < sum(is_held(text) for text in texts) < 50
     for samples, held in ((data.train, False), (data.val, True)):
         own = [[256, *text.encode()] for text in texts if is_held(text) is held]
         assert samples.tokens == sum(map(len, own))

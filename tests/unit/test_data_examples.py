@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_fixtures import counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer_fixtures
+from data_fixtures import counted
 from helpers import refused, windlass
 from windlass.data import examples, sources
 from windlass.data.chat import Template

@@ -3,15 +3,16 @@ the same sequence for every world, and prepared data that is held out for each s
 """
 
 import itertools
+import json
 import threading
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_fixtures import conversations, documents, jsonl, read_documents
 from windlass.data import mixture as module
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -23,8 +24,8 @@ from windlass.data.mixture import (
     continue_stages,
     stages_of,
 )
-from windlass.data.open import open_data
-from windlass.data.prepare import find_prepared, prepare
+from windlass.data.open import open_data, open_samples
+from windlass.data.prepare import find_prepared
 from windlass.data.samples import Batch
 from windlass.errors import UserError
 from windlass.recipe import BatchSizes, Horizon, Recipe, plan_batch
@@ -42,6 +43,9 @@ class Part:
     def read(self, indices):
         tokens = np.stack([np.full_like(indices, self.number), indices], axis=1)
         return Batch(tokens, tokens)
+
+    def length(self, index):
+        return 2
 
 
 def mixture(*stages, sizes=(700, 90, 40), seed=3, **options):
@@ -248,7 +252,10 @@ def recipe_of(sources, directory="", **data):
 
 @pytest.fixture
 def texts(tmp_path):
-    paths = [jsonl(tmp_path / f"{name}.jsonl", documents(150, i)) for i, name in enumerate("abc")]
+    paths = []
+    for i, name in enumerate("abc"):  # no text is in two of them
+        own = [f"{name} {number} {text}" for number, text in enumerate(documents(150, i))]
+        paths.append(jsonl(tmp_path / f"{name}.jsonl", own))
     book = tmp_path / "book.txt"
     book.write_text("A book, and no documents. " * 400)
     return [*paths, book]
@@ -256,7 +263,7 @@ def texts(tmp_path):
 
 def test_a_source_of_a_mixture_is_prepared_as_if_alone(texts, tmp_path):
     a, b, c, book = texts
-    own = {"max_tokens": 4000, "val_fraction": 0.2}, {"eval_source": str(c), "weight": 0.1}
+    own = {"max_tokens": 12000, "val_fraction": 0.2}, {"eval_source": str(c), "weight": 0.1}
     recipe = recipe_of([("a", a, own[0]), ("b", b, own[1]), ("book", book)], tmp_path / "mixed")
     data = open_data(recipe)
     assert data.train.names == ["a", "b", "book"]
@@ -282,13 +289,78 @@ def test_a_source_of_a_mixture_is_prepared_as_if_alone(texts, tmp_path):
 
 def test_the_fingerprint_covers_every_source_and_no_weight(texts, tmp_path):
     a, b, c, _ = texts
-    one = prepare(recipe_of([("a", a), ("b", b)], tmp_path / "one")).index.fingerprint
-    other = prepare(recipe_of([("a", a), ("b", c)], tmp_path / "other")).index.fingerprint
-    assert one != other
-    weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"epochs": 3})], tmp_path / "one")
-    assert find_prepared(weights).index.fingerprint == one
-    with pytest.raises(UserError, match="prepared with other settings"):
-        find_prepared(recipe_of([("a", a), ("b", c)], tmp_path / "one"))
+
+    def fingerprint(*sources, where="data"):
+        return open_data(recipe_of(sources, tmp_path / where)).fingerprint
+
+    one = fingerprint(("a", a), ("b", b))
+    assert one != fingerprint(("a", a), ("b", c))
+    assert one == fingerprint(("a", a), ("b", b), where="other")
+    assert one != fingerprint(("a", a), ("b", b, {"val_fraction": 0.2}))
+    # each source has one directory, whatever the mixture
+    assert len([path for path in (tmp_path / "data").iterdir() if path.is_dir()]) == 3
+    weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"epochs": 3})], tmp_path / "data")
+    assert open_samples(weights, find_prepared(weights)).fingerprint == one
+    assert find_prepared(recipe_of([("a", a), ("b", a.parent)], tmp_path / "data")) is None
+
+
+def test_no_source_trains_on_validation_texts_of_another(texts, tmp_path):
+    a, b, c, _ = texts
+    copied = jsonl(
+        tmp_path / "d.jsonl", [json.loads(line)["text"] for line in a.read_text().splitlines()]
+    )
+    with copied.open("a") as file:
+        file.write(c.read_text())
+    sources = [("a", a), ("b", b, {"eval_source": str(c)}), ("d", copied)]
+    data = open_data(recipe_of(sources, tmp_path / "data"))
+    sets = [
+        [set(map(tuple, read_documents(parts))) for parts in division if parts]
+        for division in (data.division.train, data.division.val)
+    ]
+    train, val = (set().union(*parts) for parts in sets)
+    assert not train & val and len(train | val) == 450
+    of_a, _, of_d = map(len, sets[1])  # held out by their hashes, in the order of the sources
+    assert of_d > of_a > 5 and data.division.shared == 150 - (of_d - of_a)
+
+
+@pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])
+def test_conversations_beside_text(texts, tmp_path, packing):
+    """Each source as if alone, and each row in a batch as in its source's."""
+    talk = conversations(tmp_path / "talk.jsonl", 150)
+    sources = [("text", texts[0]), ("talk", talk, {"format": "chat"}), ("more", texts[1])]
+    recipe = recipe_of(sources, tmp_path / "data", packing=packing)
+    recipe = recipe.replace({"model.context": 64})
+    data = open_data(recipe)
+    assert data.template is not None
+    for number, (name, path, *own) in enumerate(sources):
+        form = "chat" if own else "text"
+        one = open_data(recipe.replace({"data.source": str(path), "data.format": form}))
+        for mixed, single in ((data.train, one.train), (data.val, one.val)):
+            assert mixed.names[number] == name
+            numbers = np.arange(len(single))
+            every = mixed.parts[number].read(numbers), single.read(numbers)
+            assert all(np.array_equal(a, b) for a, b in zip(*every, strict=True) if a is not None)
+    rows = np.random.default_rng(0).permutation(len(data.train))[:60]
+    batch = data.train.read(rows)
+    for at, row in enumerate(rows.tolist()):
+        source = int(np.searchsorted(data.train.starts, row, side="right")) - 1
+        own = data.train.parts[source].read(np.array([row - data.train.starts[source]]))
+        size = own.tokens.shape[1]
+        assert batch.sources[at] == source
+        assert (batch.tokens[at, :size] == own.tokens[0]).all()
+        assert (batch.labels[at, :size] == own.labels[0]).all()
+        assert (batch.labels[at, size:] == -100).all()
+        if batch.documents is not None:
+            documents_of = 0 if own.documents is None else own.documents[0]
+            assert (batch.documents[at, :size] == documents_of).all()
+            assert (batch.documents[at, size:] == batch.documents[at, size - 1]).all()
+    mixed, plan = Mixture(data.train, [stage(0, (1, 1, 1))], 3), plan_batch(24, 6, 1, 16)
+    with Loader(data.train, plan, 0, 3, mixture=mixed, length_buckets=True) as loader:
+        batch = next(loader)
+    read = mixed.indices(np.arange(24))
+    assert batch.real_tokens == sum(map(data.train.length, read.tolist()))
+    labels = data.train.read(read).labels
+    assert batch.valid_tokens == (labels != -100).sum() < batch.real_tokens
 
 
 def test_a_source_without_a_sample_is_named(texts, tmp_path):

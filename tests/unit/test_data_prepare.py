@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from data_fixtures import (
     conversations,
     documents,
@@ -24,7 +25,6 @@ from data_fixtures import (
     reference_split,
     texts_of,
 )
-
 from helpers import refused
 from windlass.data.describe import describe, warnings
 from windlass.data.locate import data_dirs, unprepared

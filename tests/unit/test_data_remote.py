@@ -10,7 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from data_fixtures import recipe_for
 from windlass.data import remote
+from windlass.data.open import open_data
 from windlass.data.remote import RemoteFile, list_urls
 from windlass.errors import RunFailed, UserError
 
@@ -242,6 +244,23 @@ def test_two_processes_share_a_cache(server, tmp_path, bound):
     assert max(measured) <= bound
     if bound > 10 * BLOCK:
         assert set(server.sent.values()) == {1}
+
+
+def test_remote_shards_are_the_local_ones(server, tmp_path):
+    draw = np.random.default_rng(3)
+    for name in ("train-0.bin", "train-1.bin", "val-0.bin"):
+        ids = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+        server.files[name] = ids
+        (tmp_path / name).write_bytes(ids)
+    base = {"dir": str(tmp_path / "data"), "tokenizer": "byte", "context": 32}
+    local = open_data(recipe_for(f"shards:{tmp_path}/*.bin", **base))
+    recipe = recipe_for(f"shards:{server.url('')}*-?.bin", **base, cache_gb=5e-6)
+    data, everything = open_data(recipe), np.arange(len(local.train))
+    for _ in range(2):
+        for ours, wanted in ((data.train, local.train), (data.val, local.val)):
+            rows = everything[: len(wanted)]
+            assert len(ours) == len(wanted) > 100
+            assert (ours.read(rows).tokens == wanted.read(rows).tokens).all()
 
 
 def test_urls_of_a_pattern(server, tmp_path):

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl, recipe_for, text_hash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data import shards
+from windlass.data import integrity
 from windlass.data.open import open_data
 from windlass.data.samples import DocumentSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter, Stream
@@ -203,8 +203,8 @@ def test_a_damaged_shard_is_refused_by_name(prepared):
 @pytest.fixture
 def hashed(monkeypatch):
     """The names of the files that are hashed."""
-    names, real = [], shards.sha256_of
-    monkeypatch.setattr(shards, "sha256_of", lambda path: names.append(path.name) or real(path))
+    names, real = [], integrity.sha256_of
+    monkeypatch.setattr(integrity, "sha256_of", lambda path: names.append(path.name) or real(path))
     return names
 
 
@@ -252,7 +252,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data = prepared
     (data.prepared.directories[0] / "verified.json").unlink()
-    monkeypatch.setattr(shards, "remember", lambda directory, states: None)
+    monkeypatch.setattr(integrity, "remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in data.prepared.directories[0].glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)
@@ -411,5 +411,74 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     recipe = recipe_for(f"shards:{tmp_path}/nanogpt.bin", tmp_path / "data" / "changed")
     open_data(recipe)
     nanogpt(tmp_path / "nanogpt.bin", [1, *range(1, 200)])
-    with refused("nanogpt.bin is damaged", "SHA-256"):
+    with refused("nanogpt.bin has other content", 'data.changed="prepare"'):
         open_data(recipe)
+    with refused("nanogpt.bin is damaged", "SHA-256"):
+        open_data(recipe, resuming=True)
+    first = open_data(recipe.replace("data.changed=prepare")).train.read(np.array([0])).tokens
+    assert first[0, :3].tolist() == [1, 1, 2]
+
+
+def test_the_type_of_ids_in_files_that_do_not_name_it(tmp_path, tokenizer_of_many):
+    """A vocabulary of more than 65,536 ids is in 32 bits; 32-bit ids are not read as 16-bit ones."""
+    ids = np.random.default_rng(0).integers(0, 257, 3000)
+    ids.astype(np.uint32).tofile(tmp_path / "x.bin")
+    source = f"shards:{tmp_path}/x.bin"
+    with refused("x.bin", "every second 16 bits are 0", 'data.shards_dtype="uint32"'):
+        open_data(recipe_for(source, tmp_path / "data"))
+    how = {"val_fraction": 0, "shards_dtype": "uint32"}
+    train = open_data(recipe_for(source, tmp_path / "data", **how)).train
+    assert (
+        train.tokens == 3000 and train.read(np.array([0])).tokens[0].tolist() == ids[:16].tolist()
+    )
+    how = {"val_fraction": 0, "tokenizer": tokenizer_of_many}
+    train = open_data(recipe_for(source, tmp_path / "data", **how)).train
+    assert (
+        train.tokens == 3000 and train.read(np.array([0])).tokens[0].tolist() == ids[:16].tolist()
+    )
+    (tmp_path / "x.bin").write_bytes((tmp_path / "x.bin").read_bytes()[:-2])
+    with refused("x.bin", "truncated"):
+        open_data(recipe_for(source, tmp_path / "other", **how))
+
+
+@pytest.fixture
+def tokenizer_of_many(tmp_path):
+    """The setting of a tokenizer with 70,000 ids."""
+    characters = (chr(c) for c in range(0x3400, 0x3400 + 72_048) if not 0xD800 <= c < 0xE000)
+    char_tokenizer(characters, with_eot=True).save(tmp_path / "many")
+    return f"hf:{tmp_path / 'many' / 'tokenizer'}"
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, np.uint16), (4, np.int32)])
+def test_megatrons_index_names_the_type(tmp_path, code, dtype):
+    ids = np.random.default_rng(1).integers(0, 257, 500)
+    ids.astype(dtype).tofile(tmp_path / "x_text_document.bin")
+    head = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([code])
+    (tmp_path / "x_text_document.idx").write_bytes(head + bytes(99))
+    recipe = recipe_for(f"shards:{tmp_path}/*.bin", tmp_path / "data", val_fraction=0)
+    train = open_data(recipe).train
+    assert (
+        train.tokens == 500 and train.read(np.array([3])).tokens[0].tolist() == ids[48:64].tolist()
+    )
+    (tmp_path / "x_text_document.idx").write_bytes(head[:-1] + b"\x07" + bytes(99))
+    with refused("x_text_document.idx", "Megatron"):
+        open_data(recipe_for(f"shards:{tmp_path}/*.bin", tmp_path / "other"))
+
+
+@pytest.mark.parametrize("names", [("train", "valid", "test"), ("a_train_0", "a_val_0", "dev")])
+def test_validation_shards_beside_the_training_shards(tmp_path, names):
+    for number, name in enumerate(names, 1):
+        nanogpt(tmp_path / f"{name}.bin", [number] * 200)
+    source = f"shards:{tmp_path}/*.bin"
+    data = open_data(recipe_for(source, tmp_path / "data"))
+    assert data.train.tokens == 200 and data.val.tokens == 400
+    assert set(data.train.read(np.arange(len(data.train))).tokens.ravel().tolist()) == {1}
+    separate = {"eval_source": f"shards:{tmp_path}/{names[1]}.bin"}
+    data = open_data(recipe_for(source, tmp_path / "data", **separate))
+    assert data.train.tokens == 400 and data.val.tokens == 200 and data.division.shared == 1
+    copied = tmp_path / "copy" / "other.bin"
+    copied.parent.mkdir()
+    nanogpt(copied, [1] * 200)
+    data = open_data(recipe_for(source, tmp_path / "data", eval_source=f"shards:{copied}"))
+    tokens = data.train.read(np.arange(len(data.train))).tokens
+    assert 1 not in tokens.ravel().tolist() and data.division.shared == 1

@@ -6,6 +6,9 @@ import re
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from data_fixtures import (
     conversations,
     documents,
@@ -17,13 +20,11 @@ from data_fixtures import (
     text_hash,
     texts_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from helpers import refused
 from windlass.data.describe import describe, warnings
 from windlass.data.open import open_data
 from windlass.data.split import equal_parts, held_out, held_out_examples
+from windlass.data.tokenizer import train_bpe
 
 
 @pytest.fixture(autouse=True)
@@ -227,10 +228,11 @@ def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, co
     assert describe(other)["val"]["text"] not in found
 
 
-@given(st.integers(1, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
+@given(st.integers(20, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
 @settings(max_examples=25)
 def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, shards):
-    folder, texts = tmp_path_factory.mktemp("x"), documents(300, longest=30)
+    folder = tmp_path_factory.mktemp("x")
+    texts = [f"{n}: {t}" for n, t in enumerate(documents(300, longest=30))]
     source = jsonl(folder / "x.jsonl", texts)
     limits = {"max_tokens": most, "val_fraction": fraction, "val_shards": shards}
     data = open_data(recipe_for(source, folder / "data", **limits))
@@ -245,6 +247,15 @@ def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, s
     ends = {0, *np.flatnonzero(np.array([*train, 256]) == 256).tolist()}
     last = max(end for end in ends if end < len(train))
     assert last < most <= len(train) or len(train) < most
+
+
+def test_copies_of_texts_in_the_first_shards(tmp_path):
+    texts = [f"{n}: {t}" for n, t in enumerate(documents(200, longest=30))]
+    source = jsonl(tmp_path / "x.jsonl", [*texts, *texts])
+    data = open_data(recipe_for(source, tmp_path / "data", val_shards=3))
+    train, val = texts_of(data)
+    assert not {t for t in train if t in texts} & {t for t in val if t in texts}
+    assert data.val.tokens == 3 * 1024 and data.division.shared == len(val)
 
 
 # -- conversations and questions
@@ -330,3 +341,45 @@ def test_equal_parts(limit, totals):
     assert all(p <= t for p, t in zip(parts, totals, strict=True))
     if short is not None:  # nobody has more than one that could give more, but for the rest
         assert max(parts) <= short + 1
+
+
+# -- what a tokenizer learns from
+
+
+@pytest.mark.parametrize("kind", ["many", "few", "blocks", "eval_source", "chat", "chat few"])
+def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("windlass.data.records.READ", 500)
+    monkeypatch.setattr("windlass.data.records.BLOCK", 1500)
+    seen, real = [], train_bpe
+
+    def learn(texts, vocab):
+        seen.extend(texts)
+        return real(seen, vocab)
+
+    monkeypatch.setattr("windlass.data.tokenizer.train_bpe", learn)
+    how, texts = {}, [t for t in documents(200, longest=30) if t]
+    if kind in ("many", "few"):
+        source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])
+    elif kind in ("blocks", "eval_source"):
+        source = tmp_path / "*.txt"
+        for number in range(3):
+            (tmp_path / f"{number}.txt").write_text(f"{number} line of text\n" * (400 * number + 5))
+        how = {"eval_source": str(tmp_path / "2.txt")} if kind == "eval_source" else {}
+    else:
+        source = conversations(tmp_path / "x.jsonl", 40 if "few" in kind else 150, longest=9)
+        with source.open("a") as file:
+            file.write("{broken\n")
+        how = {"format": "chat", "context": 400, "on_bad_item": "skip"}
+    how |= {"tokenizer": "bpe", "tokenizer_vocab": 300}
+    train, _ = texts_of(open_data(recipe_for(source, tmp_path / "data", **how)))
+    if "chat" in kind:
+        numbers = [[int(re.search(r"(\d+)\.0: ", t)[1]) for t in train]]
+        numbers.append(sorted({int(m[1]) for t in seen if (m := re.match(r"(\d+)\.\d: ", t))}))
+        assert sorted(numbers[0]) == numbers[1] and len(numbers[1]) > 30
+        return
+    if kind in ("many", "few"):
+        wanted = reference_split(texts[: 60 if kind == "few" else 200], 0.1)[0]
+    else:
+        files = [(tmp_path / f"{n}.txt").read_text() for n in range(3)]
+        wanted = files[:2] if kind == "eval_source" else reference_split(files, 0.1)[0]
+    assert "".join(seen) == "".join(wanted)

@@ -257,12 +257,12 @@ def test_items_are_those_of_the_harness(tmp_path: Path) -> None:
         3,
     )
     assert second.context == "Food and Entertaining: How to eat . Buy an item. Look for it "
-    assert second.endings == (" Cut it.. Eat.", "b c", " d", "e")
+    assert second.endings == (" Cut it.. Eat.", "b  c", " d", "e")
     ours = byte_tokenizer()
     for row, ending in zip(continuations([second], ours), second.endings, strict=True):
         assert ours.decode(row.context) == second.context.rstrip()  # the space goes to the ending
         assert ours.decode([*row.context, *row.ending]) == f"{second.context} {ending}"
-    if importlib.util.find_spec("lm_eval"):
+    if importlib.util.find_spec("sacrebleu"):  # of the harness
         from lm_eval.tasks.hellaswag.utils import process_docs
 
         docs = process_docs(SimpleNamespace(map=lambda change: list(map(change, ROWS))))

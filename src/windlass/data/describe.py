@@ -178,13 +178,11 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["mixture"] = mixture_table(mixture)
     for name, title in (("train", "training"), ("val", "validation")):
         shown[title] = _in_words(facts[name], facts) if name in facts else "none"
-    kind = [facts["tokenizer"]] if "tokenizer" in facts else []
-    shown["tokenizer"] = ", ".join([*kind, f"{facts['vocab']:,} ids"])
+    kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
+    shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
     if "symbols" in facts:
-        symbols = repr(facts["symbols"])
-        shown["characters"] = f"{facts['characters']:,}"
-        cut = len(symbols) > SHOWN_SYMBOLS
-        shown["symbols"] = f"{symbols[:SHOWN_SYMBOLS]}..." if cut else symbols
+        shown["characters"], symbols = f"{facts['characters']:,}", repr(facts["symbols"])
+        shown["symbols"] = symbols[:SHOWN_SYMBOLS] + "..." * (len(symbols) > SHOWN_SYMBOLS)
     if "template" in facts:
         shown["template"] = facts["template"]
     train = facts.get("train", {})
@@ -217,12 +215,11 @@ def _in_words(split: Facts, facts: Facts) -> str:
 
 def repeated(mixture: Iterable[Facts]) -> list[str]:
     """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
+    why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
+    advice = f"{why}: lower its weight, or set its epochs"
+    times = {row["name"]: row["epochs"] for row in mixture if row["epochs"] > MANY_EPOCHS}
     return [
-        f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and after about "
-        f"{MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264): lower its weight, "
-        "or set its epochs"
-        for row in mixture
-        if row["epochs"] > MANY_EPOCHS
+        f"data.mix: the run reads {name} {n:.3g} times, and {advice}" for name, n in times.items()
     ]
 
 

@@ -29,13 +29,21 @@ from windlass.data.examples import encode_example, example_group, example_texts,
 from windlass.data.progress import Progress
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Item, Source, SourceSpec, text_of
-from windlass.data.split import FEW, LONG_TEXT, held_out, trained_characters
+from windlass.data.split import (
+    FEW,
+    LONG_TEXT,
+    held_out,
+    held_out_examples,
+    trained_characters,
+)
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
 from windlass.recipe import DataSettings
 
 BPE_CHARACTERS = 200_000_000  # of the corpus at most, from which byte pairs are learned
+VALIDATED = 100_000  # documents of validation data at most, from which byte pairs do not learn
+ALL = 1 << 62  # characters
 BATCH_CHARACTERS = 1 << 18  # for a worker at once: enough that the hand-over costs nothing
 BATCH_ITEMS = 256
 BEFORE = 256  # characters of the text before a part, for the tokenizer
@@ -290,10 +298,12 @@ def learn_tokenizer(
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
         each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
+        hashes = (itertools.islice(document_hashes(source), VALIDATED) for source in val)
+        validated = set(itertools.chain.from_iterable(hashes))
         texts = (
             part
             for source in train
-            for part in first_characters(training_parts(source, fraction), each)
+            for part in first_characters(training_parts(source, fraction, validated), each)
         )
         return tokenizers.train_bpe(texts, data.tokenizer_vocab)
     characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
@@ -324,30 +334,57 @@ def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
-def training_parts(source: Source, fraction: float) -> Iterator[str]:
-    """The texts of a source that are not held out, in parts of at most `STRETCH` characters.
-
-    Of a text in several blocks only the first one is used, except in a source of few documents.
-    """
-    spec, sizes, size = source.spec, list[int](), 0
-    share, is_text = Fraction(str(fraction)), source.spec.format == "text"
-    for item in source.items() if fraction and is_text else ():
-        size += sum(map(len, texts_of(item, spec)))
+def document_hashes(source: Source, start: int = 0) -> Iterator[int]:
+    """The hash of each document from number `start` on: of its text, or of an example's group."""
+    spec, digest = source.spec, hashlib.blake2b(digest_size=8)
+    for item in source.items(start):
+        if spec.format != "text":
+            yield example_group(item, spec) if texts_of(item, spec) else 0
+            continue
+        digest.update("".join(texts_of(item, spec)).encode("utf-8", "replace"))
         if not item.more:
+            yield int.from_bytes(digest.digest(), "little")
+            digest = hashlib.blake2b(digest_size=8)
+
+
+def training_parts(source: Source, fraction: float, validated: set[int]) -> Iterator[str]:
+    """The texts of a source that train, in parts of at most `STRETCH` characters.
+
+    Those with a hash in `validated` do not, nor what is held out. Of a text in several blocks only
+    the first one is used, except in a source of few documents.
+    """
+    spec, is_text, share = source.spec, source.spec.format == "text", Fraction(str(fraction))
+    sizes, size, groups = list[int](), 0, set[int]()
+    for item in source.items() if fraction else ():
+        texts = texts_of(item, spec)
+        size += sum(map(len, texts))
+        if not item.more:
+            groups.add((len(sizes) if is_text else example_group(item, spec)) if size else -1)
             sizes, size = [*sizes, size], 0
-            if sum(map(bool, sizes)) == FEW:
+            if len(groups - {-1}) == FEW:
                 break
-    few, number, done = sum(map(bool, sizes)) < FEW, 0, 0
+    few = len(groups := groups - {-1}) < FEW
+    array = np.array(sorted(groups), np.uint64)
+    held = set(array[held_out_examples(array, fraction)].tolist()) if few and not is_text else set()
+    begins, number, room = True, 0, 0  # room: the next characters of a document that train
     for item in source.items():
         texts = texts_of(item, spec)
-        length = sum(map(len, texts))
-        if is_text and fraction:
-            if few or done or item.more or length > LONG_TEXT:
-                whole = sizes[number] if few else length * (not done)
-                texts = ["".join(texts)[: max(0, trained_characters(whole, share) - done)]]
-            elif held_out(np.array([hash64("".join(texts))], np.uint64), fraction)[0]:
-                texts = []
-        elif fraction and held_out(np.array([example_group(item, spec)], np.uint64), fraction)[0]:
-            texts = []
-        yield from (part for text in texts for part in stretches(text))
-        number, done = (number, done + length) if item.more else (number + 1, 0)
+        if begins and texts:
+            if not is_text:
+                digest = example_group(item, spec)
+            else:
+                digest = next(document_hashes(source, number)) if item.more else hash64(*texts)
+            room = ALL
+            if digest in validated or digest in held:
+                room = 0
+            elif fraction and is_text and few:
+                room = trained_characters(sizes[number], share)
+            elif fraction and is_text and (item.more or len(texts[0]) > LONG_TEXT):
+                room = trained_characters(len(texts[0]), share)
+            elif fraction and not few and held_out(np.array([digest], np.uint64), fraction)[0]:
+                room = 0
+        for text in texts:
+            yield from stretches(text[:room])
+            room -= min(room, len(text)) if is_text else 0
+        begins = not item.more
+        number += begins

@@ -22,6 +22,7 @@ from windlass.data import tokenizer as tokenizers
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder, learn_tokenizer, write_source
 from windlass.data.foreign import scan_source
+from windlass.data.integrity import file_states, remember, verify
 from windlass.data.locate import (
     Wanted,
     directory_of,
@@ -33,7 +34,7 @@ from windlass.data.locate import (
 )
 from windlass.data.need import Need
 from windlass.data.progress import Progress
-from windlass.data.shards import INDEX, Index, file_states, prepare_again, remember, verify
+from windlass.data.shards import INDEX, Index, prepare_again
 from windlass.data.sources import SourceSpec, changes, describe_source, open_source
 from windlass.data.split import Corpus, Member, equal_parts, training_tokens
 from windlass.data.tokenizer import FOLDER, Tokenizer

@@ -25,8 +25,10 @@ BLOCK_BYTES = 4 << 20
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # pauses after failed attempts
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp"}
 # What tells two versions of a file apart, as far as its file system says it.
-VERSION = ("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created")
-VERSION += ("Last-Modified", "LastModified", "last_modified")
+VERSION = (
+    *("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created"),
+    *("Last-Modified", "LastModified", "last_modified"),
+)
 OUT_OF_RANGE = 416  # HTTP: the file is shorter
 
 

@@ -14,30 +14,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from windlass.data.remote import RemoteFile
-from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError
-from windlass.fileio import Files, HashedFile, read_json, write_atomic
-
-if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
+from windlass.fileio import Files, HashedFile
 
 FORMAT = 5
-INDEX, VERIFIED, CACHE = "index.json", "verified.json", "cache"
+INDEX, CACHE = "index.json", "cache"
 OPEN_FILES = 128
 # A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
@@ -417,71 +411,11 @@ class Table:
         rows = self._rows("characters").astype(np.int64)[: self._last[-1] + 1]
         return np.add.reduceat(rows, self._first)
 
-    def parts(self, document: int) -> tuple[np.ndarray, np.ndarray]:
-        """The parts of a document: the first token of each and the end, int64 [parts + 1]; and the
-        characters of each, int64 [parts]."""
-        first, last = self._first[document], self._last[document] + 1
+    def parts(self, documents: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The parts of each document: the first token of each and the end, int64 [parts + 1]; and
+        the characters of each, int64 [parts]."""
         starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
-        return starts[first : last + 1], self._rows("characters").astype(np.int64)[first:last]
-
-
-# -- checks: always the sizes; the SHA-256 once for each state of a file
-
-
-def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
-    states: dict[str, list[int | str]] = {}
-    for shard in index.shards:
-        for file, (size, sha256) in {} if shard.is_remote else shard.files(index.row).items():
-            path, remedy = directory / file, prepare_again(directory)
-            try:
-                stat = path.stat()
-            except OSError:
-                raise bad_shard(path, f"is missing; {remedy}") from None
-            if stat.st_size != size:
-                raise bad_shard(path, f"has {stat.st_size:,} bytes, not {size:,}; {remedy}")
-            states[file] = [stat.st_size, stat.st_mtime_ns, sha256]
-    return states
-
-
-def verify(
-    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
-) -> None:
-    """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
-
-    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
-    fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
-    """
-    # Another process may have extended the last shard, and the tokens of `index` are in it.
-    index = Index.load(directory) or index
-    states, verified = file_states(directory, index), read_json(directory / VERIFIED)
-    changed = {file: state[2] for file, state in states.items() if verified.get(file) != state}
-    rank, world = 0, 1
-    if ranks is not None and ranks.world > 1:
-        rank, world = ranks.env.local_rank, ranks.env.local_world
-        # A late rank may read what another has remembered: all use the first local rank's list.
-        lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
-        if not any(files for _, _, files in lists):
-            return
-        first = (ranks.env.node, 0)
-        changed = next((files for node, r, files in lists if (node, r) == first), changed)
-    own, damaged = list(changed)[rank::world], list[Path]()
-    with ThreadPoolExecutor(4) as pool:
-        digests = pool.map(lambda file: sha256_of(directory / file), own)
-        for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-            if sha256 != changed[file]:
-                damaged.append(directory / file)
-                break
-            tick(done / len(own))
-    if world > 1 and ranks is not None:
-        damaged = [p for part in ranks.all_gather_object("damaged shards", damaged) for p in part]
-    if damaged:
-        raise bad_shard(damaged[0], f"is damaged (SHA-256); {prepare_again(directory)}")
-    if changed and rank == 0:
-        remember(directory, states)
-
-
-def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    """Store the states of verified files; in a read-only directory each start verifies."""
-    if os.access(directory, os.W_OK):
-        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")
+        sizes = self._rows("characters").astype(np.int64)
+        for document in documents:
+            first, last = self._first[document], self._last[document] + 1
+            yield starts[first : last + 1], sizes[first:last]

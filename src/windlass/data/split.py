@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -51,22 +51,25 @@ class Corpus:
     def stream(self) -> Stream:
         return Stream(self.directory, self.index, self.cache_bytes)
 
-    def place_of(self, document: int, characters: int) -> int:
-        """The token of the source up to which a document has at most so many characters."""
-        places, sizes = self.stream.table.parts(document)
-        ends = np.cumsum(sizes)
-        part = int(np.searchsorted(ends, characters, side="right"))
-        if part == len(sizes):
-            return int(places[-1])
-        tokens = self.stream.read(*places[part : part + 2].tolist())
-        first = len(self.tokenizer.first) if part == 0 else 0
-        wanted = characters - int(ends[part] - sizes[part])
-
-        def passed(count: int) -> bool:
-            return len(self.tokenizer.decode(tokens[first : first + count])) > wanted
-
-        count = bisect_left(range(1, len(tokens) - first + 1), True, key=passed)
-        return int(places[part]) + first + count
+    def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
+        """The token of the source up to which each document has at most so many characters."""
+        parts = self.stream.table.parts(documents)
+        for (places, sizes), limit in zip(parts, characters, strict=True):
+            ends = np.cumsum(sizes)
+            part = int(np.searchsorted(ends, limit, side="right"))
+            if part == len(sizes):
+                yield int(places[-1])
+                continue
+            tokens = self.stream.read(*places[part : part + 2].tolist())
+            first = len(self.tokenizer.first) if part == 0 else 0
+            wanted = limit - int(ends[part] - sizes[part])
+            decode = self.tokenizer.decode
+            count = bisect_left(
+                range(1, len(tokens) - first + 1),
+                True,
+                key=lambda n: len(decode(tokens[first : first + n])) > wanted,
+            )
+            yield int(places[part]) + first + count
 
 
 @dataclass(frozen=True)
@@ -221,11 +224,12 @@ def pieces_of(
         characters, few = table.characters[:count], len(table) < FEW
         is_cut = np.full(count, few) | (characters > LONG_TEXT)
         _hold_out(pieces, held_out(texts, data.val_fraction) & ~is_cut)
-        for document in np.flatnonzero(is_cut).tolist():
-            cut = trained_characters(int(characters[document]), Fraction(str(data.val_fraction)))
-            place = corpus.place_of(document, cut)
-            pieces.cut[document] = max(1, cut)
-            pieces.stop[document] = pieces.val_start[document] = max(place, start[document])
+        share, numbers = Fraction(str(data.val_fraction)), np.flatnonzero(is_cut)
+        cuts = [trained_characters(size, share) for size in characters[numbers].tolist()]
+        places = [*corpus.places_of(numbers.tolist(), cuts)]
+        pieces.cut[numbers] = np.maximum(1, np.array(cuts, np.int64))
+        pieces.val_start[numbers] = np.maximum(np.array(places, np.int64), start[numbers])
+        pieces.stop[numbers] = pieces.val_start[numbers]
     return pieces
 
 
@@ -369,7 +373,7 @@ def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
             ends = np.cumsum(size)
             p.keep_val(np.arange(len(ends)) <= int(np.searchsorted(ends, limit)))
             if len(ends) == 1:
-                p.val_stop[0] = max(p.val_start[0] + 1, p.corpus.place_of(0, limit))
+                p.val_stop[0] = max(p.val_start[0] + 1, next(p.corpus.places_of([0], [limit])))
 
 
 def equal_parts(limit: int, totals: Sequence[int]) -> list[int]:
@@ -389,7 +393,8 @@ def _choose(pieces: list[Pieces], size: int, purpose: str, seed: int) -> None:
     pieces = [p for p in pieces if p.corpus.index.masked]
     present = [(p.stop > p.start) if training else (p.val_stop > p.val_start) for p in pieces]
     draws = [splitmix(p.texts ^ key) for p in pieces]
-    flat = np.concatenate([d[here] for d, here in zip(draws, present, strict=True)])
+    own = [draw[here] for draw, here in zip(draws, present, strict=True)]
+    flat = np.concatenate([np.zeros(0, np.uint64), *own])
     if len(flat) <= size:
         return
     last = np.partition(flat, size - 1)[size - 1]

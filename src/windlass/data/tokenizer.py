@@ -182,7 +182,7 @@ class Tokenizer:
                 missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
                 raise UserError(f"the character tokenizer's corpus has no {missing}")
             return ids
-        parts = [np.zeros(0, dtype=np.int64)]
+        parts = list[np.ndarray]()
         for part in stretches(text.encode("utf-8", "replace").decode()):
             if self.kind == "gpt2":
                 found = self._fast.encode_to_numpy(part, disallowed_special=())
@@ -190,7 +190,7 @@ class Tokenizer:
                 found = self._continue(part, before)
             parts.append(found.astype(np.int64))
             before = part
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
 
     def _continue(self, text: str, before: str) -> np.ndarray:
         """The ids of a stretch after the text `before`, by the library."""
@@ -242,11 +242,12 @@ class Tokenizer:
             letters = byte_letters() if '"ByteLevel"' in decoder + pre_tokenizer else {}
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
-                sizes[i] = len(piece.replace("\u2581", space).encode())
                 if letters and letters.keys() >= set(piece):
                     sizes[i] = len(piece)
                 elif not letters and re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
                     sizes[i] = 1  # a single byte, as sentencepiece writes it
+                else:
+                    sizes[i] = len(piece.replace("\u2581", space).encode())
             for i, token in self.inner.get_added_tokens_decoder().items():
                 sizes[i] = len(token.content.encode())
         sizes[list(self.special.values())] = 0
@@ -267,16 +268,12 @@ class Tokenizer:
         has_line_feed = self.kind != "char" or "\n" in self.inner.get_vocab()
         return self.encode("\n").tolist()[:1] if has_line_feed else [0]
 
-    def encode_pair(
-        self, prompt: str, answer: str, prompt_ids: list[int] | None = None
-    ) -> tuple[list[int], int]:
-        """The tokens of prompt and answer, and how many of them are the prompt's (`prompt_ids`).
+    def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
+        """The tokens of prompt and answer after `begin`, and how many of them are not the answer's.
 
         Both are encoded as one text if this leaves the prompt's own tokens unchanged.
         """
-        begin = list(self.begin)
-        alone = begin + self.encode(prompt).tolist() if prompt_ids is None else prompt_ids
-        both = begin + self.encode(prompt + answer).tolist()
+        alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
         if both[: len(alone)] != alone or len(both) == len(alone):
             both = alone + self.encode(answer, before=prompt or "a").tolist()
         return both, len(alone)
@@ -339,7 +336,7 @@ class Tokenizer:
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Inner
 
-        copy = Inner.from_str(self.inner.to_str())
+        copy: Any = Inner.from_str(self.inner.to_str())
         copy.post_processor = None  # it would drop white space from the tokens' offsets
         copy.encode_special_tokens = True
         added, nonce = self.inner.get_added_tokens_decoder(), secrets.token_hex(8)

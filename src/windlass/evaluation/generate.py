@@ -20,11 +20,12 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import alone, casting_once, evaluating
+from windlass.evaluation.source import alone, casting_once, evaluating, is_new
 from windlass.model.few_rows import Products
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
+from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
@@ -102,9 +103,18 @@ def mask_outside_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates; for an empty text perhaps the model's own BOS."""
-    bos = getattr(unwrap(model), "bos", None)
-    return tokenizer.prompt(text) if text or bos is None or tokenizer.begin else [bos]
+    """The tokens from which a model generates.
+
+    An empty text of a new model begins as its documents, and of a pretrained one with its BOS.
+    """
+    model = unwrap(model)
+    bos, settings = getattr(model, "bos", None), getattr(model, "settings", None)
+    if not text and not tokenizer.begin:
+        if isinstance(settings, ModelSettings) and is_new(settings) and tokenizer.first:
+            return list(tokenizer.first)
+        if bos is not None:
+            return [bos]
+    return tokenizer.prompt(text)
 
 
 def window(model: Any) -> int:

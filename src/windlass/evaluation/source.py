@@ -26,6 +26,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Changes, Recipe
+from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
@@ -96,9 +97,8 @@ def find_source(
         folder = run.path / FOLDER
         has_none = not folder.is_dir() and "own_model" in run.environment
         tokenizer: Any = None if has_none else load_tokenizer(folder)
-        model = run.recipe.model
-        if tokenizer and not model.init_from and (model.kind == "gpt" or model.from_scratch):
-            tokenizer.start = None  # the start of another model's texts
+        if tokenizer and is_new(run.recipe.model):
+            tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
         recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
         source = Source(
@@ -213,6 +213,11 @@ def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterato
             yield
     finally:
         torch.autocast_decrement_nesting()
+
+
+def is_new(model: ModelSettings) -> bool:
+    """Whether a model's training began with random weights."""
+    return not model.init_from and (model.kind == "gpt" or model.from_scratch)
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:

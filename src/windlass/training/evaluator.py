@@ -64,9 +64,8 @@ class Evaluator:
         self.recipe, self.ranks = recorder.plan.recipe, recorder.ranks
         self.state, self.horizon = recorder.state, recorder.horizon
         self.stop_requested, self.average = stop_requested, average
-        self.suites = Suites(
-            self.recipe, data.tokenizer, self.ranks, data.val, micro_batch, own_suites, data.train
-        )
+        sets = data.val, micro_batch, own_suites, data.train, data.template
+        self.suites = Suites(self.recipe, data.tokenizer, self.ranks, *sets)
 
     def use_micro_batch(self, size: int) -> None:
         """Evaluate with this number of sequences per pass."""

@@ -1,6 +1,4 @@
-"""What a data set holds, in numbers and in words; and the split of few documents, which those
-numbers would give away.
-"""
+"""What a data set holds, in numbers and in words."""
 
 import json
 import random
@@ -8,10 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_fixtures import documents, jsonl, recipe_for
 
+from data_fixtures import (
+    conversations,
+    documents,
+    jsonl,
+    recipe_for,
+    reference_split,
+    texts_of,
+)
 from helpers import windlass
-from windlass.data.describe import describe, lines
+from windlass.data.describe import describe, lines, warnings
 from windlass.data.open import Data, open_data
 
 
@@ -24,49 +29,29 @@ def books(folder: Path, *sizes: int) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["packed", "documents"])
-@pytest.mark.parametrize(
-    ("sizes", "inside"), [((500, 700, 600, 4000), True), ((4000, 3000, 2200, 1000), False)]
-)
-def test_few_documents_are_split_by_their_tokens(sizes, inside, packing, tmp_path, capsys) -> None:
+@pytest.mark.parametrize("sizes", [(500, 700, 600, 4000), (4000, 3000, 2200, 1000)])
+def test_few_documents_each_hold_out_their_ends(sizes, packing, tmp_path) -> None:
     source = books(tmp_path / "books", *sizes)
     data = open_data(recipe_for(source, tmp_path / "data", packing=packing))
-    assert data.index is not None
-    train, val = data.index.splits["train"], data.index.splits["val"]
-    (first,), (second,) = train.ranges, val.ranges
-    assert (first.start, first.stop, second.stop) == (0, second.start, sum(sizes) + 4)
-    assert val.tokens / second.stop == pytest.approx(0.1, rel=0.05)
-    if inside:  # each part of the document counts
-        assert (train.documents, val.documents) == (4, 1)
-    else:  # the last document is near enough to a tenth
-        assert (train.documents, val.documents, val.tokens) == (3, 1, 1001)
-    text = (tmp_path / "books" / "book-3.txt").read_text()
-    row = data.train.read(np.array([len(data.train) - 1]))
-    last = data.val.read(np.array([0]))[0][0] if data.val else []
-    # nothing of the held-out part is trained on, and all of it is there
-    if packing == "documents" and inside:
-        assert data.tokenizer.decode(last) == text[-580:][:16]
-        assert (row[1] != -100).sum() == 16
-    assert "held out" not in capsys.readouterr().err
-
-
-def test_a_split_far_from_what_was_asked_is_said(tmp_path, capsys) -> None:
-    texts = ["short"] * 110 + ["a long document " * 20] * 10
-    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data")
-    open_data(recipe)
-    err = capsys.readouterr().err
-    words = "data.val_fraction = 0.1", "% of the text is held out", "data.eval_source"
-    assert all(word in err for word in words)
-    open_data(recipe.replace("data.max_tokens=500", f"data.dir={tmp_path / 'less'}"))
-    assert "data.max_tokens = 500" not in capsys.readouterr().err
-    whole = recipe_for(books(tmp_path / "books", 3000, 3000), tmp_path / "long", max_tokens=1000)
-    assert len(open_data(whole).train) > 100
-    assert "data.max_tokens = 1,000" in capsys.readouterr().err
+    texts = [path.read_text() for path in sorted(source.iterdir())]
+    cuts = [size * 9 // 10 for size in sizes]
+    train, val = texts_of(data)
+    assert train == [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
+    assert val == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
+    facts = describe(data)
+    assert (facts["train"]["items"], facts["val"]["items"], facts["files"]) == (4, 4, 4)
+    if packing == "documents":
+        assert facts["val"]["lengths"]["max"] == max(sizes) // 10
+        assert facts["train"]["lengths"]["max"] == max(cuts) + 1
+    else:
+        assert facts["val"]["label_tokens"] == sum(sizes) // 10 - 1
 
 
 def test_facts_of_texts(tmp_path) -> None:
     texts = [text for text in documents(150) if text]
     source = jsonl(tmp_path / "x.jsonl", texts)
-    facts = describe(open_data(recipe_for(source, tmp_path / "data", val_fraction=0.2)))
+    data = open_data(recipe_for(source, tmp_path / "data", val_fraction=0.2))
+    facts = describe(data)
     total = len("".join(texts).encode()) + len(texts)
     assert facts["train"]["tokens"] + facts["val"]["tokens"] == total
     assert facts["train"]["items"] + facts["val"]["items"] == len(texts)
@@ -75,7 +60,7 @@ def test_facts_of_texts(tmp_path) -> None:
     assert json.loads(json.dumps(facts)) == facts
     options = {"val_fraction": 0.2, "packing": "documents", "context": 64}
     train = describe(open_data(recipe_for(source, tmp_path / "data", **options)))["train"]
-    sizes = [len(text.encode()) + 1 for text in texts[: facts["train"]["items"]]]
+    sizes = [len(text.encode()) + 1 for text in reference_split(texts, 0.2)[0]]
     assert train["cut"] == sum(size > 64 for size in sizes)
     assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
     assert train["tokens"] == sum(min(size, 64) for size in sizes)
@@ -152,15 +137,36 @@ def test_facts_of_data_of_ones_own() -> None:
     assert lines(facts, 8) == expected
 
 
-def test_the_end_of_a_single_text_in_a_mixture_is_held_out_of_its_source(tmp_path) -> None:
+def test_a_mixture_of_formats_and_the_end_of_its_single_text(tmp_path) -> None:
+    talk = conversations(tmp_path / "talk.jsonl", 150)
     mix = [
         {"name": "one", "source": str(books(tmp_path / "one", 2000) / "book-0.txt")},
         {"name": "many", "source": str(books(tmp_path / "many", 500, 700, 4000))},
+        {"name": "talk", "source": str(talk), "format": "chat"},
     ]
-    recipe = recipe_for(tmp_path / "one", tmp_path / "data").replace({"data.mix": mix})
-    facts = describe(open_data(recipe))
-    single, several = facts["sources"]
-    assert (single["tokens"], single["train"], single["val"]) == (2000, 1800, 200)
+    recipe = recipe_for("x", tmp_path / "data", context=256).replace({"data.mix": mix})
+    data = open_data(recipe)
+    facts = describe(data)
+    single, several, chat = facts["sources"]
+    assert (single["tokens"], single["train"], single["val"]) == (2001, 1800, 200)
     assert several["train"] + several["val"] == several["tokens"] == 5203
-    assert "eval_sources" not in facts
-    assert facts["val"]["tokens"] == single["val"] + several["val"]
+    assert chat["train"] + chat["val"] == chat["tokens"] and chat["documents"] == 150
+    assert facts["items"] == "items" and facts["template"].startswith("User")
+    rows = [(s, s.read(np.arange(len(s)))) for s in (data.train, data.val)]
+    for name, (samples, batch) in zip(("train", "val"), rows, strict=True):
+        assert facts[name]["label_tokens"] == (batch.labels != -100).sum() == samples.valid_tokens
+        lengths = sum(map(samples.length, range(len(samples))))
+        assert lengths == samples.real_tokens > samples.valid_tokens
+        assert facts[name]["tokens_per_sample"] == round(lengths / len(samples), 3)
+    shown = lines(facts, 256)
+    assert f"{facts['train']['label_tokens']:,} of them" in shown["training"]
+    assert "trained" in shown["sources"].splitlines()[0] and "book-0.txt" in shown["sources"]
+
+
+def test_what_is_left_out_is_said(tmp_path) -> None:
+    texts = [text for text in documents(150) if len(text) > 20]
+    train = jsonl(tmp_path / "train.jsonl", [*texts, texts[3]])
+    own = {"eval_source": str(jsonl(tmp_path / "val.jsonl", [*texts[:7], texts[3], "other"]))}
+    facts = describe(open_data(recipe_for(train, tmp_path / "data", **own)))
+    assert facts["shared"] == 8 and "8 documents" in "".join(warnings(facts))
+    assert facts["train"]["items"] == len(texts) - 7 and facts["val"]["items"] == 9

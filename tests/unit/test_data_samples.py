@@ -1,0 +1,200 @@
+"""Questions and conversations as rows, against plain Python: the cut at the context, what is left
+out, the labels, the counts; and sets that are shorter than a row.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_fixtures import Example, examples, opened
+
+from data_fixtures import conversations, documents, jsonl, questions, recipe_for, text_hash
+from helpers import refused
+from windlass.data.loader import eval_batches
+from windlass.data.open import open_data
+from windlass.data.order import Order
+
+
+def cut(one: Example, context: int) -> tuple[list[int], list[bool]] | None:
+    """The tokens and marks of an example in a row; None if nothing is left to learn."""
+    room, size = context + 1, len(one.tokens)
+    if size <= room:
+        return one.tokens, one.marks
+    head = room - one.tail
+    if head < one.reach:
+        return None
+    places = [*range(head), *range(size - one.tail, size)]
+    return [one.tokens[i] for i in places], [one.marks[i] for i in places]
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 10**6), st.integers(2, 50), st.booleans(), st.integers(60, 260))
+def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, shard_tokens):
+    rows, folder = examples(30, seed, tails=tails), tmp_path_factory.mktemp("data")
+    samples, _ = opened(rows, folder, context, shard_tokens=shard_tokens)
+    kept = [(one, new) for one in rows if (new := cut(one, context)) is not None]
+    assert len(samples) == len(kept)
+    assert (samples.documents, samples.left_out) == (30, 30 - len(kept))
+    for number, (_, (tokens, marks)) in enumerate(kept):
+        row, counted = samples.row(number)
+        assert (row.tolist(), counted.tolist()) == (tokens, marks)
+        batch = samples.read(np.array([number]))
+        assert batch.tokens[0].tolist() == tokens[:-1]
+        wanted = [
+            b if mark else -100 for (_, b), mark in zip(pairwise(tokens), marks[1:], strict=True)
+        ]
+        assert batch.labels[0].tolist() == wanted and set(wanted) != {-100}
+        assert samples.length(number) == len(tokens) - 1
+    assert samples.valid_tokens == sum(sum(marks[1:]) for _, (_, marks) in kept)
+    assert samples.real_tokens == sum(len(tokens) - 1 for _, (tokens, _) in kept)
+    sizes = sorted(len(one.tokens) for one, _ in kept)
+    if sizes:
+        over = [size - context - 1 for size in sizes if size > context + 1]
+        assert samples.lengths["cut"] == len(over) and samples.lengths["cut_tokens"] == sum(over)
+        assert samples.lengths["lengths"]["max"] == sizes[-1]
+        assert samples.lengths["lengths"]["50"] == sizes[(len(sizes) - 1) // 2]
+    begins, shards = np.cumsum([0, *(len(one.tokens) for one in rows)]), []
+    for first in range(0, int(begins[-1]), shard_tokens):
+        inside = [
+            o for o, at in zip(rows, begins[:-1], strict=True) if first <= at < first + shard_tokens
+        ]
+        shards.append(sum(cut(one, context) is not None for one in inside))
+    assert list(samples.shard_samples) == shards
+
+
+def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
+    samples, _ = opened(examples(40), tmp_path, 200)
+    batch = samples.read(np.arange(40))
+    sizes = [samples.length(i) for i in range(40)]
+    assert batch.tokens.shape == batch.labels.shape == (40, max(sizes))
+    assert batch.documents is None and batch.positions is None
+    for row, size in enumerate(sizes):
+        assert (batch.tokens[row, size:] == 255).all() and (batch.labels[row, size:] == -100).all()
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_examples_are_held_out_by_their_groups(tmp_path, few):
+    rows = [one._replace(group=i // 3 * 2**56 + 7) for i, one in enumerate(examples(290))]
+    rows = rows[:60] if few else [one._replace(group=text_hash(str(one.group))) for one in rows]
+    groups = sorted({one.group for one in rows})
+    assert len(groups) == (20 if few else 97)
+    train, val = opened(rows, tmp_path, 500, val_fraction=0.2)
+    held = set(groups[: round(0.2 * len(groups))])
+    for samples, is_held in ((train, False), (val, True)):
+        own = [one for one in rows if (one.group in held) is is_held]
+        assert [samples.row(i)[0].tolist() for i in range(len(samples))] == [o.tokens for o in own]
+
+
+def test_the_hash_holds_out_a_fifth_of_many(tmp_path):
+    rows = examples(400)
+    train, val = opened(rows, tmp_path, 500, val_fraction=0.2)
+    held = [one.tokens for one in rows if one.group < 2**64 // 5]
+    assert 50 < len(held) < 110 and len(train) == 400 - len(held)
+    assert [val.row(i)[0].tolist() for i in range(len(val))] == held
+    batches = [b for r in range(3) for b in eval_batches(val, r, 3, 4, 0, len(val))]
+    assert sum(int((b.labels != -100).sum()) for b in batches) == val.valid_tokens
+
+
+def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):
+    file = questions(tmp_path / "squad.json", 20)
+    how = {"format": "squad", "val_fraction": 0.1}
+
+    def rows(context):
+        data = open_data(recipe_for(f"squad:{file}", tmp_path / "data", context=context, **how))
+        return data, [data.train.row(i) for i in range(len(data.train))]
+
+    whole, cut_rows = rows(400)[1], rows(108)
+    data, short = cut_rows
+    assert data.train.lengths["cut"] and data.tokenizer.kind == "byte"
+    places = {}
+    for tokens, marks in whole:
+        prompt, answer = bytes(tokens[~marks].tolist()), tokens[marks].tolist()
+        end = prompt.index(bytes(answer[1:-1])) + len(answer) - 2
+        room = 109 - len(answer) - len(b" Answer:")
+        if len(tokens) <= 109 or end <= room:
+            kept = (
+                tokens if len(tokens) <= 109 else np.append(tokens[:room], tokens[-(109 - room) :])
+            )
+            places[tuple(kept.tolist())] = tuple(answer)
+    assert {tuple(t.tolist()): tuple(t[m].tolist()) for t, m in short} == places
+    assert data.train.left_out == len(whole) - len(short)
+    with refused("no item (train) fits", "left out", "model.context"):
+        rows(40)
+
+
+def test_conversations_in_any_order_over_the_held_out_ones(tmp_path):
+    file = conversations(tmp_path / "talk.jsonl", 200)
+    how = {"format": "chat", "val_fraction": 0.2, "order": "shards-shuffled"}
+    train = open_data(recipe_for(file, tmp_path / "data", context=64, **how)).train
+    assert sum(train.shard_samples) == len(train) and len(train.shard_samples) > 10
+    order = Order("shards-shuffled", 1, 2, len(train), train.shard_samples)
+    assert sorted(order[np.arange(len(train))].tolist()) == list(range(len(train)))
+
+
+@pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])
+@pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
+def test_shards_count_their_samples_past_held_out_documents(tmp_path, packing, order):
+    """A sample belongs to the shard where its first token is."""
+    if packing == "best-fit" and order != "shuffled":
+        return
+    texts = [text for text in documents(400, longest=90) if text]
+    how = {"packing": packing, "order": order, "val_fraction": 0.2}
+    samples = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "d", **how)).train
+    if packing == "best-fit":
+        assert not hasattr(samples, "shard_samples")
+        return
+    shard_of, firsts, place = list[int](), list[int](), 0  # of tokens that train, of documents
+    for text in texts:
+        size = len(text.encode()) + 1
+        if text_hash(text) >= 2**64 // 5:
+            firsts.append(place // 1024)
+            shard_of += [at // 1024 for at in range(place, place + size)]
+        place += size
+    shards = -(-place // 1024)
+    if packing == "packed":
+        firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
+    assert list(samples.shard_samples) == np.bincount(firsts, minlength=shards).tolist()
+
+
+# -- sets of less than a row
+
+
+@pytest.mark.parametrize("size", [1, 2, 12, 16, 17, 18])
+def test_a_short_validation_text_is_one_narrower_row(tmp_path, size):
+    (tmp_path / "long.txt").write_text("abc " * 200)
+    (tmp_path / "short.txt").write_text(("xyz" * 6)[:size])
+    recipe = recipe_for(
+        tmp_path / "long.txt", tmp_path / "data", eval_source=str(tmp_path / "short.txt")
+    )
+    if size == 1:
+        with refused("1 tokens (val) are too few", "model.context + 1"):
+            open_data(recipe)
+        return
+    val = open_data(recipe).val
+    batches = list(eval_batches(val, 0, 1, 3, 0, len(val)))
+    labels = [int(x) for batch in batches for x in batch.labels[batch.labels != -100]]
+    assert bytes(labels).decode() == ("xyz" * 6)[1:size]
+    assert val.valid_tokens == size - 1 and len(val) == -(-(size - 1) // 16)
+    assert val.length(0) == min(16, size - 1)
+
+
+def test_short_sets_of_documents_and_of_a_mixture(tmp_path):
+    train = jsonl(tmp_path / "train.jsonl", documents(150))
+    val = jsonl(tmp_path / "val.jsonl", ["a", "bc"])
+    recipe = recipe_for(train, tmp_path / "data", eval_source=str(val), context=64)
+    batch = open_data(recipe).val.read(np.array([0]))
+    assert batch.tokens.tolist() == [[256, 97, 256, 98]]
+    assert batch.labels.tolist() == [[97, 256, 98, 99]]
+    assert batch.documents.tolist() == [[0, 0, 1, 1]]
+    (tmp_path / "one.txt").write_text("x")
+    names = {"a": (train, val), "b": (jsonl(tmp_path / "b.jsonl", documents(9, 2)), "")}
+    names["c"] = (tmp_path / "train.jsonl", tmp_path / "one.txt")
+    mix = [{"name": n, "source": str(s), "eval_source": str(e)} for n, (s, e) in names.items()]
+    mixed = open_data(recipe_for("x", tmp_path / "data", context=64).replace({"data.mix": mix})).val
+    batch = mixed.read(np.arange(len(mixed)))
+    assert mixed.names == ["a", "b"] and set(batch.sources.tolist()) == {0, 1}
+    assert batch.tokens.shape[1] == 64
+    narrow = batch.sources.tolist().index(0)
+    assert batch.labels[narrow].tolist() == [97, 256, 98, 99, *[-100] * 60]
