@@ -224,7 +224,7 @@ def with_activations(subject: Subject) -> Subject:
 def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.prepare import find_prepared, open_samples
-    from windlass.data.samples import Rows, epoch_samples, masks_documents, real_tokens
+    from windlass.data.samples import Rows, documents_per_row, epoch_samples, real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
@@ -244,7 +244,7 @@ def with_prepared_data(subject: Subject) -> Subject:
         vocab=prepared.tokenizer.vocab,
         samples_per_epoch=count,
         tokens_per_sample=(real_tokens(samples) or 0) / count if count else None,
-        documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
+        documents=documents_per_row(samples),
         val_samples=len(val or ()),
         mixture=samples if recipe.data.mix else None,
         reason=subject.reason if count else STREAMED,
