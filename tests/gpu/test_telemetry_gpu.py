@@ -71,7 +71,7 @@ def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device):
 
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
-            assert now.loss > 0  # waits for the device
+            assert now.loss >= 0  # waits for the device
             clock[now.step] = time.perf_counter()
 
     settings = ("train.steps=40", "telemetry.every=10", "train.deterministic=false")
