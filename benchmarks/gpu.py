@@ -317,7 +317,8 @@ def verify(bench: Bench) -> None:
     proofs = json.JSONDecoder().raw_decode(text[start:])[0]["proofs"] if start >= 0 else []
     for proof in proofs:
         word = {True: "proved", False: "FAILED", None: "not tried"}[proof["passed"]]
-        word = problem if problem.startswith("killed") and proof is proofs[-1] else word
+        cut_off = problem.startswith("killed") and proof is proofs[-1] and not proof["passed"]
+        word = problem if cut_off else word
         result = f"{word} ({proof['seconds']:.0f} s): {proof['measured']}"
         bench.add("verify", proof["claim"], result, command)
     if not proofs:
