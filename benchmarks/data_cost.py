@@ -33,7 +33,7 @@ def measure(corpus: Path, folder: Path, gpt2: str) -> dict[str, float]:
     try:
         from windlass.data.open import open_data
     except ImportError:  # an older checkout
-        from windlass.data.prepare import open_data
+        from windlass.data.open import open_data
 
     seconds = {}
     tokenizers = {

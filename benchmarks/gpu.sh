@@ -7,7 +7,8 @@
 # side: tests, warm (compile caches), memory, verify. Parts that run alone: versions, speed, timing, saves, profile, more. The
 # time limit cuts the last ones first. Without a PART all of them run; calls with the same DIR fill one table. NANOGPT names a
 # checkout of nanoGPT, whose train.py is timed as well. MINUTES (9) limits one call, and PYTHON (python3) names the interpreter.
-# DEVICE=cpu SMALL=1 tries the script itself, with tiny sizes. It installs nothing and needs no network; TMPDIR needs 8 GB.
+# DEVICE=cpu SMALL=1 tries the script itself, with tiny sizes, fewer tests and three proofs (three minutes on two quiet cores).
+# It installs nothing and needs no network; TMPDIR needs 8 GB.
 set -eu
 [ $# -ge 1 ] || { sed -n '4p' "$0"; exit 2; }
 top=$(cd "$(dirname "$0")/.." && pwd)

@@ -69,6 +69,14 @@ def cuda(device: str) -> None:
         pytest.skip("needs CUDA itself")
 
 
+@pytest.fixture
+def computes(device: str) -> bool:
+    """Whether kernels do what they should; those of a stub of CUDA do nothing."""
+    import torch
+
+    return torch.ones(1, device=device).item() == 1
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One data directory for all recipes of `words`: it is prepared once."""

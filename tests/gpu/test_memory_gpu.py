@@ -90,7 +90,9 @@ def limit(device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_smaller_micro_batch_when_memory_runs_out(recipe: Callable[..., Any], limit: Any) -> None:
+def test_a_smaller_micro_batch_when_memory_runs_out(
+    recipe: Callable[..., Any], limit: Any, computes: bool
+) -> None:
     """The same bits as a run with that micro-batch, and a resume keeps it."""
     from windlass import train
 
@@ -100,4 +102,6 @@ def test_a_smaller_micro_batch_when_memory_runs_out(recipe: Callable[..., Any], 
     train(recipe("run"), stop_at=4)
     run = train(recipe("run"))
     assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [chosen // 2]
+    if not computes:
+        pytest.skip("the micro-batch is halved once; the device computes no losses to compare")
     assert curve(run) == curve(expected)

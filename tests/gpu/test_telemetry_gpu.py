@@ -63,7 +63,7 @@ def test_the_sampler_sees_a_busy_device(tmp_path):
     assert max((line["util_pct"] for line in lines if "util_pct" in line), default=100) > 50
 
 
-def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device):
+def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device, computes):
     from windlass import Callback, train
     from windlass.telemetry.timing import peak_flops
 
@@ -71,7 +71,7 @@ def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device):
 
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
-            assert now.loss > 0  # waits for the device
+            assert now.loss > 0 or not computes  # waits for the device
             clock[now.step] = time.perf_counter()
 
     settings = ("train.steps=40", "telemetry.every=10", "train.deterministic=false")

@@ -57,6 +57,11 @@ def masks_documents(samples: object) -> bool:
     return bool(getattr(samples, "document_mask", False))
 
 
+def documents_per_row(samples: object) -> float:
+    """The documents of a row, in the mean, if attention keeps them apart; 0: it does not."""
+    return getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0
+
+
 class Samples(Protocol):
     """A training or validation set; a user's own class can be one.
 

@@ -221,7 +221,7 @@ def with_prepared_data(subject: Subject) -> Subject:
     """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
-    from windlass.data.samples import masks_documents, real_tokens
+    from windlass.data.samples import documents_per_row, real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
@@ -241,7 +241,7 @@ def with_prepared_data(subject: Subject) -> Subject:
         vocab=opened.vocab,
         samples_per_epoch=len(samples),
         tokens_per_sample=(real_tokens(samples) or 0) / len(samples),
-        documents=getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0,
+        documents=documents_per_row(samples),
         val_samples=len(opened.val or ()),
         mixture=samples if recipe.data.mix else None,
     )

@@ -98,13 +98,19 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def open_micro_batch(
-    plan: StartPlan, ranks: Ranks, batch: BatchPlan, vocab: int, free: int | None
+    plan: StartPlan,
+    ranks: Ranks,
+    batch: BatchPlan,
+    vocab: int,
+    free: int | None,
+    documents: float = 0.0,
 ) -> BatchPlan:
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
     A resumed run keeps its own, so that it has equal bits, unless memory ran out. On CUDA it is the
     largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
-    by tokens stays. `vocab`: 0 for a user's own model.
+    by tokens stays. `vocab`: 0 for a user's own model. `documents`: those of a row, if attention
+    keeps them apart.
     """
     recipe = plan.recipe
     if free is not None:
@@ -121,7 +127,8 @@ def open_micro_batch(
         counted = None
         if rows and recipe.model.kind == "hf":
             counted = measured_sizes(recipe, rows, precision, batch.micro_batch)
-        return layout_on(recipe, rows, ranks.world, gpu, precision, free, counted).micro_batch
+        own = recipe, rows, ranks.world, gpu, precision, free, counted, documents
+        return layout_on(*own).micro_batch
 
     return replace(batch, micro_batch=decide_on_rank_0(ranks, "micro-batch", choose))
 

@@ -29,7 +29,7 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.open import Data, open_data
-from windlass.data.samples import masks_documents, real_tokens
+from windlass.data.samples import documents_per_row, masks_documents, real_tokens
 from windlass.errors import UserError, argument, plural
 from windlass.estimate.milestones import checkpoints_to_come
 from windlass.estimate.optimum import resolve_steps
@@ -100,7 +100,8 @@ def batch_and_horizon(
     batch = recipe.batch(ranks.world, ranks.device.type)
     if not recipe.train.micro_batch:
         free = memory.free_bytes(ranks.device)
-        batch = memory.open_micro_batch(plan, ranks, batch, 0 if custom else data.vocab, free)
+        vocab, documents = 0 if custom else data.vocab, documents_per_row(data.train)
+        batch = memory.open_micro_batch(plan, ranks, batch, vocab, free, documents)
     if samples < 1:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
