@@ -14,7 +14,7 @@ from harness import Join, recipe, run_ranks
 
 from rows import Rows
 from windlass.data.examples import Question
-from windlass.data.tokenizer import byte_tokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods

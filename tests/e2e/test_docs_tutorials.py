@@ -32,7 +32,7 @@ TUTORIALS = {
             "answers/model.safetensors",
             "answers/tokenizer.json",
         ],
-        prints=["40 conversations", "exported: answers"],
+        prints=["conversations", "exported: answers"],
         reports=True,
     ),
     "mixture.md": Page(

@@ -129,7 +129,7 @@ def test_pip_brings_as_few_from_the_registry(wheel, tmp_path):
 
 def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
     corpus = write_corpus(tmp_path / "words.txt", words=200)
-    compressed = tmp_path / "words.txt.gz"
+    compressed = tmp_path / "words.txt.zst"
     compressed.touch()
     windlass = base / "bin/windlass"
     tiny = overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})

@@ -51,6 +51,11 @@ def lesson(tmp_path_factory: pytest.TempPathFactory) -> Path:
         texts += [context, *asked]
     tree = {"data": [{"title": "few", "paragraphs": paragraphs}]}
     (folder / "few.json").write_text(json.dumps(tree))
+    # Windlass does not train on a question that the validation data has.
+    other = (
+        json.dumps(tree).replace("Who built", "Who then built").replace("When was", "When then was")
+    )
+    (folder / "other.json").write_text(other)
     hf_fixtures.save("bloom", folder / "bloom", hidden_size=64, n_layer=2)
     hf_fixtures.save_tokenizer(texts, folder / "bloom")
     return folder
@@ -61,7 +66,7 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     tree = {
         "preset": "lesson",
         "model": {"kind": "hf", "name": str(lesson / "bloom"), "context": 192},
-        "data": {"format": "squad", "source": few, "eval_source": few, "dir": str(lesson / "data")},
+        "data": {"format": "squad", "source": few, "dir": str(lesson / "data")},
         "train": {"steps": 4, "global_batch": 12, "micro_batch": 3},
         "optim": {"lr": 3e-3, "weight_decay": 0.0, "schedule": {"kind": "constant", "warmup": 0}},
         "eval": {"every": "4 epochs", "suites": ["loss", "squad"]},
@@ -69,6 +74,8 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
         "telemetry": {"every": 1},
         "run": {"dir": str(lesson / name)},
     }
+    tree["data"]["eval_source"] = f"squad:{lesson / 'other.json'}"
+    tree["eval"]["squad_file"] = str(lesson / "few.json")
     changes = {key.replace("__", "."): value for key, value in changes.items()}
     return Recipe.model_validate(tree).replace(changes)
 

@@ -19,7 +19,7 @@ from windlass import evaluate, sample, train
 from windlass.checkpoint.retention import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.tokenizer import (
+from windlass.data.vocabulary import (
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,

@@ -23,7 +23,7 @@ from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens, 
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import SourceSpec
 from windlass.data.split import Corpus, Part
-from windlass.data.tokenizer import byte_tokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of, edges_of
 from windlass.model.gpt import initialise

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import hf_fixtures
 from helpers import refused
-from windlass.data.tokenizer import hf_tokenizer
+from windlass.data.vocabulary import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.evaluation.text import sample

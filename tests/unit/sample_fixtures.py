@@ -10,7 +10,7 @@ from windlass.data.samples import DocumentSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import SourceSpec
 from windlass.data.split import Corpus, Member, divide
-from windlass.data.tokenizer import byte_tokenizer
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.recipe import DataSettings
 
 BYTES = byte_tokenizer()

@@ -25,7 +25,7 @@ from windlass.data.examples import (
     question_prompt,
 )
 from windlass.data.records import Item, SourceSpec
-from windlass.data.tokenizer import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
+from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
 from windlass.recipe import Recipe
 
 BYTES = byte_tokenizer()
@@ -84,7 +84,7 @@ def test_every_shape_gives_the_same_tokens_and_hashes(name: str) -> None:
     assert learned(found) == " A cat.<|endoftext|>" and found.marks.dtype == bool
     assert found.tokens.dtype == np.int64 and found.tokens.tolist() == first.tokens.tolist()
     assert found.text == found.group == first.text == example_group(item(SAME[name]), CHAT)
-    assert found.reach == found.marks.argmax() + 1 and found.tail == 0 and found.remark == ""
+    assert found.reach == found.marks.argmax() + 1 and found.tail == 0
     assert example_texts(item(SAME[name]), CHAT) == ["Be kind.", "Who are you?", "A cat."]
 
 
@@ -143,8 +143,6 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind, key, tmp_pat
     assert other == without and "right" not in other
     assert found[0].tokens.tolist() == found[1].tokens.tolist()  # the template does not see the key
     assert found[0].text == found[1].text
-    assert [example.remark for example in found[:3]] == [""] * 3
-    assert "talk.jsonl, line 7, turn 4" in found[3].remark and "empty" in found[3].remark
 
 
 @pytest.mark.parametrize(

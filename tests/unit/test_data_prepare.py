@@ -31,7 +31,7 @@ from windlass.data.locate import data_dirs, unprepared
 from windlass.data.open import open_data
 from windlass.data.prepare import find_prepared, prepare
 from windlass.data.shards import Index, Stream
-from windlass.data.tokenizer import load_tokenizer
+from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed
 from windlass.fileio import Files
 

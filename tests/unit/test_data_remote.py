@@ -261,6 +261,9 @@ def test_remote_shards_are_the_local_ones(server, tmp_path):
             rows = everything[: len(wanted)]
             assert len(ours) == len(wanted) > 100
             assert (ours.read(rows).tokens == wanted.read(rows).tokens).all()
+    server.files["train-1.bin"] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+    with pytest.raises(UserError, match="has changed since it was prepared"):
+        open_data(recipe).train.read(everything)
 
 
 def test_urls_of_a_pattern(server, tmp_path):

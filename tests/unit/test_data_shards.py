@@ -21,7 +21,8 @@ from windlass.data.samples import DocumentSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter, Stream
 from windlass.data.sources import SourceSpec
 from windlass.data.split import Corpus, Part
-from windlass.data.tokenizer import Description, byte_tokenizer, char_tokenizer, train_bpe
+from windlass.data.tokenizer import Description
+from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, train_bpe
 from windlass.errors import UserError
 from windlass.parallel.env import DistEnv
 

@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from helpers import refused
-from windlass.data import tokenizer as tokenizer_module
+from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.tokenizer import (
-    END_OF_TEXT,
-    STRETCH,
-    Tokenizer,
+from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
+from windlass.data.vocabulary import (
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
     is_learned,
     load_tokenizer,
     named_tokenizer,
-    stretches,
     train_bpe,
 )
 from windlass.interop.export import save_tokenizer
@@ -109,7 +106,7 @@ def test_gpt2_has_its_published_ids_and_those_of_an_independent_tokenizer_file(g
 @given(st.text(st.sampled_from("ab1 '!\n\t\r\u00e9\u00a0s"), max_size=60))
 def test_cutting_a_long_text_changes_no_token(gpt2, text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "STRETCH", 12)
+        patch.setattr("windlass.data.tokenizer.STRETCH", 12)
         parts, cut = list(stretches(text)), gpt2.encode(text).tolist()
     assert "".join(parts) == text and all(0 < len(part) <= 12 for part in parts)
     places = np.cumsum([len(p) for p in parts])[:-1].tolist()
@@ -167,7 +164,7 @@ def unigram(text: str) -> Tokenizer:
 
 def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     """They stop at a number of distinct words, in bytes, whatever the number of texts."""
-    monkeypatch.setattr(tokenizer_module, "BPE_WORD_BYTES", 5_000)
+    monkeypatch.setattr(vocabulary, "BPE_WORD_BYTES", 5_000)
     read = []
 
     def texts():

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 from harness import Join, recipe, run_ranks
 
 import tokenizer_fixtures
-from windlass.data.tokenizer import byte_tokenizer, hf_tokenizer
+from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
 from windlass.evaluation.lm_eval import (

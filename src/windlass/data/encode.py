@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data import tokenizer as tokenizers
+from windlass.data import vocabulary
 from windlass.data.chat import Template
 from windlass.data.examples import encode_example, example_group, example_texts, hash64
 from windlass.data.progress import Progress
@@ -34,6 +34,7 @@ from windlass.data.split import (
     LONG_TEXT,
     held_out,
     held_out_examples,
+    surely_held_out,
     trained_characters,
 )
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
@@ -49,7 +50,7 @@ BATCH_ITEMS = 256
 BEFORE = 256  # characters of the text before a part, for the tokenizer
 LEFT_OUT = "left-out.txt"
 # A character tokenizer needs the characters of the plain layout and of a question's prompt, too.
-LAYOUT_CHARACTERS = "User: System: Assistant: Question: Context: Answer: \n"
+LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \n"
 
 
 class Job(NamedTuple):
@@ -161,7 +162,7 @@ def serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         folder, spec = pickle.load(source)
-        own = tokenizers.load_tokenizer(folder), Template.of_directory(folder)
+        own = vocabulary.load_tokenizer(folder), Template.of_directory(folder)
         encoder = Encoder(spec, *own)
         while True:
             out.write(pickle.dumps(encoder(pickle.load(source))))
@@ -305,7 +306,7 @@ def learn_tokenizer(
             for source in train
             for part in first_characters(training_parts(source, fraction, validated), each)
         )
-        return tokenizers.train_bpe(texts, data.tokenizer_vocab)
+        return vocabulary.train_bpe(texts, data.tokenizer_vocab)
     characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
     for source in (*train, *val):
         for item in source.items():
@@ -313,7 +314,7 @@ def learn_tokenizer(
     if not characters:
         raise UserError(f"data.source: there is no text in {names}")
     alone = len(train) == 1 and all(source.single_text for source in (*train, *val))
-    return tokenizers.char_tokenizer(characters, with_eot=not alone)
+    return vocabulary.char_tokenizer(characters, with_eot=not alone)
 
 
 def texts_of(item: Item, spec: SourceSpec) -> list[str]:
@@ -354,18 +355,22 @@ def training_parts(source: Source, fraction: float, validated: set[int]) -> Iter
     the first one is used, except in a source of few documents.
     """
     spec, is_text, share = source.spec, source.spec.format == "text", Fraction(str(fraction))
-    sizes, size, groups = list[int](), 0, set[int]()
+    sizes, size, groups, first = list[int](), 0, set[int](), list[int]()
     for item in source.items() if fraction else ():
         texts = texts_of(item, spec)
         size += sum(map(len, texts))
         if not item.more:
+            if is_text and 0 < size == len(texts[0]) <= LONG_TEXT:
+                first.append(hash64(*texts))
             groups.add((len(sizes) if is_text else example_group(item, spec)) if size else -1)
             sizes, size = [*sizes, size], 0
             if len(groups - {-1}) == FEW:
                 break
     few = len(groups := groups - {-1}) < FEW
     array = np.array(sorted(groups), np.uint64)
-    held = set(array[held_out_examples(array, fraction)].tolist()) if few and not is_text else set()
+    held = set(surely_held_out(np.array(first, np.uint64), fraction).tolist())
+    if few:
+        held = set() if is_text else set(array[held_out_examples(array, fraction)].tolist())
     begins, number, room = True, 0, 0  # room: the next characters of a document that train
     for item in source.items():
         texts = texts_of(item, spec)

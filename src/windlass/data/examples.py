@@ -52,7 +52,6 @@ class Encoded(NamedTuple):
     group: int  # 64-bit hash that decides whether it is held out: the content's, or the article's
     tail: int = 0  # the last tokens, which a cut keeps
     reach: int = 0  # the first tokens, without which nothing can be learned
-    remark: str = ""  # a problem of the item, with its place
 
 
 class Shape(NamedTuple):
@@ -143,10 +142,8 @@ def encode_example(
     if not marks.any():
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
-    empty = ", ".join(str(number) for number, m in enumerate(talk.messages, 1) if _is_empty(m))
-    remark = f"{item.place}, turn {empty}: an empty answer has no loss" if empty else ""
     digest = talk.hash
-    return Encoded(tokens, marks, digest, digest, reach=int(marks.argmax()) + 1, remark=remark)
+    return Encoded(tokens, marks, digest, digest, reach=int(marks.argmax()) + 1)
 
 
 def example_texts(item: Item, spec: SourceSpec) -> list[str]:

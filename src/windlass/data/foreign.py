@@ -95,12 +95,10 @@ def scan(place: str, vocab: int, dtype: str, cache: Path, cache_bytes: int) -> S
         raise bad_shard(
             place, 'has 32-bit ids: every second 16 bits are 0; set data.shards_dtype="uint32"'
         )
-    if "://" in place:
-        return Shard(file=place, tokens=tokens, sha256="", dtype=dtype, offset=offset)
-    absolute = str(path.resolve())
-    return Shard(
-        file=absolute, tokens=tokens, sha256=digest.hexdigest(), dtype=dtype, offset=offset
-    )
+    name, content = str(path.resolve()), digest.hexdigest()
+    if isinstance(file, RemoteFile):
+        name, content = place, file.version
+    return Shard(file=name, tokens=tokens, sha256=content, dtype=dtype, offset=offset)
 
 
 def _int32(head: bytes, place: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from windlass.data import tokenizer as tokenizers
+from windlass.data import vocabulary
 from windlass.data.shards import Index
 from windlass.data.sources import SourceSpec
 from windlass.recipe import DataSettings, Recipe
@@ -56,11 +56,11 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
 def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     """What determines the tokenizer of a recipe; one made from the corpus depends on its sources."""
     home, data = recipe.home, recipe.as_written.data
-    files = tokenizers.tokenizer_files(recipe.data.tokenizer)
+    files = vocabulary.tokenizer_files(recipe.data.tokenizer)
     key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
     if files:  # paths are as written, so that a run and its data can move
         key["files"] = {path.removeprefix(f"{home}/"): digest for path, digest in files.items()}
-    if tokenizers.is_learned(data.tokenizer):
+    if vocabulary.is_learned(data.tokenizer):
         members = wanted_sources(recipe)
         key["train"] = [spec.key for member in members for spec in member.train]
         separate = [spec.key for member in members for spec in member.val]

@@ -13,12 +13,12 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass import hub
-from windlass.data import tokenizer as tokenizers
+from windlass.data import vocabulary
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder, learn_tokenizer, write_source
 from windlass.data.foreign import scan_source
@@ -98,11 +98,13 @@ def prepare(
     work = _Preparation(recipe, progress, resuming)
     try:
         wanted = wanted_sources(recipe, only_val)
+        if recipe.data.eval_split and not any(spec.kind == "hf" for w in wanted for spec in w.val):
+            progress.note("data.eval_split has no effect: only sources hf:... have splits")
         work.open_tokenizer(wanted, tokenizer, template)
         members = work.members(wanted)
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
-        tokenizers.check_tokenizer(recipe, work.tokenizer, notify)
+        vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
         done = Prepared(members, work.tokenizer, work.template)
         for corpus in {corpus.directory: corpus for corpus in done.corpora}.values():
             tick = lambda part: progress.update("checking SHA-256", part)  # noqa: E731
@@ -127,7 +129,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
             return None
         places[directory] = index
     folder = next(iter(places)) / FOLDER
-    tokenizer, template = tokenizers.load_tokenizer(folder), Template.of_directory(folder)
+    tokenizer, template = vocabulary.load_tokenizer(folder), Template.of_directory(folder)
     cache = int(recipe.data.cache_gb * 1e9)
 
     def corpus(spec: SourceSpec) -> Corpus:
@@ -159,7 +161,7 @@ class _Preparation:
             for spec in (*member.train, *member.val):
                 place = directory_of(spec, recipe)
                 saved = saved or (place / FOLDER if (place / INDEX).is_file() else None)
-        is_learned = tokenizers.is_learned(recipe.data.tokenizer)
+        is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
             self.files = tokenizer_key(recipe).get("files", {})
         if self.prepares_again and (is_learned or self.files):
@@ -167,12 +169,12 @@ class _Preparation:
         if tokenizer is not None:
             self.tokenizer, self.template = tokenizer, template or Template()
         elif saved is not None:
-            self.tokenizer = tokenizers.load_tokenizer(saved)
+            self.tokenizer = vocabulary.load_tokenizer(saved)
             self.template = Template.of_directory(saved)
         elif is_learned:
             self.tokenizer = self._learned(wanted)
         else:
-            self.tokenizer = tokenizers.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+            self.tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
             if recipe.tokenizer.startswith("hf:"):
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)
@@ -201,7 +203,7 @@ class _Preparation:
                 learn_tokenizer(recipe.data, *parts, self.progress).save(directory)
                 learned = [source.description for source in sources]
                 write_atomic(directory / LEARNED, json.dumps({"sources": learned}, indent=1))
-        return tokenizers.load_tokenizer(directory / FOLDER)
+        return vocabulary.load_tokenizer(directory / FOLDER)
 
     @property
     def prepares_again(self) -> bool:
@@ -319,6 +321,8 @@ class _Preparation:
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
         is_foreign = spec.kind == "shards"
+        if index is not None and (commit := index.source.get("commit")):
+            spec = replace(spec, revision=commit)  # the Hub may have a newer one
         source = None if is_foreign else open_source(spec, progress.note)
         tokenizer.save(directory)
         if spec.format != "text":

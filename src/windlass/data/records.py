@@ -36,7 +36,13 @@ MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some te
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 # Of damaged files, by the libraries that read them; pyarrow's own are among Python's.
-DAMAGE = (OSError, ValueError, EOFError, NotImplementedError, RecursionError)
+DAMAGE: tuple[type[Exception], ...] = (
+    OSError,
+    ValueError,
+    EOFError,
+    NotImplementedError,
+    RecursionError,
+)
 DAMAGE += (zlib.error, lzma.LZMAError, csv.Error)
 
 

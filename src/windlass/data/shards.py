@@ -52,7 +52,7 @@ class Shard(BaseModel):
     tokens: int
     rows: int = 0  # of its table
     documents: int = 0  # that start in it; 0: unknown (shards of other tools)
-    sha256: str  # empty: a remote shard
+    sha256: str  # of a remote shard its version
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
     table: str = ""  # SHA-256 of its table; empty: no table (shards of other tools)
@@ -61,6 +61,11 @@ class Shard(BaseModel):
     @property
     def is_remote(self) -> bool:
         return "://" in self.file
+
+    @property
+    def identity(self) -> str:
+        """What tells its tokens from others, in any directory."""
+        return f"{self.file} {self.sha256}" if self.is_remote else self.sha256
 
     def beside(self, ending: str) -> str:
         """The file of the shard's table (`.documents`) or mask (`.mask`)."""
@@ -318,7 +323,8 @@ class Stream:
             shard, begin = self.shards[place], start + done - int(self.edges[place])
             count, dtype = min(len(out) - done, shard.tokens - begin), on_disk(shard.dtype)
             offset = shard.offset + begin * dtype.itemsize
-            ids = np.frombuffer(self._pread(shard.file, count * dtype.itemsize, offset), dtype)
+            size, version = count * dtype.itemsize, shard.sha256
+            ids = np.frombuffer(self._pread(shard.file, size, offset, version), dtype)
             if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
                 raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
             out[done : done + count] = ids
@@ -344,7 +350,7 @@ class Stream:
             place += 1
         return np.concatenate([np.zeros(0, bool), *parts])
 
-    def _pread(self, name: str, count: int, offset: int) -> bytes:
+    def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
         with self._lock:
             if name not in self._open:
                 if len(self._open) >= OPEN_FILES:
@@ -353,7 +359,7 @@ class Stream:
                 try:
                     if "://" in name:
                         own = self._directory / CACHE
-                        self._open[name] = RemoteFile(name, own, self._cache_bytes)
+                        self._open[name] = RemoteFile(name, own, self._cache_bytes, version)
                     else:
                         self._open[name] = LocalFile(path)
                 except OSError as error:

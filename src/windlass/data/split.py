@@ -2,6 +2,7 @@
 
 - A document is held out if the hash of its text is below `data.val_fraction`. So copies of a text
   are on one side, and neither the order of documents nor limits, tokenizer or ranks change a choice.
+  If none of the first FEW documents is, the one with the smallest hash is, too.
 - A text of over LONG_TEXT characters, and every text of a source with fewer than FEW documents,
   gives its last `data.val_fraction` characters, as nanoGPT cuts a text.
 - Of fewer than FEW questions or conversations the ones with the smallest hashes are held out.
@@ -105,7 +106,7 @@ class Part:
     @property
     def identity(self) -> list[Any]:
         """What determines the tokens of the row."""
-        shards = [(shard.sha256 or shard.file, shard.tokens) for shard in self.corpus.index.shards]
+        shards = [(shard.identity, shard.tokens) for shard in self.corpus.index.shards]
         shards, places = ([], self.edges) if self.text else (shards, self.ranges)
         return [self.text, shards, hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()]
 
@@ -135,14 +136,24 @@ def held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
     return result
 
 
+def surely_held_out(first: np.ndarray, fraction: float) -> np.ndarray:
+    """The hash that is held out as well, if the fraction holds out none of the `first` documents, so
+    that a small part of a source has validation data, too; uint64 [0 or 1]."""
+    none = len(first) and not held_out(first, fraction).any()
+    return np.unique(first)[: int(none)]
+
+
 def held_out_examples(hashes: np.ndarray, fraction: float) -> np.ndarray:
     """Which questions or conversations are held out, by the hashes of all groups of a source.
 
     Of fewer than FEW groups it is the given fraction, rounded, but at least one and not all.
     """
     groups = np.unique(hashes)
-    if len(groups) >= FEW or not fraction:
-        return held_out(hashes, fraction)
+    if not fraction:
+        return np.zeros(len(hashes), bool)
+    if len(groups) >= FEW:
+        also = np.isin(hashes, surely_held_out(hashes[:FEW], fraction))
+        return held_out(hashes, fraction) | also
     count = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
     result: np.ndarray = hashes < groups[count] if count > 0 else np.zeros(len(hashes), bool)
     return result
@@ -223,7 +234,9 @@ def pieces_of(
     else:
         characters, few = table.characters[:count], len(table) < FEW
         is_cut = np.full(count, few) | (characters > LONG_TEXT)
-        _hold_out(pieces, held_out(texts, data.val_fraction) & ~is_cut)
+        also = surely_held_out(texts[:FEW][~is_cut[:FEW]], data.val_fraction)
+        held = held_out(texts, data.val_fraction) | np.isin(texts, also)
+        _hold_out(pieces, held & ~is_cut)
         share, numbers = Fraction(str(data.val_fraction)), np.flatnonzero(is_cut)
         cuts = [trained_characters(size, share) for size in characters[numbers].tolist()]
         places = [*corpus.places_of(numbers.tolist(), cuts)]
@@ -330,15 +343,13 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
             whole.append(p.texts[held & ~p.is_cut])
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
-    files = {
-        key for p in separate for s in p.corpus.index.shards for key in (s.file, s.sha256) if key
-    }
+    files = {key for p in separate for s in p.corpus.index.shards for key in (s.file, s.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
             also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & ~p.is_cut)
         else:
-            shards = [{s.file, s.sha256} & files for s in p.corpus.index.shards]
+            shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)
         shared += int((also & (p.stop > p.start)).sum())
         p.keep(~also)
@@ -358,7 +369,8 @@ def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
             p.stop[last] -= int(ends[last]) - tokens  # a text that may be cut
         p.keep(kept)
         if len(p.texts) and last < len(ends):
-            p.keep_val(kept)
+            has_val = (p.val_stop > p.val_start)[kept].any()
+            p.keep_val(kept if has_val else np.arange(len(ends)) < FEW)
 
 
 def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:

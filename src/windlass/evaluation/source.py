@@ -16,7 +16,8 @@ from windlass.checkpoint import load
 from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.chat import Template
-from windlass.data.tokenizer import FOLDER, Tokenizer, load_tokenizer, named_tokenizer
+from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.model.build import build_model, keeping_modes, own_module
 from windlass.model.gpt import initialise

@@ -250,7 +250,9 @@ def _write_plain_template(source: Source, directory: Path) -> None:
         return
     tokenizer = source.tokenizer
     end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
     text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+    text = text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
     _write(directory / "chat_template.jinja", text)
 
 
