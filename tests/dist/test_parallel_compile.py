@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import hf_fixtures
 from windlass.data.samples import positions_of
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
@@ -154,7 +155,7 @@ def test_an_evaluation_leaves_the_trainings_graph_static(compiled, monkeypatch):
             return {"score": float(unwrap(model)(torch.zeros(3, 7, dtype=torch.int64)).sum())}
 
         monkeypatch.setattr("windlass.evaluation.suites.run_harness", harness)
-        suites = Suites(recipe(**SMALL), None, ranks, own={"own:x": own})  # type: ignore[arg-type]
+        suites = Suites(recipe(**SMALL), byte_tokenizer(), ranks, own={"own:x": own})
         for suite in ("lm-eval:a", "lm-eval:b", "own:x"):
             assert suites.measure(suite, model) is not None
         generate(model, [[1, 2, 3]], Sampling(max_tokens=4, temperature=0), ranks)
