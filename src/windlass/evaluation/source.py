@@ -96,8 +96,11 @@ def find_source(
             problem = f"{choice.path} is not in a run directory"
             raise UserError(f"{problem}: there is no {run.recipe_path}")
         folder = run.path / FOLDER
-        has_none = not folder.is_dir() and "own_model" in run.environment
-        tokenizer: Any = None if has_none else load_tokenizer(folder)
+        tokenizer: Any = None
+        if folder.is_dir():
+            tokenizer = load_tokenizer(folder)
+        elif "own_model" not in run.environment:  # a model of transformers on the user's own data
+            tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
