@@ -96,10 +96,8 @@ def find_source(
             problem = f"{choice.path} is not in a run directory"
             raise UserError(f"{problem}: there is no {run.recipe_path}")
         folder = run.path / FOLDER
-        tokenizer: Any = None
-        if folder.is_dir():
-            tokenizer = load_tokenizer(folder)
-        elif "own_model" not in run.environment:  # a model of transformers on the user's own data
+        tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
+        if not tokenizer and "own_model" not in run.environment:  # on the user's own data
             tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
