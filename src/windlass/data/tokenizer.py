@@ -152,6 +152,11 @@ class Tokenizer:
             table[self.eot] = END_OF_TEXT.encode()
         return table
 
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        """The bytes of each id for bytes, characters and GPT-2, int64 [V]."""
+        return np.array([len(piece) for piece in self._bytes or ()], np.int64)
+
     def encode(self, text: str, before: str = "") -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
 
@@ -280,12 +285,14 @@ class Tokenizer:
                 marks += own
                 continue
             texts = [text.encode("utf-8", "replace") for text in pieces]
-            tokens = self.encode(b"".join(texts).decode()).tolist()
-            sizes = [len(self._bytes[i]) for i in tokens]
+            tokens = self.encode(b"".join(texts).decode())
+            ids += tokens.tolist()
+            if len(set(own)) == 1 or not len(tokens):
+                marks += [own[0]] * len(tokens)
+                continue
             by_byte = np.repeat(own, list(map(len, texts)))
-            starts = np.cumsum([0, *sizes])[:-1]
-            ids += tokens
-            marks += np.maximum.reduceat(by_byte, starts).tolist() if tokens else []
+            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
+            marks += np.maximum.reduceat(by_byte, starts).tolist()
         return ids, marks
 
     def _encode_spans(self, parts: Sequence[tuple[str | int, int]]) -> tuple[list[int], list[int]]:
