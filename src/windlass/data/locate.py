@@ -27,6 +27,10 @@ class Wanted:
     train: list[SourceSpec]
     val: list[SourceSpec]
 
+    @property
+    def specs(self) -> list[SourceSpec]:
+        return [*self.train, *self.val]
+
 
 def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
     """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
@@ -96,8 +100,7 @@ def directory_of(spec: SourceSpec, recipe: Recipe) -> Path:
 
 def data_dirs(recipe: Recipe) -> list[Path]:
     """The directories of all sources of a recipe, prepared or not."""
-    members = wanted_sources(recipe)
-    specs = [spec for member in members for spec in (*member.train, *member.val)]
+    specs = [spec for member in wanted_sources(recipe) for spec in member.specs]
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
 
 

@@ -11,9 +11,10 @@ import errno
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,13 @@ from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
 from windlass.data.locate import (
     Wanted,
+    data_dirs,
     directory_of,
     hash_of_key,
     root_of,
     source_key,
     tokenizer_key,
+    unprepared,
     wanted_sources,
 )
 from windlass.data.need import Need
@@ -41,7 +44,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked, read_json, write_atomic
 from windlass.processes import usable_cores
-from windlass.recipe import DataSettings, Recipe, as_recipe
+from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -105,8 +108,10 @@ def prepare(
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
         vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
-        done = Prepared(members, work.tokenizer, work.template)
-        for corpus in {corpus.directory: corpus for corpus in done.corpora}.values():
+        prepared = Prepared(
+            members, work.tokenizer, work.template, work.is_new, changed=work.changed
+        )
+        for corpus in {corpus.directory: corpus for corpus in prepared.corpora}.values():
             tick = lambda part: progress.update("checking SHA-256", part)  # noqa: E731
             verify(corpus.directory, corpus.index, tick, ranks)
     except OSError as error:
@@ -116,31 +121,28 @@ def prepare(
         raise RunFailed(f"{root_of(recipe)}: {error.strerror}; {remedy}") from None
     finally:
         progress.close()
-    seconds = time.perf_counter() - started
-    return Prepared(members, work.tokenizer, work.template, work.is_new, seconds, work.changed)
+    return replace(prepared, seconds=time.perf_counter() - started)
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked; None if some is missing. Raises as `prepare`."""
-    wanted, places = wanted_sources(recipe), dict[Path, Index]()
-    for spec in (spec for member in wanted for spec in (*member.train, *member.val)):
-        directory = directory_of(spec, recipe)
-        if (index := Index.load(directory)) is None:
-            return None
-        places[directory] = index
-    folder = next(iter(places)) / FOLDER
-    tokenizer, template = vocabulary.load_tokenizer(folder), Template.of_directory(folder)
-    cache = int(recipe.data.cache_gb * 1e9)
+    if unprepared(recipe):
+        return None
+    folder = data_dirs(recipe)[0] / FOLDER
+    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member]()
+    for wanted in wanted_sources(recipe):
+        train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
+        val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
+        members.append(Member(wanted.name, wanted.data, train, val))
+    return Prepared(members, tokenizer, Template.of_directory(folder))
 
-    def corpus(spec: SourceSpec) -> Corpus:
-        place = directory_of(spec, recipe)
-        return Corpus(place, places[place], spec, tokenizer, cache)
 
-    members = [
-        Member(w.name, w.data, [corpus(spec) for spec in w.train], [corpus(spec) for spec in w.val])
-        for w in wanted
-    ]
-    return Prepared(members, tokenizer, template)
+def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer) -> Corpus:
+    """A source that has been prepared."""
+    directory = directory_of(spec, recipe)
+    index = Index.load(directory)
+    assert index is not None
+    return Corpus(directory, index, spec, tokenizer, int(recipe.data.cache_gb * 1e9))
 
 
 class _Preparation:
@@ -156,11 +158,9 @@ class _Preparation:
         self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
-        recipe, saved = self.recipe, None
-        for member in wanted:
-            for spec in (*member.train, *member.val):
-                place = directory_of(spec, recipe)
-                saved = saved or (place / FOLDER if (place / INDEX).is_file() else None)
+        recipe = self.recipe
+        places = (directory_of(spec, recipe) for member in wanted for spec in member.specs)
+        saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
             self.files = tokenizer_key(recipe).get("files", {})
@@ -187,18 +187,16 @@ class _Preparation:
             raise UserError(f"{problem}: use another for shards:")
         directory = root_of(recipe) / f"tokenizer-{hash_of_key(tokenizer_key(recipe))}"
         with _lock(directory, self.progress):
-            val = [spec for member in wanted for spec in member.val]
+            specs = [*train, *(spec for member in wanted for spec in member.val)]
             learned = read_json(directory / LEARNED).get("sources")
             if learned is not None:
-                now = [(spec, describe_source(spec)) for spec in (*train, *val)]
-                pairs = zip(now, learned, strict=True)
-                stale = [(spec, changes(old, new)) for (spec, new), old in pairs if new]
-                for spec, change in stale:
+                for spec, old in zip(specs, learned, strict=True):
+                    change = changes(old, now) if (now := describe_source(spec)) else ""
                     how = f"since the tokenizer in {directory} was learned: {change}"
                     if change and self._again(f"{spec.setting}: {spec.name} has changed {how}"):
                         learned = None
             if learned is None:
-                sources = [open_source(spec, self.progress.note) for spec in (*train, *val)]
+                sources = [open_source(spec, self.progress.note) for spec in specs]
                 parts = sources[: len(train)], sources[len(train) :]
                 learn_tokenizer(recipe.data, *parts, self.progress).save(directory)
                 learned = [source.description for source in sources]
@@ -227,15 +225,15 @@ class _Preparation:
         """Prepare all sources as far as the limits of the recipe need them."""
         asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
         while True:
-            members = [
-                Member(
-                    w.name,
-                    w.data,
-                    [self.corpus(s, w, False, n) for s, n in zip(w.train, tokens, strict=True)],
-                    [self.corpus(spec, w, True, w.data.max_tokens) for spec in w.val],
-                )
-                for w, tokens in zip(wanted, asked, strict=True)
-            ]
+            members = list[Member]()
+            for w, limits in zip(wanted, asked, strict=True):
+                train = [
+                    self._corpus(spec, partial(Need, w.data, False, tokens))
+                    for spec, tokens in zip(w.train, limits, strict=True)
+                ]
+                need = partial(Need, w.data, True, w.data.max_tokens)
+                val = [self._corpus(spec, need) for spec in w.val]
+                members.append(Member(w.name, w.data, train, val))
             for corpus in (corpus for member in members for corpus in member.val):
                 if not corpus.index.tokens:
                     setting, name = corpus.spec.setting, corpus.spec.name
@@ -247,9 +245,9 @@ class _Preparation:
     def _ask_more(members: list[Member], asked: list[list[int]]) -> bool:
         """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
         because others have less, or the validation data has the texts."""
-        more = False
         if not any(member.data.max_tokens for member in members):
-            return more
+            return False
+        more = False
         for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
             needs = [Need(member.data, False, 0).counted(corpus) for corpus in member.train]
             limits = [
@@ -262,31 +260,29 @@ class _Preparation:
                     own[i], more = max(own[i], needs[i].done) + part - total, True
         return more
 
-    def corpus(self, spec: SourceSpec, wanted: Wanted, is_val: bool, tokens: int) -> Corpus:
+    def _corpus(self, spec: SourceSpec, need: Callable[[], Need]) -> Corpus:
         """A source, prepared as far as it is needed."""
         directory = directory_of(spec, self.recipe)
-        if (found := self._found(spec, directory, wanted.data, is_val, tokens)) is not None:
-            return found
+        if (corpus := self._found(spec, directory, need())) is not None:
+            return corpus
         with _lock(directory, self.progress):
-            if (found := self._found(spec, directory, wanted.data, is_val, tokens)) is not None:
-                return found
+            if (corpus := self._found(spec, directory, need())) is not None:
+                return corpus
             index = Index.load(directory)
             if index is None or self._stale(spec, index, directory):
-                _clear(directory)
+                # the index first, so that a kill leaves none without its shards
+                for path in [
+                    directory / INDEX,
+                    *directory.glob("shard-*"),
+                    *directory.glob(".*.new"),
+                ]:
+                    path.unlink(missing_ok=True)
                 index = None
             self.is_new = True
-            self._write(spec, directory, index, Need(wanted.data, is_val, tokens))
-        return self._open(spec, directory)
+            self._write(spec, directory, index, need())
+        return _open(spec, self.recipe, self.tokenizer)
 
-    def _open(self, spec: SourceSpec, directory: Path) -> Corpus:
-        index = Index.load(directory)
-        assert index is not None
-        cache = int(self.recipe.data.cache_gb * 1e9)
-        return Corpus(directory, index, spec, self.tokenizer, cache)
-
-    def _found(
-        self, spec: SourceSpec, directory: Path, data: DataSettings, is_val: bool, tokens: int
-    ) -> Corpus | None:
+    def _found(self, spec: SourceSpec, directory: Path, need: Need) -> Corpus | None:
         """A source that is prepared far enough; None if there is something to write."""
         index = Index.load(directory)
         if index is None:
@@ -294,11 +290,11 @@ class _Preparation:
         stale = self._stale(spec, index, directory)
         if stale and self.prepares_again:
             return None
-        corpus = self._open(spec, directory)
+        corpus = _open(spec, self.recipe, self.tokenizer)
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        is_enough = index.complete or Need(data, is_val, tokens).counted(corpus).is_met
+        is_enough = index.complete or need.counted(corpus).is_met
         if stale:
             self._again(stale, is_enough)
         return corpus if is_enough else None
@@ -320,10 +316,9 @@ class _Preparation:
         """Write the tokens of a source, after those that `index` has."""
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
-        is_foreign = spec.kind == "shards"
         if index is not None and (commit := index.source.get("commit")):
             spec = replace(spec, revision=commit)  # the Hub may have a newer one
-        source = None if is_foreign else open_source(spec, progress.note)
+        source = None if spec.kind == "shards" else open_source(spec, progress.note)
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
@@ -350,12 +345,6 @@ class _Preparation:
             index = write_source(source, directory, index, encoder, need, workers, progress)
         if not resumed:  # else files of an earlier process are read once before they are used
             remember(directory, file_states(directory, index))
-
-
-def _clear(directory: Path) -> None:
-    """Remove prepared data, the index first."""
-    for path in [directory / INDEX, *directory.glob("shard-*"), *directory.glob(".*.new")]:
-        path.unlink(missing_ok=True)
 
 
 def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
