@@ -158,14 +158,6 @@ def serve() -> None:
             out.flush()
 
 
-def size_of(value: Any) -> int:
-    """The characters of an item."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value
-    return 16 + (sum(map(size_of, parts)) if isinstance(value, dict | list) else 0)
-
-
 def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], float]]:
     """The items of a source from a place on, in batches, with the fraction read after each."""
     first, skip, *_ = resume
@@ -185,7 +177,7 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
             before = (before + text)[-BEFORE:]
         if not item.more or job.skip < len(str(item.value)):
             batch.append(job)
-        size += size_of(item.value)
+        size += len(str(item.value))
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
             batch, size = [], 0

@@ -165,12 +165,12 @@ class Loader(Iterator[StepBatch]):
             more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
             steps = range(step, step + max(1, more))
             numbers = [step_samples(s - 1, self.batch.batches, self.skipped) for s in steps]
-            flat, n = np.concatenate(numbers), len(self.samples)
+            joined, n = np.concatenate(numbers), len(self.samples)
+            shards = getattr(self.samples, "shard_samples", None)
             if self.mixture:
-                indices = self.mixture.indices(flat)
+                indices = self.mixture.indices(joined)
             else:
-                shards = getattr(self.samples, "shard_samples", None)
-                indices = sample_indices(flat, n, self.kind, self.seed, shards)
+                indices = sample_indices(joined, n, self.kind, self.seed, shards)
             parts = np.split(indices, np.cumsum([len(part) for part in numbers[:-1]]))
             self._order = dict(zip(steps, zip(numbers, parts, strict=True), strict=True))
         return self._order.pop(step)

@@ -295,27 +295,24 @@ class MixedSamples:
             for source, group in zip(present, groups, strict=True)
         ]
         back = np.argsort(np.concatenate(groups), kind="stable")
-        if any(batch.documents is not None for batch in batches):
-            batches = [batch if batch.documents is not None else whole(batch) for batch in batches]
+        apart = any(batch.documents is not None for batch in batches)
         width = max(batch.tokens.shape[1] for batch in batches)
-        fields = zip(*(padded(batch, width) for batch in batches), strict=True)
+        fields = zip(*(padded(batch, width, apart) for batch in batches), strict=True)
         joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
         return Batch(*joined)._replace(sources=sources)
 
 
-def padded(batch: Batch[np.ndarray], width: int) -> Batch[np.ndarray]:
-    """The same rows with masked padding at their ends, so that they have `width` positions."""
+def padded(batch: Batch[np.ndarray], width: int, apart: bool) -> Batch[np.ndarray]:
+    """The same rows with masked padding at their ends, so that they have `width` positions.
+
+    With `apart` rows without `documents` get them, as one document each.
+    """
     missing = (0, 0), (0, width - batch.tokens.shape[1])
     tokens = np.pad(batch.tokens, missing)
     labels = np.pad(batch.labels, missing, constant_values=IGNORE_INDEX)
-    batch = batch._replace(tokens=tokens, labels=labels)
-    if batch.documents is None:
-        return batch
-    documents = np.pad(batch.documents, missing, "edge")
-    return batch._replace(documents=documents, positions=positions_of(documents))
-
-
-def whole(batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
-    """The same rows, with the numbers of rows of one document each."""
-    documents = np.zeros_like(batch.tokens)
-    return batch._replace(positions=positions_of(documents), documents=documents)
+    if not apart:
+        return Batch(tokens, labels)
+    documents = np.zeros_like(tokens)
+    if batch.documents is not None:
+        documents = np.pad(batch.documents, missing, "edge")
+    return Batch(tokens, labels, positions_of(documents), documents)
