@@ -223,9 +223,10 @@ def repeated(mixture: Iterable[Facts]) -> list[str]:
     """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
     why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
     advice = f"{why}: lower its weight, or set its epochs"
-    times = {row["name"]: row["epochs"] for row in mixture if row["epochs"] > MANY_EPOCHS}
     return [
-        f"data.mix: the run reads {name} {n:.3g} times, and {advice}" for name, n in times.items()
+        f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and {advice}"
+        for row in mixture
+        if row["epochs"] > MANY_EPOCHS
     ]
 
 

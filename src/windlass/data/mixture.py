@@ -119,17 +119,16 @@ def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
 
 def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> list[Stage]:
     """The stages of a recipe's mixture, for a run and sources of these samples."""
-    names = [part.name for part in data.mix]
     limits = tuple(
         max(1, int(Fraction(str(part.epochs)) * size)) if part.epochs else 0
         for part, size in zip(data.mix, sizes, strict=True)
     )
     weights = {part.name: part.weight for part in data.mix}
-    stages = [Stage(0, tuple(weights[name] for name in names), limits)]
+    stages = [Stage(0, tuple(weights.values()), limits)]
     places = [horizon.batches.before(horizon.steps_in(stage.start)) for stage in data.stages]
     for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
         weights |= stage.weights
-        stages.append(Stage(start, tuple(weights[name] for name in names), limits))
+        stages.append(Stage(start, tuple(weights.values()), limits))
     return stages
 
 

@@ -289,9 +289,8 @@ def _pieces(members: Sequence[Member]) -> tuple[list[list[Pieces]], list[list[Pi
         evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
         _limit_val(member.data, evals[-1])
     by_shard = any(member.data.val_shards for member in members)
-    if not by_shard and sum(map(len, (*own, *evals))) < 2:  # copies have equal hashes
-        return own, evals, 0
-    return own, evals, _leave_out_shared(own, evals)
+    several = sum(map(len, (*own, *evals))) > 1  # copies in one source have equal hashes
+    return own, evals, _leave_out_shared(own, evals) if by_shard or several else 0
 
 
 def training_tokens(members: Sequence[Member]) -> list[list[int]]:
