@@ -351,13 +351,11 @@ def training_parts(
                 digest = example_group(item, spec)
             else:
                 digest = next(document_hashes(source, number)) if item.more else hash64(*texts)
-            room = ALL
+            room, is_cut = ALL, is_text and (few or item.more or len(texts[0]) > LONG_TEXT)
             if digest in validated or digest in held:
                 room = 0
-            elif fraction and is_text and few:
-                room = trained_characters(sizes[number], share)
-            elif fraction and is_text and (item.more or len(texts[0]) > LONG_TEXT):
-                room = trained_characters(len(texts[0]), share)
+            elif fraction and is_cut:
+                room = trained_characters(sizes[number] if few else len(texts[0]), share)
             elif fraction and not few and held_out(np.array([digest], np.uint64), fraction)[0]:
                 room = 0
         for text in texts:

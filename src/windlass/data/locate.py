@@ -37,8 +37,8 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
     members, written = list[Wanted](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
         own, located = written.part(number), recipe.data.part(number)
-        names = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
-        how: dict[str, Any] = {name: getattr(own, name) for name in names}
+        fields = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
+        how: dict[str, Any] = {field: getattr(own, field) for field in fields}
         sources = list(zip(own.sources, located.sources, strict=True))
         train = [
             SourceSpec(*names, split=own.split, revision=own.revision, sha256=own.sha256, **how)

@@ -344,8 +344,7 @@ class Stream:
         return np.concatenate(parts)
 
     def _shards_of(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards that have the tokens from `start` to `stop`: with the first one and the end of
-        these tokens in the shard."""
+        """The shards of the tokens from `start` to `stop`, and where these are in each shard."""
         place = bisect_right(self.edges, start) - 1
         while start < stop:
             shard, begin = self.shards[place], start - int(self.edges[place])
