@@ -94,7 +94,7 @@ def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_p
 
 
 def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
-    for module in ("split", "need", "encode"):
+    for module in ("split", "prepare", "encode"):
         monkeypatch.setattr(f"windlass.data.{module}.LONG_TEXT", 2000)
     long = [f"{n} long text, " * 300 for n in range(30)]
     texts = [t for n in range(30) for t in (long[n], *(f"short {n}-{k}" for k in range(9)))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from windlass.data.open import Data
-    from windlass.data.split import Corpus
 
 Facts = dict[str, Any]
 SHOWN_SYMBOLS, MEASURED_SAMPLES = 1000, 16
@@ -50,15 +50,18 @@ def describe(data: Data) -> Facts:
     - Conversations: `template`, their layout in words.
     - A character tokenizer: `characters` (how many are prepared) and `symbols`.
     """
-    facts: Facts = {"vocab": data.vocab}
-    facts |= {"changed": list(data.changed)} if data.changed else {}
+    facts: Facts = {"vocab": data.vocab, "changed": list(data.changed) or None}
     if data.prepared is not None:
         facts |= _prepared_facts(data)
+    facts = _present(facts)
     for name, samples in (("train", data.train), ("val", data.val)):
         if samples is not None:
-            split = _split(name, samples, data)
-            facts[name] = {key: value for key, value in split.items() if value is not None}
+            facts[name] = _present(_split(name, samples, data))
     return facts
+
+
+def _present(facts: Facts) -> Facts:
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def _prepared_facts(data: Data) -> Facts:
@@ -69,37 +72,33 @@ def _prepared_facts(data: Data) -> Facts:
     indexes = [corpus.index for corpus in corpora]
     files = {file["file"] for index in indexes for file in index.source.get("files", ())}
     units = {UNITS[member.data.format] for member in members}
+    commits = (index.source.get("commit") for index in indexes)
     facts: Facts = {
         "source": names[0] if len(names) == 1 else names,
         "files": len(files),
         "items": units.pop() if len(units) == 1 else "items",
         "tokenizer": members[0].data.tokenizer,
+        "shared": data.division.shared or None,
+        "unreadable": sum(index.left_out for index in indexes) or None,
+        "revision": next(filter(None, commits), None),
+        "template": next((index.template for index in indexes if index.template), None),
     }
-    facts |= {"shared": data.division.shared} if data.division.shared else {}
-    unreadable = sum(index.left_out for index in indexes)
-    facts |= {"unreadable": unreadable} if unreadable else {}
-    if commits := [commit for index in indexes if (commit := index.source.get("commit"))]:
-        facts["revision"] = commits[0]
-    if layouts := [index.template for index in indexes if index.template]:
-        facts["template"] = layouts[0]
     if data.tokenizer.kind == "char" and facts["items"] == "documents":
         facts["characters"] = sum(int(corpus.stream.table.characters.sum()) for corpus in corpora)
         facts["symbols"] = "".join(sorted(data.tokenizer.inner.get_vocab(False)))
     if len(data.prepared.corpora) > 1:
-        facts["sources"] = [_source(corpus, data) for corpus in data.prepared.corpora]
+        splits = [list(chain(*split)) for split in (data.division.train, data.division.val)]
+        facts["sources"] = [
+            {
+                "source": corpus.spec.name,
+                "documents": corpus.index.documents,
+                "tokens": corpus.index.tokens,
+                "train": sum(part.tokens for part in splits[0] if part.corpus is corpus),
+                "val": sum(part.tokens for part in splits[1] if part.corpus is corpus),
+            }
+            for corpus in data.prepared.corpora
+        ]
     return facts
-
-
-def _source(corpus: Corpus, data: Data) -> Facts:
-    """What is prepared of a source, and for which split."""
-    assert data.division is not None
-    counts = {
-        name: sum(part.tokens for parts in split for part in parts if part.corpus is corpus)
-        for name, split in (("train", data.division.train), ("val", data.division.val))
-    }
-    index = corpus.index
-    source = {"source": corpus.spec.name, "documents": index.documents, "tokens": index.tokens}
-    return source | counts
 
 
 def _split(name: str, samples: Samples, data: Data) -> Facts:
@@ -117,8 +116,7 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
         split["items_per_sample"] = round(samples.documents_per_row, 3)
     if data.division is None:
         return split
-    division = data.division.val if name == "val" else data.division.train
-    parts = [part for own in division for part in own]
+    parts = list(chain(*(data.division.val if name == "val" else data.division.train)))
     if name == "val" and all(part.text for part in parts):
         joined = " ".join(part.text for part in parts)
         is_one = len(parts) == 1
@@ -173,7 +171,10 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
         shown["data"] += f" at commit {facts['revision']}" if "revision" in facts else ""
     if rows := facts.get("sources"):
-        shown["sources"] = _source_table(rows)
+        head = ("source", "documents", "tokens", "trained", "held out")
+        keys = ("documents", "tokens", "train", "val")
+        numbers = ((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)
+        shown["sources"] = _table([head, *numbers])
     if mixture := facts.get("mixture"):
         shown["mixture"] = mixture_table(mixture)
     for name, title in (("train", "training"), ("val", "validation")):
@@ -194,10 +195,15 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     if attended := train.get("attended"):
         each = f"{attended:,.0f} of {context:,} in the mean"
         shown["attention"] = f"within documents: a token's part of a row has {each}"
-    packed = [_packing(facts[name], unit) for name in ("train", "val") if name in facts]
-    if any(packed):
+    splits = [facts[name] for name in ("train", "val") if name in facts]
+    if packed := [
+        f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled, "
+        f"{split['items_per_sample']:.3g} {unit} in each"
+        for split in splits
+        if "fill" in split
+    ]:
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
-    if cuts := [text for name in ("train", "val") if (text := _cut(facts.get(name, {}), unit))]:
+    if cuts := [text for split in splits if (text := _cut(split, unit))]:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
 
@@ -217,9 +223,10 @@ def repeated(mixture: Iterable[Facts]) -> list[str]:
     """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
     why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
     advice = f"{why}: lower its weight, or set its epochs"
-    times = {row["name"]: row["epochs"] for row in mixture if row["epochs"] > MANY_EPOCHS}
     return [
-        f"data.mix: the run reads {name} {n:.3g} times, and {advice}" for name, n in times.items()
+        f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and {advice}"
+        for row in mixture
+        if row["epochs"] > MANY_EPOCHS
     ]
 
 
@@ -233,12 +240,6 @@ def mixture_table(rows: Iterable[Facts]) -> str:
     return _table(cells)
 
 
-def _source_table(rows: list[Facts]) -> str:
-    head = ("source", "documents", "tokens", "trained", "held out")
-    keys = ("documents", "tokens", "train", "val")
-    return _table([head, *((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)])
-
-
 def _table(cells: list[tuple[str, ...]]) -> str:
     first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
     return "\n".join(
@@ -250,14 +251,6 @@ def _table(cells: list[tuple[str, ...]]) -> str:
 def count(number: int, items: str) -> str:
     """`1 document`, `2 documents`."""
     return f"{number:,} {items if number != 1 else items.removesuffix('s')}"
-
-
-def _packing(split: Facts, unit: str) -> str:
-    """How full the rows of a split are, in words; empty if it has no best-fit rows."""
-    if "fill" not in split:
-        return ""
-    filled = f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled"
-    return f"{filled}, {split['items_per_sample']:.3g} {unit} in each"
 
 
 def _cut(split: Facts, unit: str) -> str:

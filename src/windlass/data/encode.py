@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -83,25 +83,15 @@ class Encoder:
                 if self.spec.format == "text":
                     rows += self._text_rows(job)
                 else:
-                    found = encode_example(job.item, self.spec, self.tokenizer, self.template)
-                    rows.append(
-                        Row(
-                            job.number,
-                            found.tokens,
-                            found.marks,
-                            text=found.text,
-                            group=found.group,
-                            tail=found.tail,
-                            reach=found.reach,
-                        )
-                    )
+                    example = encode_example(job.item, self.spec, self.tokenizer, self.template)
+                    rows.append(Row(job.number, **example._asdict()))
             except UserError as error:
                 rows.append(Bad(job.number, str(error)))
         return rows
 
     def _text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
-        own, text = self.tokenizer, text_of(job.item, self.spec)
+        tokenizer, text = self.tokenizer, text_of(job.item, self.spec)
         digest = hash64(text) if job.text is None else job.text
         begins, before = job.before is None and not job.skip, job.before or ""
         if job.skip:
@@ -110,12 +100,12 @@ class Encoder:
         if not parts and not begins and not job.item.more:
             parts = [""]  # the end of a text whose last block is committed
         for number, part in enumerate(parts):
-            ids = [own.encode(part, before)]
+            ids = [tokenizer.encode(part, before)]
             last = number == len(parts) - 1 and not job.item.more
             if begins and not number:
-                ids.insert(0, np.array(own.first, np.int64))
+                ids.insert(0, np.array(tokenizer.first, np.int64))
             if last:
-                ids.append(np.array(own.last, np.int64))
+                ids.append(np.array(tokenizer.last, np.int64))
             row = Row(job.number, np.concatenate(ids), text=digest if last else 0)
             rows.append(row._replace(characters=len(part), more=not last))
             before = (before + part)[-BEFORE:]
@@ -162,19 +152,10 @@ def serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         folder, spec = pickle.load(source)
-        own = vocabulary.load_tokenizer(folder), Template.of_directory(folder)
-        encoder = Encoder(spec, *own)
+        encoder = Encoder(spec, vocabulary.load_tokenizer(folder), Template.of_directory(folder))
         while True:
             out.write(pickle.dumps(encoder(pickle.load(source))))
             out.flush()
-
-
-def size_of(value: Any) -> int:
-    """The characters of an item."""
-    if isinstance(value, str | bytes):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value
-    return 16 + (sum(map(size_of, parts)) if isinstance(value, dict | list) else 0)
 
 
 def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], float]]:
@@ -194,11 +175,9 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
                 passed = min(skip, len(text))
                 skip, job = skip - passed, job._replace(skip=passed)
             before = (before + text)[-BEFORE:]
-            if job.skip < len(text) or not item.more:
-                batch.append(job)
-        else:
+        if not item.more or job.skip < len(str(item.value)):
             batch.append(job)
-        size += size_of(item.value)
+        size += len(str(item.value))
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
             batch, size = [], 0
@@ -299,14 +278,13 @@ def learn_tokenizer(
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
         each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
-        hashes = (itertools.islice(document_hashes(source), VALIDATED) for source in val)
-        validated = set(itertools.chain.from_iterable(hashes))
-        texts = (
-            part
-            for source in train
-            for part in first_characters(training_parts(source, fraction, validated), each)
-        )
-        return vocabulary.train_bpe(texts, data.tokenizer_vocab)
+        validated = {
+            digest
+            for source in val
+            for digest in itertools.islice(document_hashes(source), VALIDATED)
+        }
+        parts = (training_parts(source, fraction, validated, each) for source in train)
+        return vocabulary.train_bpe(itertools.chain.from_iterable(parts), data.tokenizer_vocab)
     characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
     for source in (*train, *val):
         for item in source.items():
@@ -327,14 +305,6 @@ def texts_of(item: Item, spec: SourceSpec) -> list[str]:
         return []
 
 
-def first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts of `characters` characters together, the last one cut."""
-    for text in texts:
-        yield text[:characters]
-        if (characters := characters - len(text)) <= 0:
-            return
-
-
 def document_hashes(source: Source, start: int = 0) -> Iterator[int]:
     """The hash of each document from number `start` on: of its text, or of an example's group."""
     spec, digest = source.spec, hashlib.blake2b(digest_size=8)
@@ -348,8 +318,10 @@ def document_hashes(source: Source, start: int = 0) -> Iterator[int]:
             digest = hashlib.blake2b(digest_size=8)
 
 
-def training_parts(source: Source, fraction: float, validated: set[int]) -> Iterator[str]:
-    """The texts of a source that train, in parts of at most `STRETCH` characters.
+def training_parts(
+    source: Source, fraction: float, validated: set[int], characters: int
+) -> Iterator[str]:
+    """The first `characters` of the texts that train, in parts of at most `STRETCH` each.
 
     Those with a hash in `validated` do not, nor what is held out. Of a text in several blocks only
     the first one is used, except in a source of few documents.
@@ -379,17 +351,18 @@ def training_parts(source: Source, fraction: float, validated: set[int]) -> Iter
                 digest = example_group(item, spec)
             else:
                 digest = next(document_hashes(source, number)) if item.more else hash64(*texts)
-            room = ALL
+            room, is_cut = ALL, is_text and (few or item.more or len(texts[0]) > LONG_TEXT)
             if digest in validated or digest in held:
                 room = 0
-            elif fraction and is_text and few:
-                room = trained_characters(sizes[number], share)
-            elif fraction and is_text and (item.more or len(texts[0]) > LONG_TEXT):
-                room = trained_characters(len(texts[0]), share)
+            elif fraction and is_cut:
+                room = trained_characters(sizes[number] if few else len(texts[0]), share)
             elif fraction and not few and held_out(np.array([digest], np.uint64), fraction)[0]:
                 room = 0
         for text in texts:
-            yield from stretches(text[:room])
+            part = text[: min(room, characters)]
+            yield from stretches(part)
+            if (characters := characters - len(part)) <= 0:
+                return
             room -= min(room, len(text)) if is_text else 0
         begins = not item.more
         number += begins

@@ -68,8 +68,11 @@ def scan(place: str, vocab: int, dtype: str, cache: Path, cache_bytes: int) -> S
         dtype, offset, tokens, named = *_numpy_header(place, head), True
     elif path.suffix != ".bin":
         raise bad_shard(place, "is neither .npy nor .bin")
-    elif len(head) == LLMC_HEADER_BYTES and (own := LLMC_TYPES.get(_int32(head, 0))):
-        dtype, offset, tokens, named = own, LLMC_HEADER_BYTES, _int32(head, 2), True
+    elif (
+        len(head) == LLMC_HEADER_BYTES
+        and (header := np.frombuffer(head, "<i4").tolist())[0] in LLMC_TYPES
+    ):
+        dtype, offset, tokens, named = LLMC_TYPES[header[0]], LLMC_HEADER_BYTES, header[2], True
     elif "://" not in place and (index := path.with_suffix(".idx")).is_file():
         with index.open("rb") as opened:
             head = opened.read(18)
@@ -99,10 +102,6 @@ def scan(place: str, vocab: int, dtype: str, cache: Path, cache_bytes: int) -> S
     if isinstance(file, RemoteFile):
         name, content = place, file.version
     return Shard(file=name, tokens=tokens, sha256=content, dtype=dtype, offset=offset)
-
-
-def _int32(head: bytes, place: int) -> int:
-    return int(np.frombuffer(head, "<i4", 1, 4 * place)[0])
 
 
 def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:

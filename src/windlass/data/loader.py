@@ -165,16 +165,15 @@ class Loader(Iterator[StepBatch]):
             more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
             steps = range(step, step + max(1, more))
             numbers = [step_samples(s - 1, self.batch.batches, self.skipped) for s in steps]
-            indices = self._indices(np.concatenate(numbers))
+            joined, n = np.concatenate(numbers), len(self.samples)
+            shards = getattr(self.samples, "shard_samples", None)
+            if self.mixture:
+                indices = self.mixture.indices(joined)
+            else:
+                indices = sample_indices(joined, n, self.kind, self.seed, shards)
             parts = np.split(indices, np.cumsum([len(part) for part in numbers[:-1]]))
             self._order = dict(zip(steps, zip(numbers, parts, strict=True), strict=True))
         return self._order.pop(step)
-
-    def _indices(self, numbers: np.ndarray) -> np.ndarray:
-        if self.mixture:
-            return self.mixture.indices(numbers)
-        shards, n = getattr(self.samples, "shard_samples", None), len(self.samples)
-        return sample_indices(numbers, n, self.kind, self.seed, shards)
 
     def _read_ahead(self, step: int) -> None:
         """Read until the loader is closed; an error is the last item.
@@ -193,13 +192,12 @@ class Loader(Iterator[StepBatch]):
                 if time.perf_counter() < until:
                     continue
                 with self._changed:
-                    self._changed.wait_for(self._has_room)
+                    self._changed.wait_for(
+                        lambda: self._stop.is_set() or len(self._ready) < self._prefetch
+                    )
                 until = time.perf_counter() + BURST_SECONDS
         except BaseException as error:
             self._put(error)
-
-    def _has_room(self) -> bool:
-        return self._stop.is_set() or len(self._ready) < self._prefetch
 
     def _put(self, item: StepBatch | BaseException) -> None:
         with self._changed:

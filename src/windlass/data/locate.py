@@ -27,14 +27,18 @@ class Wanted:
     train: list[SourceSpec]
     val: list[SourceSpec]
 
+    @property
+    def specs(self) -> list[SourceSpec]:
+        return [*self.train, *self.val]
+
 
 def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
     """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
     members, written = list[Wanted](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
         own, located = written.part(number), recipe.data.part(number)
-        names = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
-        how: dict[str, Any] = {name: getattr(own, name) for name in names}
+        fields = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
+        how: dict[str, Any] = {field: getattr(own, field) for field in fields}
         sources = list(zip(own.sources, located.sources, strict=True))
         train = [
             SourceSpec(*names, split=own.split, revision=own.revision, sha256=own.sha256, **how)
@@ -96,8 +100,7 @@ def directory_of(spec: SourceSpec, recipe: Recipe) -> Path:
 
 def data_dirs(recipe: Recipe) -> list[Path]:
     """The directories of all sources of a recipe, prepared or not."""
-    members = wanted_sources(recipe)
-    specs = [spec for member in members for spec in (*member.train, *member.val)]
+    specs = [spec for member in wanted_sources(recipe) for spec in member.specs]
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
 
 

@@ -119,17 +119,16 @@ def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
 
 def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> list[Stage]:
     """The stages of a recipe's mixture, for a run and sources of these samples."""
-    names = [part.name for part in data.mix]
     limits = tuple(
         max(1, int(Fraction(str(part.epochs)) * size)) if part.epochs else 0
         for part, size in zip(data.mix, sizes, strict=True)
     )
     weights = {part.name: part.weight for part in data.mix}
-    stages = [Stage(0, tuple(weights[name] for name in names), limits)]
+    stages = [Stage(0, tuple(weights.values()), limits)]
     places = [horizon.batches.before(horizon.steps_in(stage.start)) for stage in data.stages]
     for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
         weights |= stage.weights
-        stages.append(Stage(start, tuple(weights[name] for name in names), limits))
+        stages.append(Stage(start, tuple(weights.values()), limits))
     return stages
 
 
@@ -295,27 +294,24 @@ class MixedSamples:
             for source, group in zip(present, groups, strict=True)
         ]
         back = np.argsort(np.concatenate(groups), kind="stable")
-        if any(batch.documents is not None for batch in batches):
-            batches = [batch if batch.documents is not None else whole(batch) for batch in batches]
+        apart = any(batch.documents is not None for batch in batches)
         width = max(batch.tokens.shape[1] for batch in batches)
-        fields = zip(*(padded(batch, width) for batch in batches), strict=True)
+        fields = zip(*(padded(batch, width, apart) for batch in batches), strict=True)
         joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
         return Batch(*joined)._replace(sources=sources)
 
 
-def padded(batch: Batch[np.ndarray], width: int) -> Batch[np.ndarray]:
-    """The same rows with masked padding at their ends, so that they have `width` positions."""
+def padded(batch: Batch[np.ndarray], width: int, apart: bool) -> Batch[np.ndarray]:
+    """The same rows with masked padding at their ends, so that they have `width` positions.
+
+    With `apart` rows without `documents` get them, as one document each.
+    """
     missing = (0, 0), (0, width - batch.tokens.shape[1])
     tokens = np.pad(batch.tokens, missing)
     labels = np.pad(batch.labels, missing, constant_values=IGNORE_INDEX)
-    batch = batch._replace(tokens=tokens, labels=labels)
-    if batch.documents is None:
-        return batch
-    documents = np.pad(batch.documents, missing, "edge")
-    return batch._replace(documents=documents, positions=positions_of(documents))
-
-
-def whole(batch: Batch[np.ndarray]) -> Batch[np.ndarray]:
-    """The same rows, with the numbers of rows of one document each."""
-    documents = np.zeros_like(batch.tokens)
-    return batch._replace(positions=positions_of(documents), documents=documents)
+    if not apart:
+        return Batch(tokens, labels)
+    documents = np.zeros_like(tokens)
+    if batch.documents is not None:
+        documents = np.pad(batch.documents, missing, "edge")
+    return Batch(tokens, labels, positions_of(documents), documents)

@@ -89,19 +89,17 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
     division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
-    for is_val, parts in enumerate((division.train, division.val)):
-        opened = [
-            _samples(member.data, own, tokenizer, recipe.model.context, bool(is_val))
-            for member, own in zip(members, parts, strict=True)
-        ]
-        for member, samples in zip(members, opened, strict=True):
-            _check(member.name, samples, prepared, bool(is_val), recipe.model.context)
-        if not data.mix:
-            sets.append(opened[0])
-        else:
+    for is_val, parts in ((False, division.train), (True, division.val)):
+        opened = list[Samples | None]()
+        for member, own in zip(members, parts, strict=True):
+            opened.append(_samples(member.data, own, tokenizer, recipe.model.context, is_val))
+            _check(member.name, opened[-1], prepared, is_val, recipe.model.context)
+        if data.mix:
             pairs = zip(members, opened, strict=True)
-            found = {member.name: s for member, s in pairs if s is not None and len(s)}
-            sets.append(MixedSamples(found, spread=bool(is_val)) if found else None)
+            mixed = {member.name: s for member, s in pairs if s is not None and len(s)}
+            sets.append(MixedSamples(mixed, spread=is_val) if mixed else None)
+        else:
+            sets += opened
     train, val = sets
     kinds = {member.data.format for member in members}
     numbers = division.fingerprint(tokenizer), tokenizer.vocab
@@ -123,23 +121,6 @@ def _check(
     raise UserError(f"{places}: {found} for one sample of model.context + 1 = {context + 1:,}")
 
 
-def keeps_apart(data: DataSettings, parts: Sequence[Part]) -> bool:
-    """Whether packed rows keep documents apart (`data.document_mask`).
-
-    UserError if the recipe says so, and the documents are unknown.
-    """
-    single_text = len(parts) == 1 and parts[0].corpus.index.single_text
-    if data.document_mask is True and (single_text or _unknown(parts)):
-        reason = "the corpus is one text" if single_text else "the shards do not name documents"
-        raise UserError(f'data.document_mask: {reason}: write "auto", or false')
-    return data.document_mask is not False and not single_text and not _unknown(parts)
-
-
-def _unknown(parts: Sequence[Part]) -> bool:
-    """Whether the documents of some shards of another tool are unknown."""
-    return any(part.tokens and not part.documents for part in parts)
-
-
 def _samples(
     data: DataSettings, parts: Sequence[Part], tokenizer: Tokenizer, context: int, is_val: bool
 ) -> Samples | None:
@@ -148,11 +129,17 @@ def _samples(
         return None
     tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
     is_text, best_fit = data.format == "text", data.packing == "best-fit"
+    problem = ""  # why documents cannot be kept apart
+    if len(parts) == 1 and parts[0].corpus.index.single_text:
+        problem = "the corpus is one text"
+    elif any(part.tokens and not part.documents for part in parts):
+        problem = "the shards do not name documents"
     if is_text and data.packing == "packed":
-        apart = keeps_apart(data, parts)
+        if data.document_mask is True and problem:
+            raise UserError(f'data.document_mask: {problem}: write "auto", or false')
+        apart = data.document_mask is not False and not problem
         return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
-    if is_text and ((len(parts) == 1 and parts[0].corpus.index.single_text) or _unknown(parts)):
-        problem = "the corpus is one stream of tokens"
+    if is_text and problem:
         raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
     how: dict[str, Any] = {"split": best_fit} if is_text else {"pad": tokenizer.eot or 0}
     documents = DocumentSamples(tokens, context, following=following, **how)

@@ -11,11 +11,15 @@ import errno
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from windlass import hub
 from windlass.data import vocabulary
@@ -25,18 +29,27 @@ from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
 from windlass.data.locate import (
     Wanted,
+    data_dirs,
     directory_of,
     hash_of_key,
     root_of,
     source_key,
     tokenizer_key,
+    unprepared,
     wanted_sources,
 )
-from windlass.data.need import Need
 from windlass.data.progress import Progress
-from windlass.data.shards import INDEX, Index, prepare_again
+from windlass.data.shards import INDEX, Index, Row, ShardWriter, prepare_again
 from windlass.data.sources import SourceSpec, changes, describe_source, open_source
-from windlass.data.split import Corpus, Member, equal_parts, training_tokens
+from windlass.data.split import (
+    FEW,
+    LONG_TEXT,
+    Corpus,
+    Member,
+    equal_parts,
+    held_out,
+    training_tokens,
+)
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked, read_json, write_atomic
@@ -105,8 +118,10 @@ def prepare(
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
         vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
-        done = Prepared(members, work.tokenizer, work.template)
-        for corpus in {corpus.directory: corpus for corpus in done.corpora}.values():
+        prepared = Prepared(
+            members, work.tokenizer, work.template, work.is_new, changed=work.changed
+        )
+        for corpus in {corpus.directory: corpus for corpus in prepared.corpora}.values():
             tick = lambda part: progress.update("checking SHA-256", part)  # noqa: E731
             verify(corpus.directory, corpus.index, tick, ranks)
     except OSError as error:
@@ -116,31 +131,28 @@ def prepare(
         raise RunFailed(f"{root_of(recipe)}: {error.strerror}; {remedy}") from None
     finally:
         progress.close()
-    seconds = time.perf_counter() - started
-    return Prepared(members, work.tokenizer, work.template, work.is_new, seconds, work.changed)
+    return replace(prepared, seconds=time.perf_counter() - started)
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
     """The prepared data of a recipe, not checked; None if some is missing. Raises as `prepare`."""
-    wanted, places = wanted_sources(recipe), dict[Path, Index]()
-    for spec in (spec for member in wanted for spec in (*member.train, *member.val)):
-        directory = directory_of(spec, recipe)
-        if (index := Index.load(directory)) is None:
-            return None
-        places[directory] = index
-    folder = next(iter(places)) / FOLDER
-    tokenizer, template = vocabulary.load_tokenizer(folder), Template.of_directory(folder)
-    cache = int(recipe.data.cache_gb * 1e9)
+    if unprepared(recipe):
+        return None
+    folder = data_dirs(recipe)[0] / FOLDER
+    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member]()
+    for wanted in wanted_sources(recipe):
+        train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
+        val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
+        members.append(Member(wanted.name, wanted.data, train, val))
+    return Prepared(members, tokenizer, Template.of_directory(folder))
 
-    def corpus(spec: SourceSpec) -> Corpus:
-        place = directory_of(spec, recipe)
-        return Corpus(place, places[place], spec, tokenizer, cache)
 
-    members = [
-        Member(w.name, w.data, [corpus(spec) for spec in w.train], [corpus(spec) for spec in w.val])
-        for w in wanted
-    ]
-    return Prepared(members, tokenizer, template)
+def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer) -> Corpus:
+    """A source that has been prepared."""
+    directory = directory_of(spec, recipe)
+    index = Index.load(directory)
+    assert index is not None
+    return Corpus(directory, index, spec, tokenizer, int(recipe.data.cache_gb * 1e9))
 
 
 class _Preparation:
@@ -156,11 +168,9 @@ class _Preparation:
         self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
-        recipe, saved = self.recipe, None
-        for member in wanted:
-            for spec in (*member.train, *member.val):
-                place = directory_of(spec, recipe)
-                saved = saved or (place / FOLDER if (place / INDEX).is_file() else None)
+        recipe = self.recipe
+        places = (directory_of(spec, recipe) for member in wanted for spec in member.specs)
+        saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
             self.files = tokenizer_key(recipe).get("files", {})
@@ -187,18 +197,16 @@ class _Preparation:
             raise UserError(f"{problem}: use another for shards:")
         directory = root_of(recipe) / f"tokenizer-{hash_of_key(tokenizer_key(recipe))}"
         with _lock(directory, self.progress):
-            val = [spec for member in wanted for spec in member.val]
+            specs = [*train, *(spec for member in wanted for spec in member.val)]
             learned = read_json(directory / LEARNED).get("sources")
             if learned is not None:
-                now = [(spec, describe_source(spec)) for spec in (*train, *val)]
-                pairs = zip(now, learned, strict=True)
-                stale = [(spec, changes(old, new)) for (spec, new), old in pairs if new]
-                for spec, change in stale:
+                for spec, old in zip(specs, learned, strict=True):
+                    change = changes(old, now) if (now := describe_source(spec)) else ""
                     how = f"since the tokenizer in {directory} was learned: {change}"
                     if change and self._again(f"{spec.setting}: {spec.name} has changed {how}"):
                         learned = None
             if learned is None:
-                sources = [open_source(spec, self.progress.note) for spec in (*train, *val)]
+                sources = [open_source(spec, self.progress.note) for spec in specs]
                 parts = sources[: len(train)], sources[len(train) :]
                 learn_tokenizer(recipe.data, *parts, self.progress).save(directory)
                 learned = [source.description for source in sources]
@@ -227,15 +235,15 @@ class _Preparation:
         """Prepare all sources as far as the limits of the recipe need them."""
         asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
         while True:
-            members = [
-                Member(
-                    w.name,
-                    w.data,
-                    [self.corpus(s, w, False, n) for s, n in zip(w.train, tokens, strict=True)],
-                    [self.corpus(spec, w, True, w.data.max_tokens) for spec in w.val],
-                )
-                for w, tokens in zip(wanted, asked, strict=True)
-            ]
+            members = list[Member]()
+            for w, limits in zip(wanted, asked, strict=True):
+                train = [
+                    self._corpus(spec, partial(Need, w.data, False, tokens))
+                    for spec, tokens in zip(w.train, limits, strict=True)
+                ]
+                need = partial(Need, w.data, True, w.data.max_tokens)
+                val = [self._corpus(spec, need) for spec in w.val]
+                members.append(Member(w.name, w.data, train, val))
             for corpus in (corpus for member in members for corpus in member.val):
                 if not corpus.index.tokens:
                     setting, name = corpus.spec.setting, corpus.spec.name
@@ -247,9 +255,9 @@ class _Preparation:
     def _ask_more(members: list[Member], asked: list[list[int]]) -> bool:
         """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
         because others have less, or the validation data has the texts."""
-        more = False
         if not any(member.data.max_tokens for member in members):
-            return more
+            return False
+        more = False
         for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
             needs = [Need(member.data, False, 0).counted(corpus) for corpus in member.train]
             limits = [
@@ -262,31 +270,29 @@ class _Preparation:
                     own[i], more = max(own[i], needs[i].done) + part - total, True
         return more
 
-    def corpus(self, spec: SourceSpec, wanted: Wanted, is_val: bool, tokens: int) -> Corpus:
+    def _corpus(self, spec: SourceSpec, need: Callable[[], Need]) -> Corpus:
         """A source, prepared as far as it is needed."""
         directory = directory_of(spec, self.recipe)
-        if (found := self._found(spec, directory, wanted.data, is_val, tokens)) is not None:
-            return found
+        if (corpus := self._found(spec, directory, need())) is not None:
+            return corpus
         with _lock(directory, self.progress):
-            if (found := self._found(spec, directory, wanted.data, is_val, tokens)) is not None:
-                return found
+            if (corpus := self._found(spec, directory, need())) is not None:
+                return corpus
             index = Index.load(directory)
             if index is None or self._stale(spec, index, directory):
-                _clear(directory)
+                # the index first, so that a kill leaves none without its shards
+                for path in [
+                    directory / INDEX,
+                    *directory.glob("shard-*"),
+                    *directory.glob(".*.new"),
+                ]:
+                    path.unlink(missing_ok=True)
                 index = None
             self.is_new = True
-            self._write(spec, directory, index, Need(wanted.data, is_val, tokens))
-        return self._open(spec, directory)
+            self._write(spec, directory, index, need())
+        return _open(spec, self.recipe, self.tokenizer)
 
-    def _open(self, spec: SourceSpec, directory: Path) -> Corpus:
-        index = Index.load(directory)
-        assert index is not None
-        cache = int(self.recipe.data.cache_gb * 1e9)
-        return Corpus(directory, index, spec, self.tokenizer, cache)
-
-    def _found(
-        self, spec: SourceSpec, directory: Path, data: DataSettings, is_val: bool, tokens: int
-    ) -> Corpus | None:
+    def _found(self, spec: SourceSpec, directory: Path, need: Need) -> Corpus | None:
         """A source that is prepared far enough; None if there is something to write."""
         index = Index.load(directory)
         if index is None:
@@ -294,11 +300,11 @@ class _Preparation:
         stale = self._stale(spec, index, directory)
         if stale and self.prepares_again:
             return None
-        corpus = self._open(spec, directory)
+        corpus = _open(spec, self.recipe, self.tokenizer)
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        is_enough = index.complete or Need(data, is_val, tokens).counted(corpus).is_met
+        is_enough = index.complete or need.counted(corpus).is_met
         if stale:
             self._again(stale, is_enough)
         return corpus if is_enough else None
@@ -320,10 +326,9 @@ class _Preparation:
         """Write the tokens of a source, after those that `index` has."""
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
-        is_foreign = spec.kind == "shards"
         if index is not None and (commit := index.source.get("commit")):
             spec = replace(spec, revision=commit)  # the Hub may have a newer one
-        source = None if is_foreign else open_source(spec, progress.note)
+        source = None if spec.kind == "shards" else open_source(spec, progress.note)
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
@@ -352,12 +357,6 @@ class _Preparation:
             remember(directory, file_states(directory, index))
 
 
-def _clear(directory: Path) -> None:
-    """Remove prepared data, the index first."""
-    for path in [directory / INDEX, *directory.glob("shard-*"), *directory.glob(".*.new")]:
-        path.unlink(missing_ok=True)
-
-
 def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
     """Hold a directory's lock, which the kernel releases when the process ends."""
     try:
@@ -369,3 +368,74 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
         raise UserError(
             f"{directory} cannot be written ({error.strerror}); give another data.dir"
         ) from None
+
+
+# -- how much of a source is needed: the rest of a large one is not tokenized
+
+
+class Need:
+    """Counts documents until a recipe has enough of them.
+
+    The first FEW documents or groups decide how validation data is held out, so they are always
+    needed.
+    """
+
+    def __init__(self, data: DataSettings, is_val: bool, tokens: int):
+        """`tokens` for training, or the limit that validation data have a share of; 0: all."""
+        share = Fraction(str(data.val_fraction))
+        self.is_val, self.fraction = is_val, data.val_fraction
+        self.tokens = int(tokens * share) if is_val else tokens
+        self.documents = data.max_documents
+        if is_val and self.documents:
+            self.documents = max(1, int(self.documents * share)) if share else 0
+        # tokens in the first shards, which are held out
+        self._before = -data.val_shards * data.shard_tokens if not is_val else 0
+        self._read, self._end, self._characters = 0, 0, 0  # documents; of the one being written
+        self._groups = set[int]()  # FEW of them at most
+        self.done = self._before  # training tokens, or characters of validation data
+
+    @property
+    def is_met(self) -> bool:
+        return self.has_all_documents or (0 < self.tokens <= self.done and self._decides)
+
+    @property
+    def has_all_documents(self) -> bool:
+        return 0 < self.documents <= self._read and self._decides
+
+    @property
+    def _decides(self) -> bool:
+        return self._read >= FEW and len(self._groups) >= FEW
+
+    def __call__(self, writer: ShardWriter, row: Row) -> bool:
+        """Count a row; returns whether it ends a document and the need is met."""
+        self._characters += row.characters
+        if row.more:
+            return False
+        tokens, group = writer.tokens - self._end, np.array([row.group or row.text], np.uint64)
+        self._count(np.array([tokens]), np.array([self._characters]), group)
+        self._end, self._characters = writer.tokens, 0
+        return self.is_met
+
+    def counted(self, corpus: Corpus) -> Need:
+        """Count the documents that are prepared."""
+        table, self._characters = corpus.stream.table, corpus.index.resume[1]
+        if len(table):
+            edges, group = table.edges, "group" if corpus.index.masked else "text"
+            self._count(np.diff(edges), table.characters, table.field(group))
+            self._end = int(edges[-1])
+        return self
+
+    def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
+        """Count documents by their tokens and characters, and the hashes that hold them out."""
+        self._read += len(tokens)
+        if len(self._groups) < FEW:
+            self._groups.update(np.unique(groups)[:FEW].tolist())
+        if self.is_val:
+            self.done += int(characters.sum())
+        elif self._before or not self.fraction:
+            self.done += int(tokens.sum())
+        else:
+            is_long = characters > LONG_TEXT
+            trains = ~held_out(groups, self.fraction) & ~is_long
+            self.done += int(tokens[trains].sum())
+            self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())

@@ -19,21 +19,13 @@ class Progress:
 
     def note(self, text: str) -> None:
         # `rich` redirects stderr, so the line stands above the bar
-        text = f"{self._name}: {text}"
-        if not sys.stderr.isatty():
-            print(text, file=sys.stderr, flush=True)
-            return
-        from rich.console import Console
-
-        # with whole words
-        plain = Console(stderr=True, highlight=False, markup=False, emoji=False)
-        plain.print(text, overflow="ignore", crop=False)
+        print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
     def update(self, stage: str, fraction: float, tokens: int = 0) -> None:
         """Show a stage, the fraction of it that is done (0: unknown), and the tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if sys.stderr.isatty():
-            self._bar = self._bar or _start_bar(text)
+            self._bar = self._bar or self._start_bar(text)
             total = 1.0 if fraction else None
             self._bar.update(0, description=text, total=total, completed=fraction)
         elif time.monotonic() >= self._next_line:
@@ -45,15 +37,15 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
+    @staticmethod
+    def _start_bar(text: str) -> Any:
+        from rich import console, progress
+        from rich.table import Column
 
-def _start_bar(text: str) -> Any:
-    from rich import console, progress
-    from rich.table import Column
-
-    # The bar takes the columns that the text leaves; a long text wraps.
-    column = progress.TextColumn("{task.description}", table_column=Column(overflow="fold"))
-    columns = column, progress.BarColumn(None), progress.TaskProgressColumn()
-    bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
-    bar.start()
-    bar.add_task(text)
-    return bar
+        # The bar takes the columns that the text leaves; a long text wraps.
+        column = progress.TextColumn("{task.description}", table_column=Column(overflow="fold"))
+        columns = column, progress.BarColumn(None), progress.TaskProgressColumn()
+        bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+        bar.start()
+        bar.add_task(text)
+        return bar

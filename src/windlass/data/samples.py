@@ -323,9 +323,8 @@ class DocumentSamples:
         return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
 
 
-def length_percentiles(whole: Sequence[int] | np.ndarray, used: int) -> dict[str, Any]:
+def length_percentiles(sizes: np.ndarray, used: int) -> dict[str, Any]:
     """Percentiles of the lengths of whole items, and how many exceed the `used` tokens."""
-    sizes = np.asarray(whole, dtype=np.int64)
     over = sizes[sizes > used] - used
     places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
     shown = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
@@ -424,7 +423,8 @@ class BestFitSamples:
 
     def items_of(self, index: int) -> Sequence[int]:
         """The numbers of a row's items."""
-        return list(map(int, self._order[self._edges[index] : self._edges[index + 1]]))
+        items: list[int] = self._order[self._edges[index] : self._edges[index + 1]].tolist()
+        return items
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         shape = len(indices), self.context

@@ -318,18 +318,15 @@ class Stream:
 
     def read_into(self, start: int, out: np.ndarray) -> None:
         """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
-        place, done = bisect_right(self.edges, start) - 1, 0
-        while done < len(out):
-            shard, begin = self.shards[place], start + done - int(self.edges[place])
-            count, dtype = min(len(out) - done, shard.tokens - begin), on_disk(shard.dtype)
-            offset = shard.offset + begin * dtype.itemsize
-            size, version = count * dtype.itemsize, shard.sha256
-            ids = np.frombuffer(self._pread(shard.file, size, offset, version), dtype)
+        done = 0
+        for shard, begin, end in self._shards_of(start, start + len(out)):
+            count, dtype = end - begin, on_disk(shard.dtype)
+            offset, size = shard.offset + begin * dtype.itemsize, count * dtype.itemsize
+            ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
             if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
                 raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
             out[done : done + count] = ids
             done += count
-            place += 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """int64 [stop - start]."""
@@ -339,31 +336,35 @@ class Stream:
 
     def marks(self, start: int, stop: int) -> np.ndarray:
         """Whether each token from `start` to `stop` counts in the loss, bool [stop - start]."""
-        place, parts = bisect_right(self.edges, start) - 1, list[np.ndarray]()
-        while start < stop:
-            shard, begin = self.shards[place], start - int(self.edges[place])
-            end = min(begin + stop - start, shard.tokens)
+        parts = [np.zeros(0, bool)]
+        for shard, begin, end in self._shards_of(start, stop):
             raw = self._pread(shard.beside(".mask"), -(-end // 8) - begin // 8, begin // 8)
             bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
             parts.append(bits[begin % 8 :][: end - begin].view(bool))
-            start += end - begin
-            place += 1
-        return np.concatenate([np.zeros(0, bool), *parts])
+        return np.concatenate(parts)
+
+    def _shards_of(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards of the tokens from `start` to `stop`, and where these are in each shard."""
+        place = bisect_right(self.edges, start) - 1
+        while start < stop:
+            shard, begin = self.shards[place], start - int(self.edges[place])
+            end = min(begin + stop - start, shard.tokens)
+            yield shard, begin, end
+            start, place = start + end - begin, place + 1
 
     def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
         with self._lock:
             if name not in self._open:
                 if len(self._open) >= OPEN_FILES:
                     self._open.pop(next(iter(self._open)))
-                path = self._directory / name
                 try:
                     if "://" in name:
-                        own = self._directory / CACHE
-                        self._open[name] = RemoteFile(name, own, self._cache_bytes, version)
+                        cache = self._directory / CACHE
+                        self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
                     else:
-                        self._open[name] = LocalFile(path)
+                        self._open[name] = LocalFile(self._directory / name)
                 except OSError as error:
-                    raise bad_shard(path, f"cannot be read: {error}") from None
+                    raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
             raw = self._open[name].pread(count, offset)
         if len(raw) != count:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")

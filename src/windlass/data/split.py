@@ -169,30 +169,35 @@ def trained_characters(characters: int, fraction: Fraction) -> int:
 
 @dataclass
 class Pieces:
-    """The tokens of each document that train, and those held out; int64 [documents] each.
+    """The tokens of each document that train, and those held out.
 
     A shard of another tool, which does not name its documents, counts as one document.
     """
 
     corpus: Corpus
-    start: np.ndarray
-    stop: np.ndarray
-    val_start: np.ndarray
-    val_stop: np.ndarray
+    train: np.ndarray  # first token and end of each document, int64 [documents, 2]
+    val: np.ndarray  # the same of the held-out tokens
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
-    groups: np.ndarray  # hashes that decide what is held out
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
 
     @property
     def is_cut(self) -> np.ndarray:
         return self.cut > 0
 
-    def keep(self, wanted: np.ndarray) -> None:
-        """Train on the `wanted` documents only (bool [documents])."""
-        self.stop[~wanted] = self.start[~wanted]
+    def hold_out(self, held: np.ndarray) -> None:
+        """Hold out whole documents (bool [documents])."""
+        self.val[held] = self.train[held]
+        keep(self.train, ~held)
 
-    def keep_val(self, wanted: np.ndarray) -> None:
-        self.val_stop[~wanted] = self.val_start[~wanted]
+
+def sizes_of(ranges: np.ndarray) -> np.ndarray:
+    """The tokens of each document, int64 [documents]."""
+    return ranges[:, 1] - ranges[:, 0]
+
+
+def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
+    """Empty the ranges of all but the `wanted` documents (bool [documents])."""
+    ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
 def pieces_of(
@@ -207,21 +212,18 @@ def pieces_of(
     """
     index, stream, table = corpus.index, corpus.stream, corpus.stream.table
     edges = table.edges if len(table) else stream.edges
-    start, stop = edges[:-1].copy(), edges[1:].copy()
+    train = np.stack([edges[:-1], edges[1:]], axis=1)
     if lone and index.single_text and not index.tokenizer.begin and index.tokenizer.eot is not None:
-        start[:1] += 1
+        train[:1, 0] += 1
     limit = data.max_documents if len(table) else 0
     if limit and is_val:
         limit = max(1, int(limit * data.val_fraction)) if data.val_fraction else 0
-    if limit:
-        start, stop = start[:limit], stop[:limit]
-    count = len(start)
+    train = train[:limit] if limit else train
+    count = len(train)
     texts = table.field("text")[:count] if len(table) else np.zeros(0, np.uint64)
-    groups = table.field("group")[:count] if index.masked else texts
-    none = np.zeros(count, np.int64)
-    pieces = Pieces(corpus, start, stop, stop.copy(), stop.copy(), texts, groups, none)
+    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(count, np.int64))
     if is_val:
-        pieces.val_start, pieces.stop = start.copy(), start.copy()
+        pieces.hold_out(np.ones(count, bool))
     elif data.val_shards:
         _hold_out_shards(pieces, data)
     elif separate or not data.val_fraction or not count:
@@ -229,27 +231,20 @@ def pieces_of(
     elif not len(table):
         _hold_out_end(pieces, data)
     elif index.masked:
-        held = held_out_examples(table.field("group"), data.val_fraction)[:count]
-        _hold_out(pieces, held)
+        pieces.hold_out(held_out_examples(table.field("group"), data.val_fraction)[:count])
     else:
         characters, few = table.characters[:count], len(table) < FEW
         is_cut = np.full(count, few) | (characters > LONG_TEXT)
         also = surely_held_out(texts[:FEW][~is_cut[:FEW]], data.val_fraction)
         held = held_out(texts, data.val_fraction) | np.isin(texts, also)
-        _hold_out(pieces, held & ~is_cut)
+        pieces.hold_out(held & ~is_cut)
         share, numbers = Fraction(str(data.val_fraction)), np.flatnonzero(is_cut)
         cuts = [trained_characters(size, share) for size in characters[numbers].tolist()]
         places = [*corpus.places_of(numbers.tolist(), cuts)]
         pieces.cut[numbers] = np.maximum(1, np.array(cuts, np.int64))
-        pieces.val_start[numbers] = np.maximum(np.array(places, np.int64), start[numbers])
-        pieces.stop[numbers] = pieces.val_start[numbers]
+        pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), train[numbers, 0])
+        pieces.train[numbers, 1] = pieces.val[numbers, 0]
     return pieces
-
-
-def _hold_out(pieces: Pieces, held: np.ndarray) -> None:
-    """Hold out whole documents."""
-    pieces.val_start[held] = pieces.start[held]
-    pieces.stop[held] = pieces.start[held]
 
 
 def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
@@ -261,10 +256,10 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     if not 0 < end < len(stream):
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
         raise UserError(f"{problem}: lower it or data.shard_tokens")
-    pieces.val_start, pieces.val_stop = pieces.start, np.minimum(pieces.stop, end)
-    pieces.val_stop = np.maximum(pieces.val_start, pieces.val_stop)
-    pieces.start = np.minimum(np.maximum(pieces.start, end), pieces.stop)
-    pieces.cut[(pieces.val_stop > pieces.val_start) & (pieces.stop > pieces.start)] = 1
+    first, last = pieces.train.T
+    place = np.clip(end, first, last)  # where the held-out tokens of each document end
+    pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
+    pieces.cut[(first < place) & (place < last)] = 1
 
 
 def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
@@ -272,12 +267,11 @@ def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
     names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
     if held.any() and not held.all():
-        _hold_out(pieces, held)
+        pieces.hold_out(held)
         return
     tokens = len(pieces.corpus.stream)
     place = tokens - max(1, int(tokens * Fraction(str(data.val_fraction))))
-    pieces.val_start = np.minimum(np.maximum(pieces.start, place), pieces.stop)
-    pieces.stop = pieces.val_start.copy()
+    pieces.val[:, 0] = pieces.train[:, 1] = np.clip(place, *pieces.train.T)
 
 
 # -- the division
@@ -295,15 +289,14 @@ def _pieces(members: Sequence[Member]) -> tuple[list[list[Pieces]], list[list[Pi
         evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
         _limit_val(member.data, evals[-1])
     by_shard = any(member.data.val_shards for member in members)
-    if not by_shard and sum(map(len, (*own, *evals))) < 2:  # copies have equal hashes
-        return own, evals, 0
-    return own, evals, _leave_out_shared(own, evals)
+    several = sum(map(len, (*own, *evals))) > 1  # copies in one source have equal hashes
+    return own, evals, _leave_out_shared(own, evals) if by_shard or several else 0
 
 
 def training_tokens(members: Sequence[Member]) -> list[list[int]]:
     """The tokens that each source of each member has for training, before any limit."""
     own, _, _ = _pieces(members)
-    return [[int((p.stop - p.start).sum()) for p in pieces] for pieces in own]
+    return [[int(sizes_of(p.train).sum()) for p in pieces] for pieces in own]
 
 
 def divide(
@@ -317,12 +310,14 @@ def divide(
     own, evals, shared = _pieces(members)
     for member, pieces in zip(members, own, strict=True):
         _limit(member.data, pieces)
+    examples = [p for group in (*own, *evals) for p in group if p.corpus.index.masked]
     for size, purpose in zip(sizes, ("train", "eval"), strict=True):
         if size:
-            _choose([p for group in (*own, *evals) for p in group], size, purpose, seed)
-    train = [[_part(p, p.start, p.stop) for p in group] for group in own]
+            ranges = [p.train if purpose == "train" else p.val for p in examples]
+            _choose([p.texts for p in examples], ranges, size, f"{purpose}/{seed}")
+    train = [[_part(p, p.train, -p.cut) for p in group] for group in own]
     val = [
-        [_part(p, p.val_start, p.val_stop, is_val=True) for p in (*group, *separate)]
+        [_part(p, p.val, p.cut) for p in (*group, *separate)]
         for group, separate in zip(own, evals, strict=True)
     ]
     if members[0].train and not any(part.tokens for parts in train for part in parts):
@@ -339,7 +334,7 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
     whole, ends = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]  # texts, held out so
     for p in (*pieces, *separate):
         if len(p.texts):
-            held = p.val_stop > p.val_start
+            held = sizes_of(p.val) > 0
             whole.append(p.texts[held & ~p.is_cut])
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
@@ -351,8 +346,8 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
         else:
             shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)
-        shared += int((also & (p.stop > p.start)).sum())
-        p.keep(~also)
+        shared += int((also & (sizes_of(p.train) > 0)).sum())
+        keep(p.train, ~also)
     return shared
 
 
@@ -360,17 +355,17 @@ def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
     """Apply `data.max_tokens`: equal parts of the sources, and of a shorter one all that it has."""
     if not data.max_tokens:
         return
-    totals = [int((p.stop - p.start).sum()) for p in pieces]
+    totals = [int(sizes_of(p.train).sum()) for p in pieces]
     for p, tokens in zip(pieces, equal_parts(data.max_tokens, totals), strict=True):
-        ends = np.cumsum(p.stop - p.start)
+        ends = np.cumsum(sizes_of(p.train))
         last = int(np.searchsorted(ends, tokens))  # the document that reaches the limit
         kept = np.arange(len(ends)) <= last
         if last < len(ends) and (not len(p.texts) or len(ends) == 1 or p.is_cut[last]):
-            p.stop[last] -= int(ends[last]) - tokens  # a text that may be cut
-        p.keep(kept)
+            p.train[last, 1] -= int(ends[last]) - tokens  # a text that may be cut
+        keep(p.train, kept)
         if len(p.texts) and last < len(ends):
-            has_val = (p.val_stop > p.val_start)[kept].any()
-            p.keep_val(kept if has_val else np.arange(len(ends)) < FEW)
+            has_val = sizes_of(p.val)[kept].any()
+            keep(p.val, kept if has_val else np.arange(len(ends)) < FEW)
 
 
 def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
@@ -383,9 +378,9 @@ def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
     for p, size, limit in zip(separate, sizes, limits, strict=True):
         if len(p.texts):
             ends = np.cumsum(size)
-            p.keep_val(np.arange(len(ends)) <= int(np.searchsorted(ends, limit)))
+            keep(p.val, np.arange(len(ends)) <= int(np.searchsorted(ends, limit)))
             if len(ends) == 1:
-                p.val_stop[0] = max(p.val_start[0] + 1, next(p.corpus.places_of([0], [limit])))
+                p.val[0, 1] = max(p.val[0, 0] + 1, next(p.corpus.places_of([0], [limit])))
 
 
 def equal_parts(limit: int, totals: Sequence[int]) -> list[int]:
@@ -398,32 +393,28 @@ def equal_parts(limit: int, totals: Sequence[int]) -> list[int]:
     return parts
 
 
-def _choose(pieces: list[Pieces], size: int, purpose: str, seed: int) -> None:
-    """Keep `size` documents, chosen by the seed and the hashes of their texts."""
-    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}/{seed}", 8), "<u8")[0]
-    training = purpose == "train"
-    pieces = [p for p in pieces if p.corpus.index.masked]
-    present = [(p.stop > p.start) if training else (p.val_stop > p.val_start) for p in pieces]
-    draws = [splitmix(p.texts ^ key) for p in pieces]
-    own = [draw[here] for draw, here in zip(draws, present, strict=True)]
-    flat = np.concatenate([np.zeros(0, np.uint64), *own])
+def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:
+    """Keep `size` documents, chosen by the purpose with its seed, and the hashes of their texts."""
+    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
+    draws = [splitmix(hashes ^ key) for hashes in texts]
+    present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
+    flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if len(flat) <= size:
         return
     last = np.partition(flat, size - 1)[size - 1]
-    for p, draw, here in zip(pieces, draws, present, strict=True):
-        (p.keep if training else p.keep_val)(here & (draw <= last))
+    for draw, own in zip(draws, ranges, strict=True):
+        keep(own, draw <= last)
 
 
-def _part(pieces: Pieces, start: np.ndarray, stop: np.ndarray, is_val: bool = False) -> Part:
-    """The part of a set, from the first token and the end of each document."""
-    numbers = np.flatnonzero(stop > start)
-    start, stop = start[numbers], stop[numbers]
+def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
+    """The part of a set that has the `ranges` of a source's documents."""
+    numbers = np.flatnonzero(sizes_of(ranges) > 0)
+    start, stop = ranges[numbers].T
     begins = np.append(True, start[1:] != stop[:-1])[: len(start)]
     ranges = np.stack([start[begins], stop[np.append(begins[1:], True)[: len(stop)]]], axis=1)
     edges = np.append(0, np.cumsum(stop - start))
     if not len(pieces.texts):
         return Part(pieces.corpus, ranges, edges[-1:], numbers[:0])
-    places = pieces.cut[numbers] * (1 if is_val else -1)
-    content = pieces.texts[numbers].tobytes() + places.astype("<i8").tobytes()
+    content = pieces.texts[numbers].tobytes() + cut[numbers].astype("<i8").tobytes()
     text = hashlib.sha256(content).hexdigest()[:16]
     return Part(pieces.corpus, ranges, edges, numbers, text)
