@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from windlass.data.shards import Index, bad_shard, prepare_again
 from windlass.data.sources import sha256_of
+from windlass.errors import UserError
 from windlass.fileio import read_json, write_atomic
 
 if TYPE_CHECKING:
@@ -36,6 +37,18 @@ def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
     return states
 
 
+def newest_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
+    """As `file_states`, by the newest index: another process may extend the last shard meanwhile,
+    and the new shard begins with the tokens of the old one."""
+    while True:
+        newest = Index.load(directory) or index
+        try:
+            return file_states(directory, newest)
+        except UserError:
+            if newest == (Index.load(directory) or index):
+                raise
+
+
 def verify(
     directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
 ) -> None:
@@ -44,9 +57,7 @@ def verify(
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
     fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
     """
-    # Another process may have extended the last shard, and the tokens of `index` are in it.
-    index = Index.load(directory) or index
-    states, verified = file_states(directory, index), read_json(directory / VERIFIED)
+    states, verified = newest_states(directory, index), read_json(directory / VERIFIED)
     changed = {file: state[2] for file, state in states.items() if verified.get(file) != state}
     rank, world = 0, 1
     if ranks is not None and ranks.world > 1:
@@ -61,7 +72,7 @@ def verify(
     with ThreadPoolExecutor(4) as pool:
         digests = pool.map(lambda file: sha256_of(directory / file), own)
         for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-            if sha256 != changed[file]:
+            if sha256 != changed[file] == newest_states(directory, index).get(file, [""])[-1]:
                 damaged.append(directory / file)
                 break
             tick(done / len(own))
