@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,12 +111,12 @@ def prepare(
     work = _Preparation(recipe, progress, resuming)
     try:
         wanted = wanted_sources(recipe, only_val)
-        if recipe.data.eval_split and not any(spec.kind == "hf" for w in wanted for spec in w.val):
-            progress.note("data.eval_split has no effect: only sources hf:... have splits")
-        work.open_tokenizer(wanted, tokenizer, template)
-        members = work.members(wanted)
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         notify = progress.note if is_rank_0 else lambda text: None
+        if recipe.data.eval_split and not any(spec.kind == "hf" for w in wanted for spec in w.val):
+            notify("data.eval_split has no effect: only sources hf:... have splits")
+        work.open_tokenizer(wanted, tokenizer, template)
+        members = work.members(wanted)
         vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
         prepared = Prepared(
             members, work.tokenizer, work.template, work.is_new, changed=work.changed
@@ -163,6 +163,8 @@ class _Preparation:
         self.tokenizer: Tokenizer
         self.template, self.files = Template(), dict[str, str]()  # SHA-256 of tokenizer files
         self.is_new, self.changed = False, list[str]()
+        # of the sources now; it reads the files, and each source is looked at several times
+        self._describe = cache(describe_source)
 
     def open_tokenizer(
         self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
@@ -312,7 +314,7 @@ class _Preparation:
     def _stale(self, spec: SourceSpec, index: Index, directory: Path) -> str:
         """A sentence on what has changed since a source was prepared; empty if nothing has."""
         since = f"has changed since {directory} was prepared"
-        now = describe_source(spec)
+        now = self._describe(spec)
         if now and (change := changes(index.source, now)):
             return f"{spec.setting}: {spec.name} {since}: {change}"
         old = index.key.get("files", {})

@@ -5,7 +5,8 @@
   If none of the first FEW documents is, the one with the smallest hash is, too.
 - A text of over LONG_TEXT characters, and every text of a source with fewer than FEW documents,
   gives its last `data.val_fraction` characters, as nanoGPT cuts a text.
-- Of fewer than FEW questions or conversations the ones with the smallest hashes are held out.
+- If a source has fewer than FEW questions or conversations, a fraction with the smallest hashes is
+  held out.
 - A training text that the separate validation data also has is left out.
 """
 
