@@ -344,7 +344,8 @@ def print_versions() -> None:
         print(json.dumps([what, ", ".join(map(str, facts))]), flush=True)
 
     git = ["git", "-C", str(TOP), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    found = shutil.which("git") and subprocess.run(git, capture_output=True, text=True)
+    commit = found.stdout.strip() if found else ""
     show("Windlass", commit or "not a checkout")
     python = f"Python {platform.python_version()}"
     show("host", f"{os.cpu_count()} logical cores", python, platform.platform())
