@@ -161,7 +161,7 @@ def test_a_missing_or_closed_file_is_not_tried_again(server, tmp_path):
     server.status = 0
     file = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
     del server.files["a.bin"]
-    with pytest.raises(RunFailed, match=r"a\.bin can no longer be read: it does not exist"):
+    with pytest.raises(UserError, match=r"a\.bin cannot be read: it does not exist"):
         file.pread(1, 0)
     assert time.monotonic() - started < 10
 

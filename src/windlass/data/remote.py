@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ VERSION = (
     *("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created"),
     *("Last-Modified", "LastModified", "last_modified"),
 )
-OUT_OF_RANGE = 416  # HTTP: the file is shorter
 
 
 class RemoteFile:
@@ -45,22 +43,19 @@ class RemoteFile:
         """
         self.url, self._cache, self._cache_bytes = url, cache, cache_bytes
         self._files, self._path = _file_system(url)
-        try:
-            self.size, self.version = _retried(url, self._state)
-        except _Refused as error:
-            remedy = "check the URL, and the credentials of its file system"
-            raise UserError(f"{url} cannot be read: {error}; {remedy}") from None
+        self.size, self.version = _retried(url, self._state)
         if version and version != self.version:
             remedy = "bring it back, or prepare the data again"
             raise UserError(f"{url} has changed since it was prepared: {remedy}")
-        name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
-        self._blocks = cache / name  # the beginning of the blocks' paths
+        # the beginning of the blocks' names
+        self._name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
         self._last, self._ahead = -1, threading.Thread()
 
     def pread(self, count: int, offset: int) -> bytes:
         """The bytes from `offset` on, fewer than `count` at the end of the file.
 
-        Raises RunFailed if the file has changed since it was opened, or cannot be read.
+        Raises RunFailed or UserError if the file has changed since it was opened, or cannot be
+        read.
         """
         parts, stop = list[bytes](), min(offset + count, self.size)
         while offset < stop:
@@ -90,19 +85,18 @@ class RemoteFile:
             self._ahead = threading.Thread(target=get, name="windlass-remote", daemon=True)
             self._ahead.start()
 
-    def _length(self, number: int) -> int:
-        return min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
-
-    def _place(self, number: int) -> Path:
-        return self._blocks.with_name(f"{self._blocks.name}-{number:06d}")
+    def _place(self, number: int) -> tuple[Path, int]:
+        """A block's path in the cache, and its length."""
+        length = min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
+        return self._cache / f"{self._name}-{number:06d}", length
 
     def _cached(self, number: int, begin: int, end: int) -> bytes | None:
         """A part of a block in the cache; None if the cache does not have the whole block."""
-        path = self._place(number)
+        path, length = self._place(number)
         try:
             with path.open("rb", buffering=0) as file:
                 part = os.pread(file.fileno(), end - begin, begin)
-                is_whole = os.fstat(file.fileno()).st_size == self._length(number)
+                is_whole = os.fstat(file.fileno()).st_size == length
         except OSError:
             return None
         with contextlib.suppress(OSError):  # another process may just have deleted it
@@ -111,29 +105,27 @@ class RemoteFile:
 
     def _block(self, number: int) -> bytes:
         """A block, from the cache or the network; one process of a host at a time asks for it."""
-        first, length = number * BLOCK_BYTES, self._length(number)
+        path, length = self._place(number)
         try:
-            with locked(self._blocks.with_suffix(".lock")):
+            with locked(self._cache / f"{self._name}.lock"):
                 if (block := self._cached(number, 0, length)) is None:
-                    block = _retried(self.url, partial(self._download, first, length))
-                    self._store(number, block)
+                    block = _retried(self.url, lambda: self._download(number, length))
+                    with locked(self._cache / ".lock"):
+                        if make_room(self._cache, self._cache_bytes - length):
+                            Files().replace(path, block, durable=False)
                 return block
-        except _Refused as error:
-            raise RunFailed(f"{self.url} can no longer be read: {error}") from None
         except OSError as error:
             remedy = "free some space, or lower data.cache_gb"
             raise RunFailed(f"{self._cache}: {error.strerror}; {remedy}") from None
 
-    def _download(self, first: int, length: int) -> bytes:
+    def _download(self, number: int, length: int) -> bytes:
+        first = number * BLOCK_BYTES
         try:
             block: bytes = self._files.cat_file(self._path, start=first, end=first + length)
-        except Exception as error:
-            if _status(error, self.url) != OUT_OF_RANGE:
-                raise
-            block = b""
-        if self._state() != (self.size, self.version):
-            problem = "has changed since this run opened it, so its tokens are others"
-            raise RunFailed(f"{self.url} {problem}: bring it back, or prepare the data again")
+        finally:  # a file that is shorter now has no such range
+            if self._state() != (self.size, self.version):
+                problem = "has changed since this run opened it, so its tokens are others"
+                raise RunFailed(f"{self.url} {problem}: bring it back, or prepare the data again")
         if len(block) > length:
             problem = "the server sends the whole file for a part of it"
             raise RunFailed(f"{self.url}: {problem}; download it and name the file")
@@ -147,13 +139,8 @@ class RemoteFile:
             self._files.invalidate_cache()
         info: dict[str, Any] = self._files.info(self._path)
         if not isinstance(info.get("size"), int):
-            raise _Refused("the server does not say its size")
+            raise UserError(f"{self.url} cannot be read: the server does not say its size")
         return info["size"], " ".join(f"{key}={info[key]}" for key in VERSION if key in info)
-
-    def _store(self, number: int, block: bytes) -> None:
-        with locked(self._cache / ".lock"):
-            if make_room(self._cache, self._cache_bytes - len(block)):
-                Files().replace(self._place(number), block, durable=False)
 
 
 def make_room(cache: Path, allowed: int) -> bool:
@@ -185,19 +172,10 @@ def list_urls(pattern: str) -> list[str]:
     if "*" not in pattern and "[" not in pattern:
         return [pattern]
     files, path = _file_system(pattern)
-    try:
-        urls = [
-            files.unstrip_protocol(name) for name in _retried(pattern, partial(files.glob, path))
-        ]
-    except _Refused as error:
-        raise UserError(f"{pattern} cannot be listed: {error}; name one URL") from None
+    urls = [files.unstrip_protocol(name) for name in _retried(pattern, lambda: files.glob(path))]
     if not urls:
         raise UserError(f"no file matches {pattern}")
     return sorted(urls)
-
-
-class _Refused(Exception):
-    """The server's answer will not change: the file is missing, or needs other credentials."""
 
 
 def _file_system(url: str) -> tuple[Any, str]:
@@ -215,30 +193,27 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, str(path)
 
 
-def _status(error: BaseException, url: str) -> int:
-    """The HTTP status of an error of fsspec or a client behind it; 0: none is known."""
-    if isinstance(error, PermissionError):
-        return 403
-    if error.__cause__ is not None and url.startswith("http"):
-        error = error.__cause__  # fsspec reports every failure there as a missing file
-    missing = 404 if isinstance(error, FileNotFoundError) else 0
-    return int(getattr(error, "status", missing))
-
-
 def _retried(url: str, action: Callable[[], Value]) -> Value:
     """The result of an action on the network, in several attempts.
 
-    Raises _Refused for an answer that will not change, RunFailed after the last attempt.
+    Raises UserError for an answer that will not change, RunFailed after the last attempt.
     """
     for seconds in (*RETRY_SECONDS, 0.0):
         try:
             return action()
-        except (UserError, RunFailed, _Refused):
+        except (UserError, RunFailed):
             raise
         except Exception as error:  # of fsspec, or of the client behind it
-            status, text = _status(error, url), first_line(error.__cause__ or error)
-            if 400 <= status < 500 and status not in (408, 429):
-                raise _Refused("it does not exist" if status == 404 else text) from None
+            cause = error.__cause__ or error
+            if url.startswith("http"):  # where fsspec reports every failure as a missing file
+                error = cause
+            text, status = first_line(cause), getattr(error, "status", 0)
+            if status == 404 or isinstance(error, FileNotFoundError):
+                text, status = "it does not exist", 404
+            is_refused = 400 <= status < 500 and status not in (408, 429)
+            if is_refused or isinstance(error, PermissionError):
+                remedy = "check the URL, and the credentials of its file system"
+                raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
             problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"
         time.sleep(seconds)
     raise RunFailed(f"{problem}; start again to resume")
