@@ -3,6 +3,7 @@ foreign or mistaken shard refused by name before the first step.
 """
 
 import itertools
+import json
 import os
 import shutil
 import threading
@@ -45,14 +46,14 @@ def write(folder, rows, shard_tokens, masked=False):
     while True:
         start = index.resume
         with ShardWriter(folder, index, "uint16") as writer:
-            before = len(writer.shards)
+            before = len(writer.index.shards)
             done = 0  # characters of whole rows of the first item
             for row in rows:
                 if row.item < start[0] or (row.item == start[0] and done < start[1]):
                     done += row.characters * (row.item == start[0])
                     continue
                 writer.add(row)
-                if len(writer.shards) > before:
+                if len(writer.index.shards) > before:
                     break
             else:
                 return writer.finish(complete=True)
@@ -230,7 +231,7 @@ class Pair:
         self.exchanged, self.barrier = exchanged, barrier
 
     def all_gather_object(self, name, value):
-        self.exchanged[name, self.rank] = value
+        self.exchanged[name, self.rank] = json.loads(json.dumps(value))
         self.barrier.wait(20)
         return [self.exchanged[name, rank] for rank in range(2)]
 

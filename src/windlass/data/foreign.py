@@ -14,7 +14,7 @@ import numpy as np
 from windlass.data.progress import Progress
 from windlass.data.remote import RemoteFile, list_urls
 from windlass.data.shards import CACHE, Index, LocalFile, Shard, bad_shard, on_disk, unknown_id
-from windlass.data.sources import SourceSpec, find_files
+from windlass.data.sources import SourceSpec, local_files
 from windlass.errors import first_line
 from windlass.recipe import DataSettings
 
@@ -32,18 +32,9 @@ def scan_source(
 
     UserError if there are none, or one of them is not whole or has unknown ids.
     """
-    place = spec.place.removeprefix("shards:")
-    if "://" in place:
-        places = list_urls(place)
-    else:
-        places = [str(path) for path in find_files(place, spec.setting)]
-    read = partial(
-        scan,
-        vocab=index.tokenizer.vocab,
-        dtype=data.shards_dtype,
-        cache=directory / CACHE,
-        cache_bytes=int(data.cache_gb * 1e9),
-    )
+    is_remote = "://" in spec.path
+    places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
+    read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory / CACHE)
     with ThreadPoolExecutor(data.workers or None) as pool:
         for shard in pool.map(read, places):
             index.shards.append(shard)
@@ -52,56 +43,49 @@ def scan_source(
     return index.save(directory)
 
 
-def scan(place: str, vocab: int, dtype: str, cache: Path, cache_bytes: int) -> Shard:
+def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
     """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`.
 
-    Of a URL only the beginning is read; its ids are checked when they are used. `dtype`: the type
-    of ids in a file that does not name it (`data.shards_dtype`).
+    Windlass reads only the beginning of a URL, and checks its ids when it uses them.
     """
-    path = Path(place)
-    file = RemoteFile(place, cache, cache_bytes) if "://" in place else LocalFile(path)
-    size = file.size if isinstance(file, RemoteFile) else path.stat().st_size
-    dtype = dtype if dtype != "auto" else "uint16" if vocab <= 1 << 16 else "uint32"
-    offset, tokens, named = 0, size // on_disk(dtype).itemsize, False
-    head = file.pread(min(size, LLMC_HEADER_BYTES), 0)
+    path, is_remote = Path(place), "://" in place
+    file = RemoteFile(place, cache, int(data.cache_gb * 1e9)) if is_remote else LocalFile(path)
+    head = file.pread(LLMC_HEADER_BYTES, 0)
+    magic, _, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype, offset, tokens = "", 0, None  # as the file or its `.idx` names them
     if path.suffix == ".npy":
-        dtype, offset, tokens, named = *_numpy_header(place, head), True
+        dtype, offset, tokens = _numpy_header(place, head)
     elif path.suffix != ".bin":
         raise bad_shard(place, "is neither .npy nor .bin")
-    elif (
-        len(head) == LLMC_HEADER_BYTES
-        and (header := np.frombuffer(head, "<i4").tolist())[0] in LLMC_TYPES
-    ):
-        dtype, offset, tokens, named = LLMC_TYPES[header[0]], LLMC_HEADER_BYTES, header[2], True
-    elif "://" not in place and (index := path.with_suffix(".idx")).is_file():
-        with index.open("rb") as opened:
-            head = opened.read(18)
-        dtype = MEGATRON_TYPES.get(head[17] if head.startswith(MEGATRON) else 0, "")
+    elif len(head) == LLMC_HEADER_BYTES and magic in LLMC_TYPES:
+        dtype, offset, tokens = LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
+    elif not is_remote and (index := path.with_suffix(".idx")).is_file():
+        about = LocalFile(index).pread(18, 0)
+        dtype = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
         if not dtype:
             raise bad_shard(place, f"has a {index.name} that is not Megatron's for token ids")
-        tokens, named = size // on_disk(dtype).itemsize, True
-    kind = on_disk(dtype)
-    if not tokens or size != offset + tokens * kind.itemsize:
-        found = f"{size:,} bytes for {tokens:,} tokens of {dtype}"
-        raise bad_shard(place, f"is truncated or not a shard: {found}")
-    digest, done, zeros = hashlib.sha256(file.pread(offset, 0)), 0, True
-    while done < (min(tokens, BLOCK_TOKENS) if "://" in place else tokens):
-        count = min(BLOCK_TOKENS, tokens - done)
-        raw = file.pread(count * kind.itemsize, offset + done * kind.itemsize)
+    guess = "uint16" if vocab <= 1 << 16 else "uint32"
+    kind = on_disk(dtype or (guess if data.shards_dtype == "auto" else data.shards_dtype))
+    tokens = file.size // kind.itemsize if tokens is None else tokens
+    if not tokens or file.size != offset + tokens * kind.itemsize:
+        content = f"{file.size:,} bytes for {tokens:,} tokens of {kind.name}"
+        raise bad_shard(place, f"is truncated or not a shard: {content}")
+    digest, zeros = hashlib.sha256(file.pread(offset, 0)), True
+    for done in range(0, min(tokens, BLOCK_TOKENS) if is_remote else tokens, BLOCK_TOKENS):
+        size = min(BLOCK_TOKENS, tokens - done) * kind.itemsize
+        raw = file.pread(size, offset + done * kind.itemsize)
         digest.update(raw)
         block = np.frombuffer(raw, kind)
         if int(block.max()) >= vocab:
             raise unknown_id(place, block, vocab, done)
         zeros = zeros and not block[1::2].any()
-        done += count
-    if zeros and tokens > 1 and dtype == "uint16" and not named:
-        raise bad_shard(
-            place, 'has 32-bit ids: every second 16 bits are 0; set data.shards_dtype="uint32"'
-        )
+    if zeros and tokens > 1 and kind.itemsize == 2 and not dtype:
+        remedy = 'set data.shards_dtype="uint32"'
+        raise bad_shard(place, f"has 32-bit ids: every second 16 bits are 0; {remedy}")
     name, content = str(path.resolve()), digest.hexdigest()
     if isinstance(file, RemoteFile):
         name, content = place, file.version
-    return Shard(file=name, tokens=tokens, sha256=content, dtype=dtype, offset=offset)
+    return Shard(file=name, tokens=tokens, sha256=content, dtype=kind.name, offset=offset)
 
 
 def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:

@@ -22,31 +22,24 @@ VERIFIED = "verified.json"
 
 
 def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
+    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size.
+
+    By the newest index, because another process may extend the last shard meanwhile.
+    """
     states: dict[str, list[int | str]] = {}
-    for shard in index.shards:
-        for file, (size, sha256) in {} if shard.is_remote else shard.files(index.row).items():
-            path, remedy = directory / file, prepare_again(directory)
-            try:
-                stat = path.stat()
-            except OSError:
-                raise bad_shard(path, f"is missing; {remedy}") from None
-            if stat.st_size != size:
-                raise bad_shard(path, f"has {stat.st_size:,} bytes, not {size:,}; {remedy}")
-            states[file] = [stat.st_size, stat.st_mtime_ns, sha256]
+    newest = Index.load(directory) or index
+    for shard in newest.shards:
+        for file, (size, sha256) in shard.files(newest.row).items():
+            path, problem = directory / file, "is missing"
+            if path.is_file() and (stat := path.stat()).st_size == size:
+                states[file] = [size, stat.st_mtime_ns, sha256]
+                continue
+            if newest != (Index.load(directory) or index):
+                return file_states(directory, index)
+            if path.is_file():
+                problem = f"has {path.stat().st_size:,} bytes, not {size:,}"
+            raise bad_shard(path, f"{problem}; {prepare_again(directory)}")
     return states
-
-
-def newest_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """As `file_states`, by the newest index: another process may extend the last shard meanwhile,
-    and the new shard begins with the tokens of the old one."""
-    while True:
-        newest = Index.load(directory) or index
-        try:
-            return file_states(directory, newest)
-        except UserError:
-            if newest == (Index.load(directory) or index):
-                raise
 
 
 def verify(
@@ -57,30 +50,25 @@ def verify(
     The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
     fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
     """
-    states, verified = newest_states(directory, index), read_json(directory / VERIFIED)
-    changed = {file: state[2] for file, state in states.items() if verified.get(file) != state}
-    rank, world = 0, 1
-    if ranks is not None and ranks.world > 1:
-        rank, world = ranks.env.local_rank, ranks.env.local_world
-        # A late rank may read what another has remembered: all use the first local rank's list.
-        lists = ranks.all_gather_object("changed shards", [ranks.env.node, rank, changed])
-        if not any(files for _, _, files in lists):
-            return
-        first = (ranks.env.node, 0)
-        changed = next((files for node, r, files in lists if (node, r) == first), changed)
-    own, damaged = list(changed)[rank::world], list[Path]()
-    with ThreadPoolExecutor(4) as pool:
-        digests = pool.map(lambda file: sha256_of(directory / file), own)
-        for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-            if sha256 != changed[file] == newest_states(directory, index).get(file, [""])[-1]:
-                damaged.append(directory / file)
-                break
-            tick(done / len(own))
-    if world > 1 and ranks is not None:
-        damaged = [p for part in ranks.all_gather_object("damaged shards", damaged) for p in part]
-    if damaged:
-        raise bad_shard(damaged[0], f"is damaged (SHA-256); {prepare_again(directory)}")
-    if changed and rank == 0:
+    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
+    verified, problem = read_json(directory / VERIFIED), ""
+    try:
+        states = file_states(directory, index)
+        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
+        with ThreadPoolExecutor(4) as pool:
+            digests = pool.map(lambda file: sha256_of(directory / file), own)
+            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
+                if sha256 != states[file][2] == file_states(directory, index)[file][2]:
+                    problem = f"is damaged (SHA-256); {prepare_again(directory)}"
+                    raise bad_shard(directory / file, problem)
+                tick(done / len(own))
+    except UserError as error:
+        problem = str(error)
+    if ranks:
+        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
+    if problem:
+        raise UserError(problem)
+    if rank == 0 and states != verified:
         remember(directory, states)
 
 

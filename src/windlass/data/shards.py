@@ -72,7 +72,9 @@ class Shard(BaseModel):
         return str(Path(self.file).with_suffix(ending))
 
     def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of each file of a local shard, by name."""
+        """Size and SHA-256 of each of its files on this machine, by name."""
+        if self.is_remote:
+            return {}
         size = self.offset + self.tokens * on_disk(self.dtype).itemsize
         files = {self.file: (size, self.sha256)}
         if self.table:
@@ -193,9 +195,9 @@ class ShardWriter:
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         """Continue after the full shards of `index`."""
-        self.directory, self.dtype, self.index = directory, dtype, index
-        self.shards = list(index.full_shards)
-        self.tokens = sum(shard.tokens for shard in self.shards)  # with the shard being filled
+        self.directory, self.dtype = directory, dtype
+        self.index = index.model_copy(update={"shards": index.full_shards})
+        self.tokens = self.index.tokens  # with the shard being filled
         self._item, self._characters, self._skip, _ = index.resume  # of the row being written
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []  # tokens, table, and the mask
@@ -249,7 +251,7 @@ class ShardWriter:
         """The files of the next shard."""
         endings = ["bin", "documents", *(["mask"] if self.index.masked else [])]
         for ending in endings:
-            path = self.directory / f"shard-{len(self.shards):05d}.{ending}"
+            path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
             self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
 
     def _commit(self, place: tuple[int, int, int] | None) -> None:
@@ -258,7 +260,7 @@ class ShardWriter:
         if mask:
             mask[0].write(np.packbits(self._bits, bitorder="little").tobytes())
         shard = Shard(
-            file=f"shard-{len(self.shards):05d}.bin",
+            file=f"shard-{len(self.index.shards):05d}.bin",
             tokens=raw.bytes // np.dtype(self.dtype).itemsize,
             rows=table.bytes // self.index.row.itemsize,
             documents=self._documents,
@@ -269,8 +271,7 @@ class ShardWriter:
         )
         self._open, self._documents, self._bits = [], 0, np.zeros(0, bool)
         self._files.close()
-        self.shards.append(shard)
-        self.index.shards = self.shards
+        self.index.shards.append(shard)
         if place is not None:
             self.index.resume = (*place, self.index.left_out)
             self.index = self.index.save(self.directory)
@@ -279,9 +280,8 @@ class ShardWriter:
         """Commit the last shard and save the index; `complete`: the source has no more."""
         if self._open:
             self._commit(None)
-        self.index.shards, self.index.complete = self.shards, complete
-        self.index = self.index.save(self.directory)
-        return self.index
+        self.index.complete = complete
+        return self.index.save(self.directory)
 
 
 # -- reading
@@ -292,6 +292,7 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
 
     def pread(self, count: int, offset: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
