@@ -98,4 +98,4 @@ def read(source, start=0, **settings):
 
 def records(source, **settings):
     found = opened(source, **settings)
-    return [record_of(item, found.spec) for item in found.items()]
+    return [record_of(item) for item in found.items()]

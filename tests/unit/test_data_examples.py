@@ -385,7 +385,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     with refused("two questions", "Land-0"):
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
-    source = sources.Source(SQUAD, {}, read=lambda start: iter([entry, Item("bad", {})][start:]))
+    source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
     monkeypatch.setattr(examples, "open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))

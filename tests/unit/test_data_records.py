@@ -94,7 +94,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("b.jsonl", raw[:60] + b"\n{oops\n", ["line 2"]),
         ("talk.jsonl", b'{"messages": []}\n', ["'messages'", 'data.format="chat"']),
         ("c.jsonl", other_key, ["line 2", "'text'", "'content'", "data.text_key"]),
-        ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' holds int"]),
+        ("d.jsonl", b'{"text": 3}\n', ["line 1", "'text' is a number"]),
         ("e.jsonl", b'["text"]\n', ["line 1", "a list"]),
         ("f.jsonl", b'{"text": "\xff"}\n', ["line 1", "0xff"]),
         ("g.jsonl.gz", gzip.compress(raw)[:-20], ["damaged"]),
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
     assert read(str(tmp_path / "x.parquet"), text_key="content") == ["a", "", "b"]
     for key, words in (
         ("text", ["'text'", "'id', 'content'", "data.text_key"]),
-        ("id", ["'id' holds int"]),
+        ("id", ["'id' is a number"]),
     ):
         with refused(*words):
             read(str(tmp_path / "x.parquet"), text_key=key)

@@ -165,7 +165,7 @@ def example_group(item: Item, spec: SourceSpec) -> int:
 
 
 def _conversation(item: Item, spec: SourceSpec) -> Conversation:
-    record = record_of(item, spec)
+    record = record_of(item)
     shape = next((s for s in SHAPES if all(record.get(f) is not None for f in s.fields)), None)
     if shape is None:
         problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
@@ -296,7 +296,7 @@ def _encode_conversation(
 
 
 def _question(item: Item, spec: SourceSpec) -> Question:
-    record = record_of(item, spec)
+    record = record_of(item)
     try:
         answers = tuple(str(answer["text"]) for answer in record["answers"])
         name, context, question = str(record["id"]), record["context"], record["question"]

@@ -5,27 +5,19 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from windlass.errors import UserError, is_utf8, plural
+from windlass.errors import UserError, is_utf8
 
 CODECS = (".gz", ".bz2", ".xz", ".zst")
 SHARDS = (".bin", ".npy")  # token shards of other tools
-# Files that a glob may match by accident.
-ABOUT = re.compile(
-    r"(?i)\.|(readme|licen[cs]e|copying|notice|changelog|authors|contributing|requirements)\b"
-)
 DOWNLOADS = Path("data") / "downloads"
 
 
 def find(
-    pattern: str,
-    setting: str,
-    endings: tuple[str, ...],
-    has_items: Callable[[Path], bool] = lambda path: False,
+    pattern: str, setting: str, endings: tuple[str, ...], has_items: Callable[[Path], bool]
 ) -> tuple[list[Path], str]:
     """The files of a path, directory or glob, each real file once; and what a directory has more.
 
@@ -45,22 +37,20 @@ def find(
                     belongs = ending in endings or (ending == ".json" and has_items(path))
                     (files if belongs else others).append(path)
             files.sort()
-        elif os.path.isfile(top):
-            files = [top]
         else:
-            files = [Path(name) for name in expand(str(top)) if os.path.isfile(name)]
+            paths = [top] if os.path.isfile(top) else [Path(name) for name in expand(str(top))]
+            files = [path for path in paths if os.path.isfile(path)]
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read ({error.strerror})") from None
-    note = _not_read(others, own)
+    note = f"; not read: {listing(others)}" if others else ""
+    note += f"; made by Windlass: {', '.join(map(shown, own))}" if own else ""
     if files:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note
     hint = f"{note}: a glob reads them, as {setting}='{top}/**/*.md'" if others else note
     if "," in pattern:
         names = [part.strip(" []'\"") for part in pattern.split(",")]
-        value = json.dumps(names, ensure_ascii=False)
-        option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
-        hint = f"; several are a list: {option}"
+        hint = f"; several are a list: {setting}={json.dumps(names, ensure_ascii=False)}"
     raise UserError(
         f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
@@ -120,26 +110,11 @@ def shown(path: Path) -> str:
 
 
 def listing(files: list[Path]) -> str:
-    """The number of files, a few names, and files that a pattern may match by accident."""
-    kinds = Counter(suffixes(path)[0] or "without ending" for path in files)
-    counts = ", ".join(f"{count:,} {ending}" for ending, count in kinds.most_common(4))
-    text = f"{plural(len(files), 'file')}{f' ({counts})' if len(kinds) > 1 else ''}: "
-    text += _names(files, 4)
-    if odd := [path for path in files if ABOUT.match(path.name)]:
-        text += f"; with {_names(odd, 4)}: narrow the source if that is not meant"
-    return text
-
-
-def _not_read(files: list[Path], own: list[Path]) -> str:
-    """The other files of a directory, as `; not read: 2 .md (a.md, b.md)`; or empty."""
-    kinds: dict[str, list[Path]] = {}
+    """Files by their endings, with the first names: `2 .md (a.md, b.md), 1 .txt (c.txt)`."""
+    kinds: dict[str, list[str]] = {}
     for path in sorted(files):
-        kinds.setdefault(suffixes(path)[0] or "without ending", []).append(path)
-    counts = [f"{len(kinds[x]):,} {x} ({_names(kinds[x], 2)})" for x in sorted(kinds)]
-    counts += [f"{len(own):,} made by Windlass ({_names(own, 2)})"] if own else []
-    return f"; not read: {', '.join(counts)}" if counts else ""
-
-
-def _names(files: list[Path], count: int) -> str:
-    more = f" and {len(files) - count:,} more" if len(files) > count else ""
-    return ", ".join(shown(Path(path.name)) for path in files[:count]) + more
+        kinds.setdefault(suffixes(path)[0] or "without ending", []).append(shown(Path(path.name)))
+    return ", ".join(
+        f"{len(names):,} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+        for kind, names in sorted(kinds.items())
+    )

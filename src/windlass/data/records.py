@@ -19,7 +19,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -36,14 +36,9 @@ MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some te
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 # Of damaged files, by the libraries that read them; pyarrow's own are among Python's.
-DAMAGE: tuple[type[Exception], ...] = (
-    OSError,
-    ValueError,
-    EOFError,
-    NotImplementedError,
-    RecursionError,
-)
-DAMAGE += (zlib.error, lzma.LZMAError, csv.Error)
+ENDED = (EOFError, zlib.error, lzma.LZMAError)
+DAMAGE = (*ENDED, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
+KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -80,22 +75,22 @@ class SourceSpec:
     @property
     def key(self) -> dict[str, Any]:
         """What determines the items, without settings that do not apply or have their default."""
-        is_text = self.format == "text"
+        kind, is_text = self.kind, self.format == "text"
+        has_texts = is_text and kind in ("files", "https")
         applies = {
-            "text_key": is_text and self.kind in ("files", "https", "hf"),
-            "split": self.kind == "hf" or self.place == "squad",
-            "revision": self.kind == "hf",
-            "sha256": self.kind == "https",
-            "separator": is_text and self.kind in ("files", "https"),
+            "text_key": has_texts or (is_text and kind == "hf"),
+            "split": kind == "hf" or self.place == "squad",
+            "revision": kind == "hf",
+            "sha256": kind == "https",
+            "separator": has_texts,
             "answers": self.format == "chat",
-            "on_bad_item": self.kind not in ("stdlib", "shards"),
+            "on_bad_item": kind not in ("stdlib", "shards"),
         }
         key = {"name": self.name, "format": self.format}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if applies.get(field.name) and value != field.default:
-                key[field.name] = value
-        return key | ({"python": platform.python_version()} if self.kind == "stdlib" else {})
+        for name, is_used in applies.items():
+            if is_used and getattr(self, name) != getattr(SourceSpec, name):
+                key[name] = getattr(self, name)
+        return key | ({"python": platform.python_version()} if kind == "stdlib" else {})
 
     @property
     def slug(self) -> str:
@@ -116,7 +111,9 @@ class Item(NamedTuple):
     fraction: float = 0.0  # of the source read so far; 0: unknown
 
 
-def read_files(spec: SourceSpec, files: list[Path], sizes: list[int], start: int) -> Iterator[Item]:
+def read_files(
+    spec: SourceSpec, files: list[Path], sizes: list[int], start: int = 0
+) -> Iterator[Item]:
     """The items of files from document number `start` on.
 
     If a file cannot be read to its end, its last item is the error.
@@ -124,31 +121,35 @@ def read_files(spec: SourceSpec, files: list[Path], sizes: list[int], start: int
     number, before, total = 0, 0, max(1, sum(sizes))
     for path, size in zip(files, sizes, strict=True):
         if number < start and is_text(path, spec) and not spec.separator:
-            number, before = number + 1, before + size
-            continue  # without reading the file
-        place, continues, failure = shown(path), False, None
-        try:
-            with path.open("rb") as file:
-                # Some readers close their stream at its end.
-                raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
-                for item in _items(path, raw, spec, start - number):
-                    number += not continues
-                    continues = item.more
-                    if number > start:
-                        done = item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
-                        yield Item(item.place, item.value, item.more, (before + done) / total)
-        except UserError as error:
-            failure = error
-        except DAMAGE as error:
-            if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
-                raise UserError(f"{place} cannot be read: {error.strerror}") from None
-            remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
-            problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
-            failure = UserError(f"{place} {problem}{remedy}")
+            number += 1  # without reading the file
+        else:
+            continues = False
+            for item in _file_items(path, size, spec, start - number):
+                number += not continues
+                continues = item.more
+                if number > start:
+                    yield item._replace(fraction=(before + item.fraction * size) / total)
         before += size
-        number += failure is not None and not continues
-        if failure and number > start:
-            yield Item(place, failure, False, before / total)
+
+
+def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[Item]:
+    """The items of a file of `size` bytes, the last one perhaps an error; see `_items`."""
+    place = shown(path)
+    try:
+        with path.open("rb") as file:
+            # Some readers close their stream at its end.
+            raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
+            for item in _items(path, raw, spec, skip):
+                at = os.lseek(file.fileno(), 0, os.SEEK_CUR)
+                yield item._replace(fraction=item.fraction or at / max(1, size))
+    except UserError as error:
+        yield Item(place, error, fraction=1.0)
+    except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
+            raise UserError(f"{place} cannot be read: {error.strerror}") from None
+        remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
+        problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
+        yield Item(place, UserError(f"{place} {problem}{remedy}"), fraction=1.0)
 
 
 def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[Item]:
@@ -269,11 +270,11 @@ def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
             try:
                 value, end = decode(text, start)
             except (ValueError, RecursionError) as error:
-                failure, at_error = (
+                failure, broken_at = (
                     getattr(error, "msg", first_line(error)),
                     getattr(error, "pos", 0),
                 )
-                may_go_on &= failure.startswith("Unterminated") or at_error > len(text) - 16
+                may_go_on &= failure.startswith("Unterminated") or broken_at > len(text) - 16
         elif is_end and not is_array:
             return
         if may_go_on and end in (start, len(text)):
@@ -282,7 +283,8 @@ def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
         elif end == start:
             raise UserError(f"{where} is not JSON: {failure}; {TO_JSON}")
         else:
-            yield Item(where, value if isinstance(value, dict) else _no_object(where, value))
+            # `record_of` names what is not an object
+            yield Item(where, value if isinstance(value, dict) else text[start:end].encode())
             number, at = number + 1, end
 
 
@@ -359,19 +361,18 @@ def text_of(item: Item, spec: SourceSpec) -> str:
     """The text of an item; an empty text for null. UserError if it has none."""
     value, key = item.value, spec.text_key
     if not isinstance(value, str | None):
-        value = record = record_of(item, spec)
+        value = record = record_of(item)
         try:
             for name in (key,) if key in record else key.split("."):
                 value = value[name]
         except (KeyError, TypeError):
             raise UserError(f"{item.place} has no {key!r}; {other_keys(record)}") from None
     if not isinstance(value, str | None):
-        kind = type(value).__name__
-        raise UserError(f"{item.place}: {key!r} holds {kind}, not text: set data.text_key")
+        raise UserError(f"{item.place}: {key!r} is {kind_of(value)}, not text: set data.text_key")
     return value or ""
 
 
-def record_of(item: Item, spec: SourceSpec) -> dict[str, Any]:
+def record_of(item: Item) -> dict[str, Any]:
     """The record of an item; UserError if it has none."""
     value = item.value
     if isinstance(value, bytes):
@@ -384,13 +385,13 @@ def record_of(item: Item, spec: SourceSpec) -> dict[str, Any]:
     if isinstance(value, UserError):
         raise value
     if not isinstance(value, dict):
-        raise _no_object(item.place, value)
+        raise UserError(f"{item.place} is {kind_of(value)}, not a JSON object")
     return value
 
 
-def _no_object(place: str, value: Any) -> UserError:
-    kinds = {list: "a list", str: "text", type(None): "null", bool: "true or false"}
-    return UserError(f"{place} is {kinds.get(type(value), 'a number')}, not a JSON object")
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value, in words."""
+    return KINDS.get(type(value), "a number")
 
 
 def other_keys(names: Iterable[str]) -> str:

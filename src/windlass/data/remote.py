@@ -205,13 +205,13 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
             raise
         except Exception as error:  # of fsspec, or of the client behind it
             cause = error.__cause__ or error
-            if url.startswith("http"):  # where fsspec reports every failure as a missing file
-                error = cause
-            text, status = first_line(cause), getattr(error, "status", 0)
-            if status == 404 or isinstance(error, FileNotFoundError):
+            # For HTTP fsspec reports every failure as a missing file.
+            answer = cause if url.startswith("http") else error
+            text, status = first_line(cause), getattr(answer, "status", 0)
+            if status == 404 or isinstance(answer, FileNotFoundError):
                 text, status = "it does not exist", 404
             is_refused = 400 <= status < 500 and status not in (408, 429)
-            if is_refused or isinstance(error, PermissionError):
+            if is_refused or isinstance(answer, PermissionError):
                 remedy = "check the URL, and the credentials of its file system"
                 raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
             problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"

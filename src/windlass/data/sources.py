@@ -18,21 +18,13 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from windlass import __version__, hub
-from windlass.data.files import (
-    DOWNLOADS,
-    SHARDS,
-    find,
-    folders,
-    listing,
-    shown,
-    suffixes,
-)
+from windlass.data.files import DOWNLOADS, SHARDS, find, folders, listing, shown, suffixes
 from windlass.data.records import (
     CONVERSATION_KEYS,
     TABLE_BYTES,
@@ -52,12 +44,8 @@ from windlass.errors import RunFailed, UserError, first_line, require
 HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
 # Directories of the standard library that hold packages of others, tests, or tables.
-SKIPPED_FOLDERS = {
-    *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
-    *("encodings", "pydoc_data"),
-}
+SKIPPED = "site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data"
 TIMEOUT_SECONDS = 60.0
-SQUAD = "rajpurkar/squad"  # on the Hub
 Notify = Callable[[str], None]
 
 
@@ -67,18 +55,15 @@ class Source:
 
     spec: SourceSpec
     description: dict[str, Any]  # when it was opened, for the index; shows a changed source
+    # The items from a document number (default 0) on; the blocks of one text count once.
+    items: Callable[..., Iterator[Item]]
     single_text: bool = False  # one text file without separator: no token begins its text
-    read: Callable[[int], Iterator[Item]] = lambda start: iter(())
-
-    def items(self, start: int = 0) -> Iterator[Item]:
-        """The items from document number `start` on; the blocks of one text count once."""
-        return self.read(start)
 
 
 def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     """Find a source; UserError if it does not exist. Says which files it does not read."""
     if spec.kind == "stdlib":
-        return Source(spec, describe_source(spec) or {}, read=_read_stdlib)
+        return Source(spec, describe_source(spec) or {}, _read_stdlib)
     if spec.kind == "hf" or spec.place == "squad":
         return _open_dataset(spec)
     if spec.kind == "https":
@@ -102,7 +87,7 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     description = {"files": describe_files(files)}
     sizes = [file["bytes"] for file in description["files"]]
     single_text = len(files) == len(texts) == 1 and not spec.separator
-    return Source(spec, description, single_text, partial(read_files, spec, files, sizes))
+    return Source(spec, description, partial(read_files, spec, files, sizes), single_text)
 
 
 def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
@@ -110,30 +95,19 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     if spec.kind == "hf":
         below = folders(Path(spec.path).expanduser())
         return [path for _, files in below for path in files or ()], ""
-    endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, (".txt", *TABLES))
-    endings = endings if spec.format == "text" else tuple(x for x in endings if x != ".txt")
+    tables = (".txt", *TABLES) if spec.format == "text" else TABLES
+    endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, tables)
 
     def has_items(path: Path) -> bool:
+        if spec.kind == "shards":
+            return False
         with suppress(UserError, StopIteration):
-            item = next(read_files(spec, [path], [1], 0))
-            is_chat = not CONVERSATION_KEYS.isdisjoint(record_of(item, spec))
+            item = next(read_files(spec, [path], [1]))
+            is_chat = not CONVERSATION_KEYS.isdisjoint(record_of(item))
             return is_chat if spec.format == "chat" else isinstance(text_of(item, spec), str)
         return False
 
     return find(spec.path, spec.setting, endings, has_items)
-
-
-def find_files(
-    pattern: str, setting: str = "data.source", endings: tuple[str, ...] = SHARDS
-) -> list[Path]:
-    """As `find`, without what a directory has more."""
-    return find(pattern, setting, endings)[0]
-
-
-def read_json_items(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines or of a JSON array, with their places."""
-    spec = SourceSpec(str(path), str(path), "chat")
-    return ((item.place, record_of(item, spec)) for item in open_source(spec).items())
 
 
 def form_of(source: str, setting: str) -> dict[str, str]:
@@ -141,18 +115,16 @@ def form_of(source: str, setting: str) -> dict[str, str]:
 
     Empty for the web and the Hub. UserError if there are no such files on this machine.
     """
-    spec = SourceSpec(source, source, setting=setting)
-    if spec.kind in ("shards", "squad"):
-        if spec.path and "://" not in spec.path:
-            local_files(spec)
-        return {"format": "squad" if spec.kind == "squad" else "text"}
-    if spec.kind != "files":
-        return {"format": "text"} if spec.kind == "stdlib" else {}
+    spec, files = SourceSpec(source, source, "chat", setting=setting), list[Path]()
+    if spec.path and "://" not in spec.path and spec.kind != "hf":
+        files = find(spec.path, setting, (".txt", *TABLES, *SHARDS), lambda path: True)[0]
+    if spec.kind in ("https", "hf"):
+        return {}
+    if spec.kind == "squad":
+        return {"format": "squad"}
     with suppress(StopIteration):
-        files = find(source, setting, (".txt", *TABLES), lambda path: True)[0]
-        file = next(path for path in files if not is_text(path, spec))
-        chat = SourceSpec(source, source, "chat", setting=setting)
-        record = record_of(next(read_files(chat, [file], [1], 0)), chat)
+        file = next(path for path in files if not is_text(path, replace(spec, format="text")))
+        record = record_of(next(read_files(spec, [file], [1])))
         if isinstance(record.get("data"), list) and "text" not in record:
             raise UserError(f"{setting}: {source} has questions: write squad:{source}")
         if not CONVERSATION_KEYS.isdisjoint(record):
@@ -235,7 +207,7 @@ def _stdlib_modules() -> list[Path]:
     """Python's own modules, ordered by a hash of their names (any part is typical)."""
     root, names = Path(sysconfig.get_path("stdlib")), list[Path]()
     for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in SKIPPED_FOLDERS]
+        below[:] = set(below).difference(SKIPPED.split())
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
         raise UserError(
@@ -245,7 +217,7 @@ def _stdlib_modules() -> list[Path]:
     return [root / name for name in names]
 
 
-def _read_stdlib(start: int) -> Iterator[Item]:
+def _read_stdlib(start: int = 0) -> Iterator[Item]:
     files = _stdlib_modules()
     for number, path in enumerate(files[start:], start + 1):
         text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
@@ -296,26 +268,14 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
         raise kind(f"{what} ({reason})") from error
 
 
-def load_dataset(
-    place: str,
-    split: str,
-    streaming: bool = False,
-    setting: str = "data.source",
-    revision: str = "",
-) -> Any:
-    """A split (perhaps `train[:1%]`) of a data set of `datasets`; UserError if it cannot be loaded.
+def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
+    """A split (perhaps `train[:1%]`) of a data set, and its commit of the Hub if that is known.
 
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`. `setting` is for
-    messages, `revision` a commit, tag or branch of the Hub.
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`.
     """
-    return _load(place, split, streaming, setting, revision)[0]
-
-
-def _load(place: str, split: str, streaming: bool, setting: str, revision: str) -> tuple[Any, str]:
-    """A data set, and its commit of the Hub if that is known."""
-    folder = Path(place).expanduser()
-    what = f"{setting}: hf:{place}, split {split!r}"
-    require("datasets", f"{setting}: hf:{place}")
+    folder, split = Path(place).expanduser(), spec.split
+    what = f"{spec.setting}: hf:{place}, split {split!r}"
+    require("datasets", f"{spec.setting}: hf:{place}")
     if not folder.is_dir():
         hub.prepare()
     with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
@@ -324,15 +284,14 @@ def _load(place: str, split: str, streaming: bool, setting: str, revision: str) 
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             rows = datasets.load_from_disk(str(folder))
             if isinstance(rows, dict) and split not in rows:
-                raise UserError(
-                    f"hf:{place} has no split {split!r}; it has {', '.join(rows)}: set data.split"
-                )
+                splits = f"it has {', '.join(rows)}: set data.split"
+                raise UserError(f"hf:{place} has no split {split!r}; {splits}")
             rows = rows[split] if isinstance(rows, dict) else rows
-            return (rows.to_iterable_dataset() if streaming else rows), ""
-        how: dict[str, Any] = {"split": split, "streaming": streaming}
+            return (rows.to_iterable_dataset() if spec.streaming else rows), ""
+        how: dict[str, Any] = {"split": split, "streaming": spec.streaming}
         if folder.is_dir():
             return datasets.load_dataset(str(folder), **how), ""
-        name, _, config = place.partition(":")
+        (name, _, config), revision = place.partition(":"), spec.revision
         if not hub.offline():
             from huggingface_hub import HfApi
 
@@ -346,13 +305,12 @@ def _load(place: str, split: str, streaming: bool, setting: str, revision: str) 
 
 def _open_dataset(spec: SourceSpec) -> Source:
     """A data set of `datasets`, or SQuAD of the Hub."""
-    place = SQUAD if spec.kind == "squad" else spec.place.partition(":")[2]
+    place = "rajpurkar/squad" if spec.kind == "squad" else spec.path
     try:
-        table, commit = _load(place, spec.split, spec.streaming, spec.setting, spec.revision)
+        table, commit = _load_table(spec, place)
     except UserError as error:
-        if spec.kind != "squad":
-            raise
-        raise UserError(f"{error}; or give a file: squad:FILE.json, eval.squad_file") from None
+        advice = "; or give a file: squad:FILE.json, eval.squad_file" * (spec.kind == "squad")
+        raise UserError(f"{error}{advice}") from None
     rows = 0 if spec.streaming else len(table)
     description = {"split": spec.split, "rows": rows} | ({"commit": commit} if commit else {})
     description |= describe_source(spec) or {}
@@ -366,7 +324,7 @@ def _open_dataset(spec: SourceSpec) -> Source:
     size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))
     at_once = min(1000, max(1, rows * TABLE_BYTES // size)) if rows else 64
 
-    def read(start: int) -> Iterator[Item]:
+    def items(start: int = 0) -> Iterator[Item]:
         number = start
         with explained(f"reading {name} broke off; start again to resume", RunFailed):
             rest = table.skip(start) if start else table
@@ -383,4 +341,4 @@ def _open_dataset(spec: SourceSpec) -> Source:
                     fraction = number / rows if rows else 0.0
                     yield Item(f"{name}, row {number:,}", record, fraction=fraction)
 
-    return Source(spec, description, read=read)
+    return Source(spec, description, items)

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from windlass.data.loader import eval_batches
 from windlass.data.mixture import MixedSamples
 from windlass.data.samples import Batch, Samples
-from windlass.data.sources import load_dataset, read_json_items
+from windlass.data.sources import SourceSpec, open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import casting_once, evaluating
@@ -35,7 +35,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
-HELLASWAG = "Rowan/hellaswag"  # on the Hub
+HELLASWAG = "hf:Rowan/hellaswag"
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 BATCHES_AHEAD = 2  # read while one is computed
 OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
@@ -325,16 +325,13 @@ class Item:
 
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
-    rows: Iterable[tuple[str, Any]]
-    if file:
-        if not Path(file).is_file():
-            raise UserError(f"eval.hellaswag_file: there is no file {file}")
-        rows = read_json_items(Path(file))
-    else:
-        table = load_dataset(HELLASWAG, "validation", setting="eval.hellaswag_file is empty")
-        rows = ((HELLASWAG, row) for row in table)
+    if file and not Path(file).is_file():
+        raise UserError(f"eval.hellaswag_file: there is no file {file}")
+    place, setting = file or HELLASWAG, "eval.hellaswag_file" + " is empty" * (not file)
+    spec = SourceSpec(place, place, "chat", split="validation", setting=setting)
     items = []
-    for place, row in itertools.islice(rows, limit or None):
+    for found in itertools.islice(open_source(spec).items(), limit or None):
+        row = record_of(found)
         try:
             endings = tuple(map(_without_tags, row["endings"]))
             item = Item(_context(row), endings, int(row["label"]))
@@ -342,7 +339,7 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             expected = "a HellaSwag item has ctx, endings, and as label the number of one"
-            raise UserError(f"{place}: {expected}") from None
+            raise UserError(f"{found.place}: {expected}") from None
         items.append(item)
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} has no items")
