@@ -15,7 +15,6 @@ from helpers import refused, windlass
 from windlass.data import examples, sources
 from windlass.data.chat import Template
 from windlass.data.examples import (
-    Encoded,
     Question,
     encode_example,
     eval_questions,
@@ -25,6 +24,7 @@ from windlass.data.examples import (
     question_prompt,
 )
 from windlass.data.records import Item, SourceSpec
+from windlass.data.shards import Row
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
 from windlass.recipe import Recipe
 
@@ -63,7 +63,7 @@ def item(record: Any, place: str = "talk.jsonl, line 7") -> Item:
     return Item(place, record)
 
 
-def learned(found: Encoded, tokenizer: Any = BYTES) -> str:
+def learned(found: Row, tokenizer: Any = BYTES) -> str:
     return counted(tokenizer, found.tokens, found.marks)
 
 

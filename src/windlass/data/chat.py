@@ -135,7 +135,8 @@ class Template:
             wanted.remove(place)
             start = turn_start + self._answer_start(turn, messages[:place], tokenizer, tools)
             stop = len(text) if place == places[-1] else turn_stop
-            if _is_open(text[start:stop], tokenizer):
+            ends = [match.end() for match in tokenizer.special_pattern.finditer(text, start, stop)]
+            if not ends or text[ends[-1] : stop].strip():  # the next turn's first token may end it
                 after = tokenizer.special_pattern.match(text, stop)
                 stop = after.end() if after else stop
             spans += [(text[done:start], False), (text[start:stop], True)]
@@ -149,16 +150,20 @@ class Template:
     def _answer_start(
         self, turn: str, before: Sequence[Message], tokenizer: Tokenizer, tools: Any
     ) -> int:
-        """The place in a turn where the answer begins."""
-        prompt = self._usual_prompt
-        start = _end_of_prompt(prompt, turn, tokenizer)
-        if start is None:
-            prompt = self._generation_prompt(before, tokenizer, tools)
-            start = _end_of_prompt(prompt, turn, tokenizer)
-        if start is None:
-            problem = f"turn {len(before) + 1} begins without the generation prompt {prompt!r}"
-            raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
-        return start
+        """The place in a turn where the answer begins: after the generation prompt, or after the
+        first lines and special tokens of the prompt that begin the turn."""
+        prompt, line_ends = "", re.compile(f"{tokenizer.special_pattern.pattern}|\n")
+        for is_usual in (True, False):
+            prompt = self._usual_prompt
+            if not is_usual:
+                prompt = self._generation_prompt(before, tokenizer, tools)
+            if prompt in turn:  # first in the turn, or after the token that begins a conversation
+                return turn.index(prompt) + len(prompt)
+            ends = [match.end() for match in line_ends.finditer(prompt)]
+            if starts := [end for end in ends if turn.startswith(prompt[:end])]:
+                return starts[-1]
+        problem = f"turn {len(before) + 1} begins without the generation prompt {prompt!r}"
+        raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
 
     @cached_property
     def _usual_prompt(self) -> str:
@@ -203,14 +208,14 @@ class Template:
     ) -> str:
         """The conversation with marks for turns, generation blocks and special tokens' texts."""
         if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
-            raise UserError(
-                "tools need a chat template; set data.tokenizer to a tokenizer that has one"
-            )
+            remedy = "set data.tokenizer to a tokenizer that has one"
+            raise UserError(f"tools need a chat template; {remedy}")
         # `transformers` passes None for an argument that a caller omits, and templates check it.
         names: dict[str, Any] = {"documents": None, **self.tokens, "add_generation_prompt": ask}
         guard: Callable[[str], str] = str
         if tokenizer is not None:
-            guard = partial(tokenizer.special_pattern.sub, _guard)
+            marked = lambda special: "".join(character + MARK for character in special[0])  # noqa: E731
+            guard = partial(tokenizer.special_pattern.sub, marked)
             text = tokenizer.inner.id_to_token
             names["begin_of_text"] = "".join(map(text, tokenizer.begin))
             names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
@@ -237,10 +242,6 @@ def _with_turns(tree: nodes.Template, environment: Environment) -> nodes.Templat
             loop.body = [start, *loop.body, stop]
             loop.set_environment(environment).set_lineno(loop.lineno)
     return tree
-
-
-def _guard(special: re.Match[str]) -> str:
-    return "".join(character + MARK for character in special[0])
 
 
 def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
@@ -284,21 +285,6 @@ def _blocks(rendered: str, wanted: Collection[int], is_all: bool) -> list[tuple[
             else:
                 spans.append((text, inside and (is_all or place in wanted)))
     return spans
-
-
-def _end_of_prompt(prompt: str, turn: str, tokenizer: Tokenizer) -> int | None:
-    """The end of a generation prompt in a turn, or of the first lines and special tokens of the
-    prompt that begin the turn; None if it has neither."""
-    if prompt in turn:  # first in the turn, or after the token that begins a conversation
-        return turn.index(prompt) + len(prompt)
-    ends = [m.end() for m in re.finditer(f"{tokenizer.special_pattern.pattern}|\n", prompt)]
-    return max((end for end in ends if turn.startswith(prompt[:end])), default=None)
-
-
-def _is_open(answer: str, tokenizer: Tokenizer) -> bool:
-    """Whether no special token ends an answer."""
-    stops = [match.end() for match in tokenizer.special_pattern.finditer(answer)]
-    return not stops or bool(answer[stops[-1] :].strip())
 
 
 def _cut(spans: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> list[Piece]:

@@ -84,7 +84,7 @@ class Encoder:
                     rows += self._text_rows(job)
                 else:
                     example = encode_example(job.item, self.spec, self.tokenizer, self.template)
-                    rows.append(Row(job.number, **example._asdict()))
+                    rows.append(example._replace(item=job.number))
             except UserError as error:
                 rows.append(Bad(job.number, str(error)))
         return rows

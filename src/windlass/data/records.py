@@ -36,8 +36,8 @@ MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some te
 TO_UTF8 = "convert it to UTF-8, for example iconv -f latin1 -t utf-8 OLD > NEW"
 TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 # Of damaged files, by the libraries that read them; pyarrow's own are among Python's.
-ENDED = (EOFError, zlib.error, lzma.LZMAError)
-DAMAGE = (*ENDED, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
+UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
+DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
 KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "true or false"}
 
 
@@ -183,9 +183,8 @@ def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
 
         stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd")
         return io.BufferedReader(stream, READ)
-    if codec == ".gz":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-    return {".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}[codec](raw) if codec else raw
+    opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, opens[codec](raw)) if codec else raw
 
 
 def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
@@ -241,8 +240,7 @@ def cut_at_line(text: str, size: int) -> int:
 def mark_in(path: Path) -> str:
     """The mark between documents that the first block of a text file has, or ''."""
     with suppress(*DAMAGE), path.open("rb") as raw:
-        stream = unpacked(path, raw)
-        start = stream.read(BLOCK)
+        start = unpacked(path, raw).read(BLOCK)
         return next((mark for mark in MARKS if mark.encode() in start), "")
     return ""
 

@@ -135,17 +135,15 @@ class Index(BaseModel):
     def load(directory: Path) -> Index | None:
         """The index of a data directory; None before it is written, UserError if damaged."""
         path = directory / INDEX
-        try:
-            index = Index.model_validate_json(path.read_bytes())
+        with contextlib.suppress(ValidationError):
+            try:
+                index = Index.model_validate_json(path.read_bytes())
+            except (FileNotFoundError, NotADirectoryError):
+                return None
             if index.format == FORMAT and index.checksum == index._checksum():
                 return index
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except ValidationError:
-            pass
-        raise UserError(
-            f"{path} is damaged, changed or of another version; {prepare_again(directory)}"
-        )
+        remedy = prepare_again(directory)
+        raise UserError(f"{path} is damaged, changed or of another version; {remedy}")
 
 
 def prepare_again(directory: Path) -> str:
@@ -159,11 +157,9 @@ def bad_shard(path: Path | str, problem: str) -> UserError:
 def unknown_id(place: str, block: np.ndarray, vocab: int, done: int) -> UserError:
     """The error of an id that the tokenizer does not have; `done`: the ids of the shard before."""
     at = int(np.argmax(block >= vocab))
-    return bad_shard(
-        place,
-        f"has the token id {int(block[at]):,} at place {done + at:,}, and the vocabulary has "
-        f"{vocab:,} ids: it was made with another tokenizer",
-    )
+    id_ = f"the token id {int(block[at]):,} at place {done + at:,}"
+    reason = f"the vocabulary has {vocab:,} ids: it was made with another tokenizer"
+    return bad_shard(place, f"has {id_}, and {reason}")
 
 
 @cache
@@ -200,7 +196,7 @@ class ShardWriter:
         self.tokens = self.index.tokens  # with the shard being filled
         self._item, self._characters, self._skip, _ = index.resume  # of the row being written
         self._files = contextlib.ExitStack()  # of the shard being filled
-        self._open: list[HashedFile] = []  # tokens, table, and the mask
+        self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
         self._goes_on = self._characters > 0  # whether the next row continues a document
 
@@ -214,45 +210,40 @@ class ShardWriter:
         """Append a row; after a resume the first one is the row that the last full shard cuts."""
         if row.item != self._item:
             self._item, self._characters = row.item, 0
-        done, marks, size = self._skip, row.marks, self.index.shard_tokens
-        tokens, self._skip = row.tokens[done:], 0
-        if not self._open:
-            self._create()
+        done, self._skip, size = self._skip, 0, self.index.shard_tokens
         if not done:  # a row without tokens may end a document
             line = [self.tokens, row.text, row.characters, row.more]
-            if marks is not None:
-                line += [row.group, row.tail, row.reach, int(marks.sum())]
-            self._open[1].write(np.array(tuple(line), self.index.row).tobytes())
+            if row.marks is not None:
+                line += [row.group, row.tail, row.reach, int(row.marks.sum())]
+            self._outputs()[1].write(np.array(tuple(line), self.index.row).tobytes())
             self._documents += not self._goes_on
-        while len(tokens):
-            if not self._open:
-                self._create()
-            raw, _, *mask = self._open
-            part = tokens[: size - self.tokens % size]
-            tokens = tokens[len(part) :]
+        while done < len(row.tokens):
+            raw, _, *mask = self._outputs()
+            part = row.tokens[done:][: size - self.tokens % size]
             raw.write(part.astype(on_disk(self.dtype)).tobytes())
-            if marks is not None:
-                self._bits = np.concatenate([self._bits, marks[done : done + len(part)]])
+            if row.marks is not None:
+                self._bits = np.concatenate([self._bits, row.marks[done : done + len(part)]])
                 whole = len(self._bits) // 8 * 8
                 mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
                 self._bits = self._bits[whole:]
             done += len(part)
             self.tokens += len(part)
             if self.tokens % size == 0:
-                ended = not len(tokens)
-                place = (row.item, self._characters + row.characters * ended, 0 if ended else done)
-                if ended and not row.more:
-                    place = row.item + 1, 0, 0
+                place = row.item, self._characters, done
+                if done == len(row.tokens):
+                    place = row.item, self._characters + row.characters, 0
+                    place = place if row.more else (row.item + 1, 0, 0)
                 self._commit(place)
         self._characters += row.characters
         self._goes_on = row.more
 
-    def _create(self) -> None:
-        """The files of the next shard."""
-        endings = ["bin", "documents", *(["mask"] if self.index.masked else [])]
-        for ending in endings:
-            path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
-            self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
+    def _outputs(self) -> list[HashedFile]:
+        """The files of the shard being filled: tokens, table, and the mask."""
+        if not self._open:
+            for ending in ("bin", "documents", "mask")[: 2 + self.index.masked]:
+                path = self.directory / f"shard-{len(self.index.shards):05d}.{ending}"
+                self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
+        return self._open
 
     def _commit(self, place: tuple[int, int, int] | None) -> None:
         """Complete the shard being filled; `place` follows it; None: it is short."""
@@ -414,10 +405,8 @@ class Table:
     @property
     def characters(self) -> np.ndarray:
         """The characters of each document, int64 [documents]."""
-        if not len(self):
-            return np.zeros(0, np.int64)
-        rows = self._rows("characters").astype(np.int64)[: self._last[-1] + 1]
-        return np.add.reduceat(rows, self._first)
+        ends = np.append(0, np.cumsum(self._rows("characters"), dtype=np.int64))
+        return ends[self._last + 1] - ends[self._first]
 
     def parts(self, documents: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The parts of each document: the first token of each and the end, int64 [parts + 1]; and

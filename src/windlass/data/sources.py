@@ -173,7 +173,7 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
             parts.append(f"{path} is new")
         elif more := new[path]["bytes"] - old[path]["bytes"]:
             parts.append(f"{path} has {abs(more):,} bytes {'more' if more > 0 else 'less'}")
-        elif any(new[path][key] != old[path][key] for key in new[path] if key in old[path]):
+        elif any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file"):
             parts.append(f"{path} has other content")
     rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
     return ", ".join(parts[:3]) + rest
@@ -182,10 +182,7 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
 def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
     files = description.get("files", ())
     shared = os.path.commonpath([os.path.dirname(file["file"]) for file in files]) if files else ""
-    return {
-        os.path.relpath(file["file"], shared or "."): {k: v for k, v in file.items() if k != "file"}
-        for file in files
-    }
+    return {os.path.relpath(file["file"], shared or "."): file for file in files}
 
 
 def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
@@ -210,9 +207,7 @@ def _stdlib_modules() -> list[Path]:
         below[:] = set(below).difference(SKIPPED.split())
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
-        raise UserError(
-            f"data.source: {root} does not contain Python's standard library; give a text file"
-        )
+        raise UserError(f"data.source: {root} has no standard library; give a text file")
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     return [root / name for name in names]
 
@@ -240,20 +235,17 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
             partial_file.open("wb") as out,
         ):
             shutil.copyfileobj(answer, out, 1 << 22)
-        if (actual := sha256_of(partial_file)) != sha256:
-            hashes = f"its SHA-256 is {actual}, data.sha256 = {sha256}"
-            raise UserError(f"{url} is incomplete or another file: {hashes}")
-        partial_file.replace(target)
-    except UserError:
-        raise
+        if (actual := sha256_of(partial_file)) == sha256:
+            partial_file.replace(target)
+            return target
     except (OSError, http.client.HTTPException, ValueError) as error:
         getattr(error, "close", lambda: None)()  # an HTTPError holds the connection
-        raise UserError(
-            f"{url} could not be downloaded ({first_line(error)}); give the path of a file"
-        ) from None
+        reason = first_line(error)
+        raise UserError(f"{url} cannot be downloaded ({reason}); give the path of a file") from None
     finally:
         partial_file.unlink(missing_ok=True)
-    return target
+    hashes = f"its SHA-256 is {actual}, data.sha256 = {sha256}"
+    raise UserError(f"{url} is incomplete or another file: {hashes}")
 
 
 @contextmanager
