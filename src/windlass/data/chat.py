@@ -118,7 +118,7 @@ class Template:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = set(places if trained is None else trained)
         rendered = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
-        if not self.source or (self._has_blocks and not is_completion):
+        if not self.source or (GENERATION.search(self.source) and not is_completion):
             return _cut(_blocks(rendered, wanted, len(wanted) == len(places)), tokenizer)
         turns = _turns(rendered.replace(BEGIN, "").replace(END, ""))
         # Some templates write the results of tools as parts of an answer's turn.
@@ -142,10 +142,6 @@ class Template:
             spans += [(text[done:start], False), (text[start:stop], True)]
             done = stop
         return _cut([*spans, (text[done:], False)], tokenizer)
-
-    @cached_property
-    def _has_blocks(self) -> bool:
-        return GENERATION.search(self.source) is not None
 
     def _answer_start(
         self, turn: str, before: Sequence[Message], tokenizer: Tokenizer, tools: Any

@@ -86,11 +86,10 @@ class SourceSpec:
             "answers": self.format == "chat",
             "on_bad_item": kind not in ("stdlib", "shards"),
         }
-        key = {"name": self.name, "format": self.format}
-        for name, is_used in applies.items():
-            if is_used and getattr(self, name) != getattr(SourceSpec, name):
-                key[name] = getattr(self, name)
-        return key | ({"python": platform.python_version()} if kind == "stdlib" else {})
+        settings = {name: getattr(self, name) for name, is_used in applies.items() if is_used}
+        changed = {k: value for k, value in settings.items() if value != getattr(SourceSpec, k)}
+        python = {"python": platform.python_version()} if kind == "stdlib" else {}
+        return {"name": self.name, "format": self.format, **changed, **python}
 
     @property
     def slug(self) -> str:
