@@ -105,12 +105,17 @@ TWO = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
-def test_which_answers_have_a_loss_is_a_setting(kind: str, tmp_path: Path) -> None:
-    template, tokenizer, end = Template(), BYTES, "<|endoftext|>"
-    if kind != "plain":
-        place, end = tokenizer_fixtures.save(kind, tmp_path / "tok"), "<|im_end|>"
-        template, tokenizer = Template.of_directory(place), hf_tokenizer(str(place))
+@pytest.fixture(params=["plain", "chatml", "marked"])
+def layout(request: Any, tmp_path: Path) -> Any:
+    """A template, its tokenizer, and the token that ends an answer."""
+    if request.param == "plain":
+        return Template(), BYTES, "<|endoftext|>"
+    place = tokenizer_fixtures.save(request.param, tmp_path / "tok")
+    return Template.of_directory(place), hf_tokenizer(str(place)), "<|im_end|>"
+
+
+def test_which_answers_have_a_loss_is_a_setting(layout: Any) -> None:
+    template, tokenizer, end = layout
     talk, pair = {"messages": TWO}, {"prompt": TWO[:3], "completion": TWO[3:]}
     for record, answers, number in (
         (talk, "auto", 2),
@@ -127,13 +132,9 @@ def test_which_answers_have_a_loss_is_a_setting(kind: str, tmp_path: Path) -> No
         assert "?" not in text and found.text == encode(talk).text
 
 
-@pytest.mark.parametrize("kind", ["plain", "chatml", "marked"])
 @pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
-def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(kind, key, tmp_path):
-    template, tokenizer, end = Template(), BYTES, "<|endoftext|>"
-    if kind != "plain":
-        place, end = tokenizer_fixtures.save(kind, tmp_path / "tok"), "<|im_end|>"
-        template, tokenizer = Template.of_directory(place), hf_tokenizer(str(place))
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
+    template, tokenizer, end = layout
     first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
     empty = [*TWO[:3], {**TWO[3], "content": " "}]
     found = [encode({"messages": talk}, template, tokenizer) for talk in (TWO, first, last, empty)]
