@@ -43,14 +43,14 @@ def find(
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read ({error.strerror})") from None
     note = f"; not read: {listing(others)}" if others else ""
-    note += f"; made by Windlass: {', '.join(map(shown, own))}" if own else ""
+    note += f"; {len(own):,} made by Windlass ({_first(own)})" if own else ""
     if files:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note
     hint = f"{note}: a glob reads them, as {setting}='{top}/**/*.md'" if others else note
     if "," in pattern:
         names = [part.strip(" []'\"") for part in pattern.split(",")]
-        hint = f"; several are a list: {setting}={json.dumps(names, ensure_ascii=False)}"
+        hint = f"; several are a list: '{setting}={json.dumps(names, ensure_ascii=False)}'"
     raise UserError(
         f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
@@ -111,10 +111,11 @@ def shown(path: Path) -> str:
 
 def listing(files: list[Path]) -> str:
     """Files by their endings, with the first names: `2 .md (a.md, b.md), 1 .txt (c.txt)`."""
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[Path]] = {}
     for path in sorted(files):
-        kinds.setdefault(suffixes(path)[0] or "without ending", []).append(shown(Path(path.name)))
-    return ", ".join(
-        f"{len(names):,} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-        for kind, names in sorted(kinds.items())
-    )
+        kinds.setdefault(suffixes(path)[0] or "without ending", []).append(path)
+    return ", ".join(f"{len(kinds[x]):,} {x} ({_first(kinds[x])})" for x in sorted(kinds))
+
+
+def _first(paths: list[Path]) -> str:
+    return ", ".join(shown(Path(path.name)) for path in paths[:3]) + ", ..." * (len(paths) > 3)
