@@ -16,8 +16,9 @@ import contextlib
 import hashlib
 import os
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +181,7 @@ class Row(NamedTuple):
     text: int = 0  # hash of the document, in its last row
     characters: int = 0
     more: bool = False  # the next row continues the document
-    group: int = 0
+    group: int = 0  # the rest of an example, as in EXAMPLE_ROW
     tail: int = 0
     reach: int = 0
 
@@ -283,15 +284,11 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
     def pread(self, count: int, offset: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
-
-    # bound here, because modules are removed before objects when the interpreter ends
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        with contextlib.suppress(AttributeError):
-            close(self._descriptor)
 
 
 class Stream:
