@@ -148,7 +148,7 @@ class Template:
     ) -> int:
         """The place in a turn where the answer begins: after the generation prompt, or after the
         first lines and special tokens of the prompt that begin the turn."""
-        prompt, line_ends = "", re.compile(f"{tokenizer.special_pattern.pattern}|\n")
+        line_ends = re.compile(f"{tokenizer.special_pattern.pattern}|\n")
         for is_usual in (True, False):
             prompt = self._usual_prompt
             if not is_usual:
@@ -210,8 +210,7 @@ class Template:
         names: dict[str, Any] = {"documents": None, **self.tokens, "add_generation_prompt": ask}
         guard: Callable[[str], str] = str
         if tokenizer is not None:
-            marked = lambda special: "".join(character + MARK for character in special[0])  # noqa: E731
-            guard = partial(tokenizer.special_pattern.sub, marked)
+            guard = partial(tokenizer.special_pattern.sub, lambda m: MARK.join(m[0]) + MARK)
             text = tokenizer.inner.id_to_token
             names["begin_of_text"] = "".join(map(text, tokenizer.begin))
             names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)

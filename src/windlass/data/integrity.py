@@ -58,9 +58,10 @@ def verify(
         with ThreadPoolExecutor(4) as pool:
             digests = pool.map(lambda file: sha256_of(directory / file), own)
             for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
-                if sha256 != states[file][2] == file_states(directory, index)[file][2]:
-                    problem = f"is damaged (SHA-256); {prepare_again(directory)}"
-                    raise bad_shard(directory / file, problem)
+                # another process may have extended the file meanwhile
+                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
+                    remedy = prepare_again(directory)
+                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
                 tick(done / len(own))
     except UserError as error:
         problem = str(error)
