@@ -284,7 +284,8 @@ class LocalFile:
 
     def __init__(self, path: Path):
         self._descriptor = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._descriptor)
+        # A thread may still read when the interpreter ends, and the system closes the file.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
         self.size = os.fstat(self._descriptor).st_size
 
     def pread(self, count: int, offset: int) -> bytes:
