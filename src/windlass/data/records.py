@@ -123,32 +123,31 @@ def read_files(
             number += 1  # without reading the file
         else:
             continues = False
-            for item in _file_items(path, size, spec, start - number):
+            for item, done in _file_items(path, size, spec, start - number):
                 number += not continues
                 continues = item.more
                 if number > start:
-                    yield item._replace(fraction=(before + item.fraction * size) / total)
+                    yield Item(item.place, item.value, item.more, (before + done) / total)
         before += size
 
 
-def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[Item]:
-    """The items of a file of `size` bytes, the last one perhaps an error; see `_items`."""
+def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[tuple[Item, float]]:
+    """The items of a file of `size` bytes, the last one perhaps an error, and the bytes before."""
     place = shown(path)
     try:
         with path.open("rb") as file:
             # Some readers close their stream at its end.
             raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
             for item in _items(path, raw, spec, skip):
-                at = os.lseek(file.fileno(), 0, os.SEEK_CUR)
-                yield item._replace(fraction=item.fraction or at / max(1, size))
+                yield item, item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
     except UserError as error:
-        yield Item(place, error, fraction=1.0)
+        yield Item(place, error), size
     except DAMAGE as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
             raise UserError(f"{place} cannot be read: {error.strerror}") from None
         remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
         problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
-        yield Item(place, UserError(f"{place} {problem}{remedy}"), fraction=1.0)
+        yield Item(place, UserError(f"{place} {problem}{remedy}")), size
 
 
 def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[Item]:
