@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from windlass.data.encode import Encoder, learn_tokenizer, write_source
 from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
 from windlass.data.locate import (
-    Wanted,
+    Member,
     data_dirs,
     directory_of,
     hash_of_key,
@@ -45,10 +44,10 @@ from windlass.data.split import (
     FEW,
     LONG_TEXT,
     Corpus,
-    Member,
     equal_parts,
     held_out,
     training_tokens,
+    val_characters,
 )
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
@@ -67,7 +66,7 @@ LEARNED = "sources.json"  # from which a tokenizer was learned
 class Prepared:
     """The prepared data of a recipe, checked."""
 
-    members: list[Member] = field(repr=False)
+    members: list[Member[Corpus]] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: Template | None = None
     is_new: bool = False  # this process has written some of it
@@ -76,7 +75,7 @@ class Prepared:
 
     @property
     def corpora(self) -> list[Corpus]:
-        return [corpus for member in self.members for corpus in (*member.train, *member.val)]
+        return [corpus for member in self.members for corpus in member.sources]
 
     @property
     def directories(self) -> list[Path]:
@@ -139,7 +138,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     if unprepared(recipe):
         return None
     folder = data_dirs(recipe)[0] / FOLDER
-    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member]()
+    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member[Corpus]]()
     for wanted in wanted_sources(recipe):
         train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
         val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
@@ -167,11 +166,14 @@ class _Preparation:
         self._describe = cache(describe_source)
 
     def open_tokenizer(
-        self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
+        self,
+        wanted: list[Member[SourceSpec]],
+        tokenizer: Tokenizer | None,
+        template: Template | None,
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
         recipe = self.recipe
-        places = (directory_of(spec, recipe) for member in wanted for spec in member.specs)
+        places = (directory_of(spec, recipe) for member in wanted for spec in member.sources)
         saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
@@ -191,7 +193,7 @@ class _Preparation:
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)
 
-    def _learned(self, wanted: list[Wanted]) -> Tokenizer:
+    def _learned(self, wanted: list[Member[SourceSpec]]) -> Tokenizer:
         """The tokenizer that the corpus makes, in a directory of its own."""
         recipe, train = self.recipe, [spec for member in wanted for spec in member.train]
         if any(spec.kind == "shards" for spec in train):
@@ -233,17 +235,17 @@ class _Preparation:
             self.changed.append(text)
         return False
 
-    def members(self, wanted: list[Wanted]) -> list[Member]:
+    def members(self, wanted: list[Member[SourceSpec]]) -> list[Member[Corpus]]:
         """Prepare all sources as far as the limits of the recipe need them."""
         asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
         while True:
-            members = list[Member]()
+            members = list[Member[Corpus]]()
             for w, limits in zip(wanted, asked, strict=True):
+                pairs = zip(w.train, limits, strict=True)
                 train = [
-                    self._corpus(spec, partial(Need, w.data, False, tokens))
-                    for spec, tokens in zip(w.train, limits, strict=True)
+                    self._corpus(spec, partial(Need, w.data, tokens)) for spec, tokens in pairs
                 ]
-                need = partial(Need, w.data, True, w.data.max_tokens)
+                need = partial(Need, w.data, val_characters(w.data), is_val=True)
                 val = [self._corpus(spec, need) for spec in w.val]
                 members.append(Member(w.name, w.data, train, val))
             for corpus in (corpus for member in members for corpus in member.val):
@@ -254,22 +256,20 @@ class _Preparation:
                 return members
 
     @staticmethod
-    def _ask_more(members: list[Member], asked: list[list[int]]) -> bool:
+    def _ask_more(members: list[Member[Corpus]], asked: list[list[int]]) -> bool:
         """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
         because others have less, or the validation data has the texts."""
-        if not any(member.data.max_tokens for member in members):
-            return False
         more = False
+        if not any(member.data.max_tokens for member in members):
+            return more
         for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
-            needs = [Need(member.data, False, 0).counted(corpus) for corpus in member.train]
-            limits = [
-                total if need.has_all_documents or corpus.index.complete else 1 << 62
-                for total, need, corpus in zip(totals, needs, member.train, strict=True)
-            ]
+            pairs = list(zip(member.train, totals, strict=True))
+            limits = [n if corpus.index.complete else 1 << 62 for corpus, n in pairs]
             parts = equal_parts(member.data.max_tokens, limits)
-            for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
+            for i, ((corpus, total), part) in enumerate(zip(pairs, parts, strict=True)):
                 if total < part:
-                    own[i], more = max(own[i], needs[i].done) + part - total, True
+                    done = Need(member.data).counted(corpus).done
+                    own[i], more = max(own[i], done) + part - total, True
         return more
 
     def _corpus(self, spec: SourceSpec, need: Callable[[], Need]) -> Corpus:
@@ -382,31 +382,19 @@ class Need:
     needed.
     """
 
-    def __init__(self, data: DataSettings, is_val: bool, tokens: int):
-        """`tokens` for training, or the limit that validation data have a share of; 0: all."""
-        share = Fraction(str(data.val_fraction))
-        self.is_val, self.fraction = is_val, data.val_fraction
-        self.tokens = int(tokens * share) if is_val else tokens
-        self.documents = data.max_documents
-        if is_val and self.documents:
-            self.documents = max(1, int(self.documents * share)) if share else 0
-        # tokens in the first shards, which are held out
-        self._before = -data.val_shards * data.shard_tokens if not is_val else 0
-        self._read, self._end, self._characters = 0, 0, 0  # documents; of the one being written
-        self._groups = set[int]()  # FEW of them at most
-        self.done = self._before  # training tokens, or characters of validation data
+    def __init__(self, data: DataSettings, wanted: int = 0, is_val: bool = False):
+        """`wanted`: tokens for training, or characters of separate validation data; 0: all."""
+        self.wanted, self.is_val = wanted, is_val
+        self.fraction = 0.0 if data.val_shards else data.val_fraction
+        # training tokens, after those in the first shards that are held out, or characters
+        self.done = 0 if is_val else -data.val_shards * data.shard_tokens
+        self._documents, self._groups = 0, set[int]()  # FEW groups at most
+        self._end = self._characters = 0  # of the document that is being written
 
     @property
     def is_met(self) -> bool:
-        return self.has_all_documents or (0 < self.tokens <= self.done and self._decides)
-
-    @property
-    def has_all_documents(self) -> bool:
-        return 0 < self.documents <= self._read and self._decides
-
-    @property
-    def _decides(self) -> bool:
-        return self._read >= FEW and len(self._groups) >= FEW
+        decides = self._documents >= FEW and len(self._groups) >= FEW
+        return decides and 0 < self.wanted <= self.done
 
     def __call__(self, writer: ShardWriter, row: Row) -> bool:
         """Count a row; returns whether it ends a document and the need is met."""
@@ -429,15 +417,13 @@ class Need:
 
     def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
         """Count documents by their tokens and characters, and the hashes that hold them out."""
-        self._read += len(tokens)
+        self._documents += len(tokens)
         if len(self._groups) < FEW:
             self._groups.update(np.unique(groups)[:FEW].tolist())
         if self.is_val:
             self.done += int(characters.sum())
-        elif self._before or not self.fraction:
-            self.done += int(tokens.sum())
-        else:
-            is_long = characters > LONG_TEXT
-            trains = ~held_out(groups, self.fraction) & ~is_long
-            self.done += int(tokens[trains].sum())
-            self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())
+            return
+        is_long = (characters > LONG_TEXT) & (self.fraction > 0)
+        trains = ~held_out(groups, self.fraction) & ~is_long
+        self.done += int(tokens[trains].sum())
+        self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())
