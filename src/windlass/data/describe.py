@@ -42,7 +42,7 @@ def describe(data: Data) -> Facts:
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
     """
-    facts: Facts = {"vocab": data.vocab, "changed": list(data.changed) or None}
+    facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
         facts |= _prepared_facts(data)
     for name, samples in (("train", data.train), ("val", data.val)):
@@ -68,6 +68,7 @@ def _prepared_facts(data: Data) -> Facts:
         "files": len(files),
         "items": units.pop() if len(units) == 1 else "items",
         "tokenizer": members[0].data.tokenizer,
+        "changed": list(data.prepared.changed) or None,
         "shared": data.division.shared or None,
         "unreadable": sum(index.left_out for index in indexes) or None,
         "revision": next(filter(None, commits), None),

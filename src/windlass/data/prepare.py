@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 LEARNED = "sources.json"  # from which a tokenizer was learned
+NeedOf = Callable[["Corpus"], "Need"]
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ def prepare(
         work.open_tokenizer(wanted, tokenizer, template)
         members = work.members(wanted)
         vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
-        prepared = Prepared(
-            members, work.tokenizer, work.template, work.is_new, changed=work.changed
-        )
+        own = work.tokenizer, work.template, work.is_new
+        prepared = Prepared(members, *own, changed=work.changed)
         for corpus in {corpus.directory: corpus for corpus in prepared.corpora}.values():
             tick = lambda part: progress.update("checking SHA-256", part)  # noqa: E731
             verify(corpus.directory, corpus.index, tick, ranks)
@@ -243,9 +243,10 @@ class _Preparation:
             for w, limits in zip(wanted, asked, strict=True):
                 pairs = zip(w.train, limits, strict=True)
                 train = [
-                    self._corpus(spec, partial(Need, w.data, tokens)) for spec, tokens in pairs
+                    self._corpus(spec, partial(Need, w.data, tokens, False))
+                    for spec, tokens in pairs
                 ]
-                need = partial(Need, w.data, val_characters(w.data), is_val=True)
+                need = partial(Need, w.data, val_characters(w.data), True)
                 val = [self._corpus(spec, need) for spec in w.val]
                 members.append(Member(w.name, w.data, train, val))
             for corpus in (corpus for member in members for corpus in member.val):
@@ -268,33 +269,30 @@ class _Preparation:
             parts = equal_parts(member.data.max_tokens, limits)
             for i, ((corpus, total), part) in enumerate(zip(pairs, parts, strict=True)):
                 if total < part:
-                    done = Need(member.data).counted(corpus).done
+                    done = Need(member.data, 0, False, corpus).done
                     own[i], more = max(own[i], done) + part - total, True
         return more
 
-    def _corpus(self, spec: SourceSpec, need: Callable[[], Need]) -> Corpus:
+    def _corpus(self, spec: SourceSpec, need: NeedOf) -> Corpus:
         """A source, prepared as far as it is needed."""
         directory = directory_of(spec, self.recipe)
-        if (corpus := self._found(spec, directory, need())) is not None:
+        if (corpus := self._found(spec, directory, need)) is not None:
             return corpus
         with _lock(directory, self.progress):
-            if (corpus := self._found(spec, directory, need())) is not None:
+            if (corpus := self._found(spec, directory, need)) is not None:
                 return corpus
             index = Index.load(directory)
             if index is None or self._stale(spec, index, directory):
                 # the index first, so that a kill leaves none without its shards
-                for path in [
-                    directory / INDEX,
-                    *directory.glob("shard-*"),
-                    *directory.glob(".*.new"),
-                ]:
+                written = *directory.glob("shard-*"), *directory.glob(".*.new")
+                for path in (directory / INDEX, *written):
                     path.unlink(missing_ok=True)
                 index = None
             self.is_new = True
-            self._write(spec, directory, index, need())
+            self._write(spec, directory, index, need)
         return _open(spec, self.recipe, self.tokenizer)
 
-    def _found(self, spec: SourceSpec, directory: Path, need: Need) -> Corpus | None:
+    def _found(self, spec: SourceSpec, directory: Path, need: NeedOf) -> Corpus | None:
         """A source that is prepared far enough; None if there is something to write."""
         index = Index.load(directory)
         if index is None:
@@ -306,7 +304,7 @@ class _Preparation:
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        is_enough = index.complete or need.counted(corpus).is_met
+        is_enough = index.complete or need(corpus).is_met
         if stale:
             self._again(stale, is_enough)
         return corpus if is_enough else None
@@ -324,7 +322,7 @@ class _Preparation:
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         return f"data.tokenizer: it {since}" if is_other and self.prepares_again else ""
 
-    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: Need) -> None:
+    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: NeedOf) -> None:
         """Write the tokens of a source, after those that `index` has."""
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
@@ -351,10 +349,10 @@ class _Preparation:
                 raise UserError(f"data.tokenizer: {problem}; use another")
             index = index or new
             whole = index.model_copy(update={"shards": index.full_shards})
-            need.counted(Corpus(directory, whole, spec, tokenizer))
+            enough = need(Corpus(directory, whole, spec, tokenizer))
             encoder = Encoder(spec, tokenizer, self.template)
             workers = recipe.data.workers or usable_cores()
-            index = write_source(source, directory, index, encoder, need, workers, progress)
+            index = write_source(source, directory, index, encoder, enough, workers, progress)
         if not resumed:  # else files of an earlier process are read once before they are used
             remember(directory, file_states(directory, index))
 
@@ -382,19 +380,24 @@ class Need:
     needed.
     """
 
-    def __init__(self, data: DataSettings, wanted: int = 0, is_val: bool = False):
-        """`wanted`: tokens for training, or characters of separate validation data; 0: all."""
+    def __init__(self, data: DataSettings, wanted: int, is_val: bool, corpus: Corpus):
+        """Count what is prepared. `wanted`: tokens for training, or characters of separate
+        validation data; 0: all."""
         self.wanted, self.is_val = wanted, is_val
         self.fraction = 0.0 if data.val_shards else data.val_fraction
         # training tokens, after those in the first shards that are held out, or characters
         self.done = 0 if is_val else -data.val_shards * data.shard_tokens
-        self._documents, self._groups = 0, set[int]()  # FEW groups at most
-        self._end = self._characters = 0  # of the document that is being written
+        self._groups = set[int]()  # FEW at most
+        table, self._end = corpus.stream.table, 0
+        self._characters = corpus.index.resume[1]  # of the document that is being written
+        if len(table):
+            groups = table.field("group" if corpus.index.masked else "text")
+            self._count(np.diff(table.edges), table.characters, groups)
+            self._end = int(table.edges[-1])
 
     @property
     def is_met(self) -> bool:
-        decides = self._documents >= FEW and len(self._groups) >= FEW
-        return decides and 0 < self.wanted <= self.done
+        return len(self._groups) >= FEW and 0 < self.wanted <= self.done
 
     def __call__(self, writer: ShardWriter, row: Row) -> bool:
         """Count a row; returns whether it ends a document and the need is met."""
@@ -406,18 +409,8 @@ class Need:
         self._end, self._characters = writer.tokens, 0
         return self.is_met
 
-    def counted(self, corpus: Corpus) -> Need:
-        """Count the documents that are prepared."""
-        table, self._characters = corpus.stream.table, corpus.index.resume[1]
-        if len(table):
-            edges, group = table.edges, "group" if corpus.index.masked else "text"
-            self._count(np.diff(edges), table.characters, table.field(group))
-            self._end = int(edges[-1])
-        return self
-
     def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
         """Count documents by their tokens and characters, and the hashes that hold them out."""
-        self._documents += len(tokens)
         if len(self._groups) < FEW:
             self._groups.update(np.unique(groups)[:FEW].tolist())
         if self.is_val:

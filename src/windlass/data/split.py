@@ -201,20 +201,17 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def pieces_of(
-    corpus: Corpus, data: DataSettings, *, is_val: bool, separate: bool, lone: bool
-) -> Pieces:
-    """The documents of a source.
+def pieces_of(corpus: Corpus, member: Member[Corpus], *, is_val: bool) -> Pieces:
+    """The documents of a member's source for training, or for validation alone.
 
-    Args:
-        is_val: all of it is validation data.
-        separate: there is validation data from elsewhere, so all of it trains.
-        lone: the only source; then an end-of-text token does not begin a single text.
+    An end-of-text token does not begin a single text that is the only source.
     """
-    index, stream, table = corpus.index, corpus.stream, corpus.stream.table
+    data, index, stream, table = member.data, corpus.index, corpus.stream, corpus.stream.table
     edges = table.edges if len(table) else stream.edges
     train, count = np.stack([edges[:-1], edges[1:]], axis=1), len(edges) - 1
-    if lone and index.single_text and not index.tokenizer.begin and index.tokenizer.eot is not None:
+    eot_begins = not index.tokenizer.begin and index.tokenizer.eot is not None
+    is_lone = len(member.val if is_val else member.train) == 1
+    if is_lone and index.single_text and eot_begins:
         train[:1, 0] += 1
     texts = table.field("text") if len(table) else np.zeros(0, np.uint64)
     pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(count, np.int64))
@@ -222,7 +219,7 @@ def pieces_of(
         pieces.hold_out(np.ones(count, bool))
     elif data.val_shards:
         _hold_out_shards(pieces, data)
-    elif separate or not data.val_fraction or not count:
+    elif member.val or not data.val_fraction or not count:
         pass
     elif not len(table):
         _hold_out_end(pieces, data)
@@ -269,16 +266,15 @@ def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
 # -- the division
 
 
-def _pieces(members: Sequence[Member]) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
+def _pieces(
+    members: Sequence[Member[Corpus]],
+) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
     """The pieces of each member's sources, before `data.max_tokens`, and of its separate validation
     data; and the number of training documents left out, because validation data has them."""
     own, evals = list[list[Pieces]](), list[list[Pieces]]()
     for member in members:
-        lone = len(member.train) == 1
-        how: dict[str, Any] = {"is_val": False, "separate": bool(member.val), "lone": lone}
-        own.append([pieces_of(corpus, member.data, **how) for corpus in member.train])
-        how = {"is_val": True, "separate": True, "lone": len(member.val) == 1}
-        evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
+        own.append([pieces_of(corpus, member, is_val=False) for corpus in member.train])
+        evals.append([pieces_of(corpus, member, is_val=True) for corpus in member.val])
         if val_characters(member.data):
             _limit_val(member.data, evals[-1])
     by_shard = any(member.data.val_shards for member in members)
