@@ -68,17 +68,16 @@ class Encoder:
         self.spec, self.tokenizer, self.template = spec, tokenizer, template
 
     def __call__(self, jobs: list[Job]) -> list[Row | Bad]:
-        rows = list[Row | Bad]()
-        for job in jobs:
-            try:
-                if self.spec.format == "text":
-                    rows += self._text_rows(job)
-                else:
-                    example = encode_example(job.item, self.spec, self.tokenizer, self.template)
-                    rows.append(Row(job.number, **example._asdict()))
-            except UserError as error:
-                rows.append(Bad(job.number, str(error)))
-        return rows
+        return [row for job in jobs for row in self._rows(job)]
+
+    def _rows(self, job: Job) -> Sequence[Row | Bad]:
+        try:
+            if self.spec.format == "text":
+                return self._text_rows(job)
+            example = encode_example(job.item, self.spec, self.tokenizer, self.template)
+            return [Row(job.number, **example._asdict())]
+        except UserError as error:
+            return [Bad(job.number, str(error))]
 
     def _text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
@@ -166,8 +165,7 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
                 passed = min(skip, len(text))
                 skip, job = skip - passed, job._replace(skip=passed)
             before = (before + text)[-BEFORE:]
-        if not item.more or job.skip < len(str(item.value)):
-            batch.append(job)
+        batch.append(job)
         size += len(str(item.value))
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
@@ -233,11 +231,11 @@ def write_source(
     listing = directory / LEFT_OUT
     known = listing.read_text("utf-8").split("\n") if index.left_out else []
     write_atomic(listing, "".join(f"{line}\n" for line in known[: index.left_out]))
-    spec, tokenizer = source.spec, encoder.tokenizer
+    spec = source.spec
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     batches = encode(source, directory, encoder, index.resume, workers)
-    writer = ShardWriter(directory, index, tokenizer.dtype)
+    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, after, fraction in batches:
             for row in rows:

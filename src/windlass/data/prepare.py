@@ -203,12 +203,10 @@ class _Preparation:
         with _lock(directory, self.progress):
             specs = [*train, *(spec for member in wanted for spec in member.val)]
             learned = read_json(directory / LEARNED).get("sources")
-            if learned is not None:
-                for spec, old in zip(specs, learned, strict=True):
-                    change = changes(old, now) if (now := describe_source(spec)) else ""
-                    how = f"since the tokenizer in {directory} was learned: {change}"
-                    if change and self._again(f"{spec.setting}: {spec.name} has changed {how}"):
-                        learned = None
+            for spec, old in zip(specs, learned or (), strict=False):
+                since = f"since the tokenizer in {directory} was learned"
+                if (text := self._change(spec, old, since)) and self._again(text):
+                    learned = None
             if learned is None:
                 sources = [open_source(spec, self.progress.note) for spec in specs]
                 parts = sources[: len(train)], sources[len(train) :]
@@ -311,16 +309,18 @@ class _Preparation:
 
     def _stale(self, spec: SourceSpec, index: Index, directory: Path) -> str:
         """A sentence on what has changed since a source was prepared; empty if nothing has."""
-        since = f"has changed since {directory} was prepared"
-        now = self._describe(spec)
-        if now and (change := changes(index.source, now)):
-            return f"{spec.setting}: {spec.name} {since}: {change}"
-        old = index.key.get("files", {})
+        since, old = f"since {directory} was prepared", index.key.get("files", {})
+        if text := self._change(spec, index.source, since):
+            return text
         for path, digest in self.files.items():
             if old.get(path, digest) != digest:
-                return f"data.tokenizer: {path} {since}"
+                return f"data.tokenizer: {path} has changed {since}"
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
-        return f"data.tokenizer: it {since}" if is_other and self.prepares_again else ""
+        return f"data.tokenizer: it has changed {since}" * (is_other and self.prepares_again)
+
+    def _change(self, spec: SourceSpec, then: dict[str, Any], since: str) -> str:
+        change = changes(then, now) if (now := self._describe(spec)) else ""
+        return change and f"{spec.setting}: {spec.name} has changed {since}: {change}"
 
     def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: NeedOf) -> None:
         """Write the tokens of a source, after those that `index` has."""
