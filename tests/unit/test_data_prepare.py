@@ -467,10 +467,10 @@ def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
         assert "x.jsonl has changed" in text and describe(kept)["changed"] == [text]
     data = open_data(recipe.replace("data.changed=prepare"))
     assert texts_of(data) == tuple(map(list, reference_split(texts, 0.1)))
-    assert open_data(recipe).changed == []  # from now on
+    assert open_data(recipe).prepared.changed == []  # from now on
     assert open_data(recipe).fingerprint == data.fingerprint != before.fingerprint
     source.unlink()  # what is prepared is enough
-    assert open_data(recipe).changed == []
+    assert open_data(recipe).prepared.changed == []
 
 
 def test_a_changed_source_that_is_not_prepared_far_enough_cannot_be_kept(tmp_path):

@@ -342,7 +342,9 @@ def test_equal_parts(limit, totals):
 # -- what a tokenizer learns from
 
 
-@pytest.mark.parametrize("kind", ["many", "few", "blocks", "eval_source", "chat", "chat few"])
+@pytest.mark.parametrize(
+    "kind", ["many", "few", "blocks", "many files", "eval_source", "chat", "chat few"]
+)
 def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.records.READ", 500)
     monkeypatch.setattr("windlass.data.records.BLOCK", 1500)
@@ -356,11 +358,12 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     how, texts = {}, [t for t in documents(200, longest=30) if t]
     if kind in ("many", "few"):
         source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])
-    elif kind in ("blocks", "eval_source"):
-        source = tmp_path / "*.txt"
-        for number in range(3):
-            (tmp_path / f"{number}.txt").write_text(f"{number} line of text\n" * (400 * number + 5))
-        how = {"eval_source": str(tmp_path / "2.txt")} if kind == "eval_source" else {}
+    elif kind in ("blocks", "many files", "eval_source"):
+        source, count = tmp_path / "*.txt", 120 if kind == "many files" else 3
+        for number in range(count):
+            lines = f"{number} line of text\n" * (400 * (number % 3) + 5)
+            (tmp_path / f"{number:03}.txt").write_text(lines)
+        how = {"eval_source": str(tmp_path / "002.txt")} if kind == "eval_source" else {}
     else:
         source = conversations(tmp_path / "x.jsonl", 40 if "few" in kind else 150, longest=9)
         with source.open("a") as file:
@@ -376,7 +379,7 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     if kind in ("many", "few"):
         wanted = reference_split(texts[: 60 if kind == "few" else 200], 0.1)[0]
     else:
-        files = [(tmp_path / f"{n}.txt").read_text() for n in range(3)]
+        files = [(tmp_path / f"{n:03}.txt").read_text() for n in range(count)]
         wanted = files[:2] if kind == "eval_source" else reference_split(files, 0.1)[0]
     assert "".join(seen) == "".join(wanted)
 
