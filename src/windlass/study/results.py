@@ -36,8 +36,7 @@ VALIDATION = tuple(
     )
 )
 HELD_OUT = tuple(
-    f"data.{name}"
-    for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
+    f"data.{name}" for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
 )
 UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
 RECENT = 10  # logged steps from which the time left is computed
