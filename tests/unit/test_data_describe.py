@@ -93,28 +93,6 @@ def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:
     assert "1 conversation left out" in printed
 
 
-def test_a_character_tokenizer_names_its_symbols(data_files, tmp_path) -> None:
-    """As nanoGPT's data/shakespeare_char/prepare.py prints them; with documents the token between
-    them is not counted.
-    """
-    text = (data_files / "tinyshakespeare" / "input.txt").read_text()[:30_000]
-    (tmp_path / "x.txt").write_text(text)
-    texts = [text for text in documents(40) if text]
-    jsonl(tmp_path / "x.jsonl", texts)
-
-    def shown(source: str, tokenizer: str) -> dict[str, str]:
-        recipe = recipe_for(
-            tmp_path / source, tmp_path / source[2:] / tokenizer, tokenizer=tokenizer
-        )
-        return lines(describe(open_data(recipe)), 16)
-
-    for source, whole in (("x.txt", text), ("x.jsonl", "".join(texts))):
-        printed = shown(source, "char")
-        assert printed["characters"] == f"{len(whole):,}"
-        assert printed["symbols"] == repr("".join(sorted(set(whole))))
-    assert "symbols" not in shown("x.txt", "byte")
-
-
 def test_facts_of_data_of_ones_own() -> None:
     class Mine:
         def __len__(self) -> int:

@@ -316,7 +316,7 @@ def test_recipes_of_one_source_share_its_directory(tmp_path):
     assert find_prepared(recipe) is None and unprepared(recipe) == data_dirs(recipe)
     assert not root.exists()
     prepare(recipe)
-    changes = ["val_fraction=0.3", "max_documents=120", "max_tokens=900", "packing=documents"]
+    changes = ["val_fraction=0.3", "max_tokens=900", "packing=documents"]
     changes += [
         "order=sequential",
         "workers=3",
@@ -439,7 +439,7 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
     same = run(recipe_for(clean, tmp_path / "clean", **how))
     assert np.array_equal(all_tokens(directory, index), all_tokens(*same))
     broken = recipe_for(source, tmp_path / "broken", **how)
-    prepare(broken.replace("data.max_documents=100"))
+    prepare(broken.replace("data.max_tokens=1000"))
     assert 0 < Index.load(*data_dirs(broken)).left_out < len(bad)
     assert killed_until_done(broken, monkeypatch) > 4
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
@@ -467,10 +467,10 @@ def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
         assert "x.jsonl has changed" in text and describe(kept)["changed"] == [text]
     data = open_data(recipe.replace("data.changed=prepare"))
     assert texts_of(data) == tuple(map(list, reference_split(texts, 0.1)))
-    assert open_data(recipe).changed == []  # from now on
+    assert open_data(recipe).prepared.changed == []  # from now on
     assert open_data(recipe).fingerprint == data.fingerprint != before.fingerprint
     source.unlink()  # what is prepared is enough
-    assert open_data(recipe).changed == []
+    assert open_data(recipe).prepared.changed == []
 
 
 def test_a_changed_source_that_is_not_prepared_far_enough_cannot_be_kept(tmp_path):
@@ -568,18 +568,6 @@ def test_several_sources_give_equal_parts_and_a_short_one_all(tmp_path):
     assert open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000)).fingerprint == (
         data.fingerprint
     )
-
-
-def test_limits_of_documents_and_tokens_together_end(tmp_path):
-    sources = [
-        str(jsonl(tmp_path / f"{n}.jsonl", documents(300, seed=n, longest=60))) for n in range(2)
-    ]
-    data = open_data(recipe_for(sources, tmp_path / "data", max_documents=20, max_tokens=50_000))
-    assert data.division.train[0][0].documents <= 20
-    found = data.fingerprint
-    prepare(recipe_for(sources, tmp_path / "data"))
-    again = open_data(recipe_for(sources, tmp_path / "data", max_documents=20, max_tokens=50_000))
-    assert again.fingerprint == found
 
 
 def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ name and place; and how much memory reading takes.
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import subprocess
@@ -55,8 +56,8 @@ def test_a_text_comes_in_blocks_that_end_at_lines(tmp_path):
     assert "".join(item.value for item in items[:-1]) == text and items[-1].value == "short"
     assert [item.more for item in items] == [True] * (len(items) - 2) + [False, False]
     assert len(items) > 3 and all(len(item.value) <= BLOCK for item in items)
-    for item in items[:-2]:
-        assert item.value.endswith("words\n")
+    for item, after in itertools.pairwise(items[:-1]):
+        assert item.value.endswith("words") and after.value.startswith("\n\u4e2d")
     assert [item.value for item in found.items(1)] == ["short"] and not list(found.items(2))
     path.write_text("x" * (2 * BLOCK))  # without a line's end
     assert read(path) == ["x" * (2 * BLOCK)]

@@ -291,7 +291,7 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
         open_data(recipe)
     assert open_data(recipe, tokenizer=first.tokenizer).fingerprint == first.fingerprint
     kept = open_data(recipe.replace("data.changed=keep"))
-    assert kept.fingerprint == first.fingerprint and str(file) in kept.changed[0]
+    assert kept.fingerprint == first.fingerprint and str(file) in kept.prepared.changed[0]
     again = open_data(recipe.replace("data.changed=prepare", f"data.dir={tmp_path / 'third'}"))
     other = tmp_path / "copied"
     shutil.copytree(tmp_path / "other", other)

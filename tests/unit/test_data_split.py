@@ -63,7 +63,7 @@ def test_order_copies_limits_and_tokenizers_change_no_choice(tmp_path):
     texts = [t for t in documents(300, longest=40) if t]
     held = set(reference_split(texts, 0.1)[1])
     bpe = {"tokenizer": "bpe", "tokenizer_vocab": 300}
-    changes = {"max_tokens": 5000}, {"max_documents": 120}, {"tokenizer": "char"}, bpe
+    changes = {"max_tokens": 5000}, {"tokenizer": "char"}, bpe
     for number, more in enumerate(({}, *changes, {"shard_tokens": 4096})):
         shuffled = texts * 2
         random.Random(number).shuffle(shuffled)
@@ -94,7 +94,7 @@ def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_p
 
 
 def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
-    for module in ("split", "prepare", "encode"):
+    for module in ("split", "prepare"):
         monkeypatch.setattr(f"windlass.data.{module}.LONG_TEXT", 2000)
     long = [f"{n} long text, " * 300 for n in range(30)]
     texts = [t for n in range(30) for t in (long[n], *(f"short {n}-{k}" for k in range(9)))]
@@ -183,14 +183,10 @@ def test_members_of_a_mixture_do_not_train_on_the_validation_data_of_others(tmp_
     assert set(few) <= set(val)
 
 
-def test_the_validation_source_has_the_share_of_the_limits(tmp_path):
+def test_the_validation_source_has_the_share_of_the_limit(tmp_path):
     texts, held = documents(300, longest=40), documents(300, 5, longest=40)
     source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)
-    limits = {"eval_source": str(other), "max_documents": 20, "val_fraction": 0.25}
-    data = open_data(recipe_for(source, tmp_path / "data", **limits))
-    texts, held = [t for t in texts if t], [t for t in held if t]
-    shared = set(held[:5])
-    assert texts_of(data) == ([t for t in texts[:20] if t not in shared], held[:5])
+    held = [t for t in held if t]
     limits = {"eval_source": str(other), "max_tokens": 8000}
     for tokenizer in ("byte", "bpe", "char"):
         how = {**limits, "tokenizer": tokenizer, "tokenizer_vocab": 300}
@@ -202,7 +198,7 @@ def test_the_validation_source_has_the_share_of_the_limits(tmp_path):
     limits["eval_source"] = str(single)
     _, (text,) = texts_of(open_data(recipe_for(source, tmp_path / "data", **limits)))
     assert text == single.read_text()[:800]
-    unlimited = {**limits, "val_fraction": 0, "max_documents": 120}
+    unlimited = {**limits, "val_fraction": 0}
     _, (text,) = texts_of(open_data(recipe_for(source, tmp_path / "data", **unlimited)))
     assert text == single.read_text()
 
@@ -346,7 +342,9 @@ def test_equal_parts(limit, totals):
 # -- what a tokenizer learns from
 
 
-@pytest.mark.parametrize("kind", ["many", "few", "blocks", "eval_source", "chat", "chat few"])
+@pytest.mark.parametrize(
+    "kind", ["many", "few", "blocks", "many files", "eval_source", "chat", "chat few"]
+)
 def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("windlass.data.records.READ", 500)
     monkeypatch.setattr("windlass.data.records.BLOCK", 1500)
@@ -360,11 +358,12 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     how, texts = {}, [t for t in documents(200, longest=30) if t]
     if kind in ("many", "few"):
         source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])
-    elif kind in ("blocks", "eval_source"):
-        source = tmp_path / "*.txt"
-        for number in range(3):
-            (tmp_path / f"{number}.txt").write_text(f"{number} line of text\n" * (400 * number + 5))
-        how = {"eval_source": str(tmp_path / "2.txt")} if kind == "eval_source" else {}
+    elif kind in ("blocks", "many files", "eval_source"):
+        source, count = tmp_path / "*.txt", 120 if kind == "many files" else 3
+        for number in range(count):
+            lines = f"{number} line of text\n" * (400 * (number % 3) + 5)
+            (tmp_path / f"{number:03}.txt").write_text(lines)
+        how = {"eval_source": str(tmp_path / "002.txt")} if kind == "eval_source" else {}
     else:
         source = conversations(tmp_path / "x.jsonl", 40 if "few" in kind else 150, longest=9)
         with source.open("a") as file:
@@ -380,7 +379,7 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
     if kind in ("many", "few"):
         wanted = reference_split(texts[: 60 if kind == "few" else 200], 0.1)[0]
     else:
-        files = [(tmp_path / f"{n}.txt").read_text() for n in range(3)]
+        files = [(tmp_path / f"{n:03}.txt").read_text() for n in range(count)]
         wanted = files[:2] if kind == "eval_source" else reference_split(files, 0.1)[0]
     assert "".join(seen) == "".join(wanted)
 

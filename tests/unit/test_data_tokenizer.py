@@ -3,7 +3,6 @@ what it is not.
 """
 
 import json
-import pickle
 import re
 from pathlib import Path
 
@@ -211,19 +210,15 @@ def test_a_text_begins_as_in_transformers_and_a_document_has_both_edges(kind, tm
     assert ours.first == (ours.begin or (reference.eos_token_id,))
     assert ours.last == ((reference.eos_token_id,) if begins else ())
     ours.save(tmp_path / "saved")
-    for again in (load_tokenizer(tmp_path / "saved" / "tokenizer"), copied(ours)):
-        assert again.describe() == ours.describe() and again.prompt("a") == ours.prompt("a")
-        assert again.encode(ours.inner.id_to_token(ours.eot)).tolist().count(ours.eot) == 0
+    again = load_tokenizer(tmp_path / "saved" / "tokenizer")
+    assert again.describe() == ours.describe() and again.prompt("a") == ours.prompt("a")
+    assert again.encode(ours.inner.id_to_token(ours.eot)).tolist().count(ours.eot) == 0
     (place / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<no>"}))
     (place / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 10**6]}))
     (place / "config.json").write_text(json.dumps({"bos_token_id": 4, "eos_token_id": 0}))
     ours = hf_tokenizer(str(place))
     assert ours.ends == {ours.eot, 3} and ours.start == 4
     assert ours.prompt("") == (list(ours.begin) or [4])
-
-
-def copied(tokenizer: Tokenizer) -> Tokenizer:
-    return pickle.loads(pickle.dumps(tokenizer))
 
 
 def test_equal_vocabularies_with_another_start_are_other_tokenizers(tmp_path):
@@ -281,7 +276,7 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
     tokenizer.save(tmp_path)
     folder = tmp_path / "tokenizer"
     loaded = load_tokenizer(folder)
-    assert loaded.describe() == tokenizer.describe() == copied(tokenizer).describe()
+    assert loaded.describe() == tokenizer.describe()
     assert loaded.encode(SAMPLE).tolist() == tokenizer.encode(SAMPLE).tolist()
     assert named_tokenizer(f"hf:{folder}").describe() == tokenizer.describe()
     description, file = folder / "windlass.json", folder / "tokenizer.json"

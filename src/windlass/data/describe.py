@@ -24,40 +24,30 @@ if TYPE_CHECKING:
     from windlass.data.open import Data
 
 Facts = dict[str, Any]
-SHOWN_SYMBOLS, MEASURED_SAMPLES = 1000, 16
+MEASURED_SAMPLES = 16
 UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
 def describe(data: Data) -> Facts:
-    """The facts of opened data, as JSON values.
+    """The facts of opened data, as JSON values; those that do not apply are missing.
 
-    - `vocab`; for `train` and `val` their `samples` and `tokens_per_sample`.
-    - `changed`: sentences about sources that have changed since their preparation.
-    - Prepared data: `source`, `files` (their number), `revision` (a commit of the Hub), `items`
-      (their kind), `tokenizer`; for each split `items`, `tokens` (in an epoch, without padding),
-      `label_tokens` (that count in the loss), and for `val` `text`, a hash of its text that is equal
-      for every tokenizer.
+    - `items`: the kind of item, and for each split their number; `files`: the number of files.
+    - For each split `tokens` in an epoch, without padding, and `label_tokens`, which count in the
+      loss; for `val` `text`, a hash of its text that is equal for every tokenizer.
     - `shared`: training items left out, because the validation data has them; `unreadable`: items
       that `data.on_bad_item` left out.
     - A document a row: `lengths` of whole items in tokens, by percentile; `cut` (items longer than
       the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
-    - Documents apart (`data.document_mask`, best-fit): `attended`, the mean length of the part of a
-      token's document in its row.
+    - Documents apart: `attended`, the mean length of the part of a token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
-    - Several sources: `sources`, each with `documents` and `tokens` prepared, and the tokens for
-      `train` and `val`.
     - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
-    - Conversations: `template`, their layout in words.
-    - A character tokenizer: `characters` (how many are prepared) and `symbols`.
     """
-    facts: Facts = {"vocab": data.vocab, "changed": list(data.changed) or None}
+    facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
         facts |= _prepared_facts(data)
-    facts = _present(facts)
     for name, samples in (("train", data.train), ("val", data.val)):
-        if samples is not None:
-            facts[name] = _present(_split(name, samples, data))
-    return facts
+        facts[name] = None if samples is None else _present(_split(name, samples, data))
+    return _present(facts)
 
 
 def _present(facts: Facts) -> Facts:
@@ -78,23 +68,21 @@ def _prepared_facts(data: Data) -> Facts:
         "files": len(files),
         "items": units.pop() if len(units) == 1 else "items",
         "tokenizer": members[0].data.tokenizer,
+        "changed": list(data.prepared.changed) or None,
         "shared": data.division.shared or None,
         "unreadable": sum(index.left_out for index in indexes) or None,
         "revision": next(filter(None, commits), None),
         "template": next((index.template for index in indexes if index.template), None),
     }
-    if data.tokenizer.kind == "char" and facts["items"] == "documents":
-        facts["characters"] = sum(int(corpus.stream.table.characters.sum()) for corpus in corpora)
-        facts["symbols"] = "".join(sorted(data.tokenizer.inner.get_vocab(False)))
     if len(data.prepared.corpora) > 1:
-        splits = [list(chain(*split)) for split in (data.division.train, data.division.val)]
+        train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))
         facts["sources"] = [
             {
                 "source": corpus.spec.name,
                 "documents": corpus.index.documents,
                 "tokens": corpus.index.tokens,
-                "train": sum(part.tokens for part in splits[0] if part.corpus is corpus),
-                "val": sum(part.tokens for part in splits[1] if part.corpus is corpus),
+                "train": sum(part.tokens for part in train if part.corpus is corpus),
+                "val": sum(part.tokens for part in val if part.corpus is corpus),
             }
             for corpus in data.prepared.corpora
         ]
@@ -181,9 +169,6 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown[title] = _in_words(facts[name], facts) if name in facts else "none"
     kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
     shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
-    if "symbols" in facts:
-        shown["characters"], symbols = f"{facts['characters']:,}", repr(facts["symbols"])
-        shown["symbols"] = symbols[:SHOWN_SYMBOLS] + "..." * (len(symbols) > SHOWN_SYMBOLS)
     if "template" in facts:
         shown["template"] = facts["template"]
     train = facts.get("train", {})
@@ -193,8 +178,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
             f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
         )
     if attended := train.get("attended"):
-        each = f"{attended:,.0f} of {context:,} in the mean"
-        shown["attention"] = f"within documents: a token's part of a row has {each}"
+        shown["attention"] = f"within documents, over {attended:,.0f} of {context:,} in the mean"
     splits = [facts[name] for name in ("train", "val") if name in facts]
     if packed := [
         f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled, "

@@ -13,10 +13,10 @@ import itertools
 import pickle
 import subprocess
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -29,22 +29,13 @@ from windlass.data.examples import encode_example, example_group, example_texts,
 from windlass.data.progress import Progress
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Item, Source, SourceSpec, text_of
-from windlass.data.split import (
-    FEW,
-    LONG_TEXT,
-    held_out,
-    held_out_examples,
-    surely_held_out,
-    trained_characters,
-)
+from windlass.data.split import FEW, held_out_examples, held_out_texts
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
 from windlass.recipe import DataSettings
 
 BPE_CHARACTERS = 200_000_000  # of the corpus at most, from which byte pairs are learned
-VALIDATED = 100_000  # documents of validation data at most, from which byte pairs do not learn
-ALL = 1 << 62  # characters
 BATCH_CHARACTERS = 1 << 18  # for a worker at once: enough that the hand-over costs nothing
 BATCH_ITEMS = 256
 BEFORE = 256  # characters of the text before a part, for the tokenizer
@@ -77,17 +68,16 @@ class Encoder:
         self.spec, self.tokenizer, self.template = spec, tokenizer, template
 
     def __call__(self, jobs: list[Job]) -> list[Row | Bad]:
-        rows = list[Row | Bad]()
-        for job in jobs:
-            try:
-                if self.spec.format == "text":
-                    rows += self._text_rows(job)
-                else:
-                    example = encode_example(job.item, self.spec, self.tokenizer, self.template)
-                    rows.append(example._replace(item=job.number))
-            except UserError as error:
-                rows.append(Bad(job.number, str(error)))
-        return rows
+        return [row for job in jobs for row in self._rows(job)]
+
+    def _rows(self, job: Job) -> Sequence[Row | Bad]:
+        try:
+            if self.spec.format == "text":
+                return self._text_rows(job)
+            example = encode_example(job.item, self.spec, self.tokenizer, self.template)
+            return [example._replace(item=job.number)]
+        except UserError as error:
+            return [Bad(job.number, str(error))]
 
     def _text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
@@ -175,8 +165,7 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
                 passed = min(skip, len(text))
                 skip, job = skip - passed, job._replace(skip=passed)
             before = (before + text)[-BEFORE:]
-        if not item.more or job.skip < len(str(item.value)):
-            batch.append(job)
+        batch.append(job)
         size += len(str(item.value))
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
@@ -242,11 +231,11 @@ def write_source(
     listing = directory / LEFT_OUT
     known = listing.read_text("utf-8").split("\n") if index.left_out else []
     write_atomic(listing, "".join(f"{line}\n" for line in known[: index.left_out]))
-    spec, tokenizer = source.spec, encoder.tokenizer
+    spec = source.spec
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
     batches = encode(source, directory, encoder, index.resume, workers)
-    writer = ShardWriter(directory, index, tokenizer.dtype)
+    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, after, fraction in batches:
             for row in rows:
@@ -278,11 +267,8 @@ def learn_tokenizer(
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
         each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
-        validated = {
-            digest
-            for source in val
-            for digest in itertools.islice(document_hashes(source), VALIDATED)
-        }
+        hashes = [documents_of(source, BPE_CHARACTERS)[0] for source in val]
+        validated = np.concatenate([np.zeros(0, np.uint64), *hashes])
         parts = (training_parts(source, fraction, validated, each) for source in train)
         return vocabulary.train_bpe(itertools.chain.from_iterable(parts), data.tokenizer_vocab)
     characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
@@ -305,64 +291,52 @@ def texts_of(item: Item, spec: SourceSpec) -> list[str]:
         return []
 
 
-def document_hashes(source: Source, start: int = 0) -> Iterator[int]:
-    """The hash of each document from number `start` on: of its text, or of an example's group."""
-    spec, digest = source.spec, hashlib.blake2b(digest_size=8)
-    for item in source.items(start):
-        if spec.format != "text":
-            yield example_group(item, spec) if texts_of(item, spec) else 0
+def documents_of(source: Source, characters: int) -> tuple[np.ndarray, np.ndarray]:
+    """The hash of each document or an example's group (uint64), and its characters (int64): of the
+    first documents, which have so many characters, and of FEW of them at least."""
+    hashes, sizes, distinct = array("Q"), array("q"), set[int]()
+    digest, size, spec = hashlib.blake2b(digest_size=8), 0, source.spec
+    is_text = spec.format == "text"
+    for item in source.items():
+        texts = texts_of(item, spec)
+        size += sum(map(len, texts))
+        if is_text:
+            digest.update("".join(texts).encode("utf-8", "replace"))
+        if item.more or not size:
             continue
-        digest.update("".join(texts_of(item, spec)).encode("utf-8", "replace"))
-        if not item.more:
-            yield int.from_bytes(digest.digest(), "little")
-            digest = hashlib.blake2b(digest_size=8)
+        own = int.from_bytes(digest.digest(), "little") if is_text else example_group(item, spec)
+        hashes.append(own)
+        sizes.append(size)
+        characters -= size
+        if len(distinct) < FEW:
+            distinct.add(hashes[-1])
+        elif characters <= 0:
+            break
+        digest, size = hashlib.blake2b(digest_size=8), 0
+    return np.array(hashes, np.uint64), np.array(sizes, np.int64)
 
 
 def training_parts(
-    source: Source, fraction: float, validated: set[int], characters: int
+    source: Source, fraction: float, validated: np.ndarray, characters: int
 ) -> Iterator[str]:
-    """The first `characters` of the texts that train, in parts of at most `STRETCH` each.
-
-    Those with a hash in `validated` do not, nor what is held out. Of a text in several blocks only
-    the first one is used, except in a source of few documents.
-    """
-    spec, is_text, share = source.spec, source.spec.format == "text", Fraction(str(fraction))
-    sizes, size, groups, first = list[int](), 0, set[int](), list[int]()
-    for item in source.items() if fraction else ():
-        texts = texts_of(item, spec)
-        size += sum(map(len, texts))
-        if not item.more:
-            if is_text and 0 < size == len(texts[0]) <= LONG_TEXT:
-                first.append(hash64(*texts))
-            groups.add((len(sizes) if is_text else example_group(item, spec)) if size else -1)
-            sizes, size = [*sizes, size], 0
-            if len(groups - {-1}) == FEW:
-                break
-    few = len(groups := groups - {-1}) < FEW
-    array = np.array(sorted(groups), np.uint64)
-    held = set(surely_held_out(np.array(first, np.uint64), fraction).tolist())
-    if few:
-        held = set() if is_text else set(array[held_out_examples(array, fraction)].tolist())
-    begins, number, room = True, 0, 0  # room: the next characters of a document that train
+    """The first `characters` of the texts that train, in parts of at most `STRETCH` each: without
+    what is held out, and without documents that have a hash in `validated`."""
+    hashes, room = documents_of(source, characters)
+    if source.spec.format == "text":
+        held, cuts = held_out_texts(hashes, room, len(hashes) < FEW, fraction)
+        room = np.where(cuts >= 0, cuts, room)
+    else:
+        held = held_out_examples(hashes, fraction)
+    rooms, left = iter(np.where(held | np.isin(hashes, validated), 0, room).tolist()), None
     for item in source.items():
-        texts = texts_of(item, spec)
-        if begins and texts:
-            if not is_text:
-                digest = example_group(item, spec)
-            else:
-                digest = next(document_hashes(source, number)) if item.more else hash64(*texts)
-            room, is_cut = ALL, is_text and (few or item.more or len(texts[0]) > LONG_TEXT)
-            if digest in validated or digest in held:
-                room = 0
-            elif fraction and is_cut:
-                room = trained_characters(sizes[number] if few else len(texts[0]), share)
-            elif fraction and not few and held_out(np.array([digest], np.uint64), fraction)[0]:
-                room = 0
+        texts = texts_of(item, source.spec)
+        if left is None and any(texts):
+            left = next(rooms, 0)  # the next characters of the document that train
         for text in texts:
-            part = text[: min(room, characters)]
+            part = text[: min(left or 0, characters)]
             yield from stretches(part)
-            if (characters := characters - len(part)) <= 0:
+            left, characters = (left or 0) - len(part), characters - len(part)
+            if characters <= 0:
                 return
-            room -= min(room, len(text)) if is_text else 0
-        begins = not item.more
-        number += begins
+        if not item.more:
+            left = None

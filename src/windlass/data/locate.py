@@ -10,40 +10,40 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from windlass.data import vocabulary
 from windlass.data.shards import Index
 from windlass.data.sources import SourceSpec
 from windlass.recipe import DataSettings, Recipe
 
+S = TypeVar("S")  # SourceSpec before a source is prepared, then Corpus
+
 
 @dataclass(frozen=True)
-class Wanted:
-    """A member of a recipe before it is prepared."""
+class Member(Generic[S]):
+    """The sources of a recipe, or one source of a mixture."""
 
-    name: str
-    data: DataSettings
-    train: list[SourceSpec]
-    val: list[SourceSpec]
+    name: str  # in the mixture
+    data: DataSettings  # as if the member were the whole recipe
+    train: list[S]
+    val: list[S]  # separate validation data
 
     @property
-    def specs(self) -> list[SourceSpec]:
+    def sources(self) -> list[S]:
         return [*self.train, *self.val]
 
 
-def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
+def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
     """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
-    members, written = list[Wanted](), recipe.as_written.data
+    members, written = list[Member[SourceSpec]](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
         own, located = written.part(number), recipe.data.part(number)
         fields = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
         how: dict[str, Any] = {field: getattr(own, field) for field in fields}
         sources = list(zip(own.sources, located.sources, strict=True))
-        train = [
-            SourceSpec(*names, split=own.split, revision=own.revision, sha256=own.sha256, **how)
-            for names in sources
-        ]
+        of_train = how | {"split": own.split, "revision": own.revision, "sha256": own.sha256}
+        train = [SourceSpec(*names, **of_train) for names in sources]
         how |= {"split": own.eval_split or own.split, "setting": "data.eval_source"}
         if any(own.eval_sources):
             separate = list(zip(own.eval_sources, located.eval_sources, strict=True))
@@ -53,7 +53,7 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Wanted]:
             separate, how["split"] = [pair for pair in sources if pair[0] == "squad"], "validation"
         val = [SourceSpec(*names, **how) for names in separate]
         name = written.mix[number].name if written.mix else ""
-        members.append(Wanted(name, own, [] if only_val and val else train, val))
+        members.append(Member(name, own, [] if only_val and val else train, val))
     return members
 
 
@@ -100,7 +100,7 @@ def directory_of(spec: SourceSpec, recipe: Recipe) -> Path:
 
 def data_dirs(recipe: Recipe) -> list[Path]:
     """The directories of all sources of a recipe, prepared or not."""
-    specs = [spec for member in wanted_sources(recipe) for spec in member.specs]
+    specs = [spec for member in wanted_sources(recipe) for spec in member.sources]
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
 
 

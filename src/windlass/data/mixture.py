@@ -16,7 +16,6 @@ import bisect
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -41,8 +40,7 @@ class Stage(NamedTuple):
     limits: tuple[int, ...]  # samples of each source in the whole run; 0: no limit
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Some samples, from number `start` on."""
 
     start: int
@@ -91,29 +89,25 @@ def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
     """The blocks of a mixture, in order; ends if every source of positive weight has ended."""
     start, done = 0, (0,) * len(stages[0].weights)
     while True:
-        number = max(i for i, stage in enumerate(stages) if stage.start <= start)
-        stage = stages[number]
-        ended = [0 < limit <= n for limit, n in zip(stage.limits, done, strict=True)]
-        weights = [0.0 if end else w for w, end in zip(stage.weights, ended, strict=True)]
-        if not any(weights):
+        _, weights, limits = [stage for stage in stages if stage.start <= start][-1]
+        left = [limit - n if limit else math.inf for limit, n in zip(limits, done, strict=True)]
+        live = [w if n > 0 else 0.0 for w, n in zip(weights, left, strict=True)]
+        if not any(live):
             return
-        switch = min((s.start for s in stages if s.start > start), default=None)
-        for counts in block_counts(weights):
-            length = BLOCK if switch is None else min(BLOCK, switch - start)
-            for source, limit in enumerate(stage.limits):
-                left = limit - done[source]
-                if limit and weights[source] and left <= counts[source]:
-                    places = np.flatnonzero(layout(seed, start, counts)[0] == source)
-                    length = min(length, int(places[left - 1]) + 1)
-            yield Block(start, length, done, counts)
-            read = counts
-            if length < BLOCK:
-                sources, _ = layout(seed, start, counts)
+        switch = min((s.start for s in stages if s.start > start), default=math.inf)
+        for counts in block_counts(live):
+            length, read = int(min(BLOCK, switch - start)), counts
+            ending = [i for i, n in enumerate(counts) if live[i] and left[i] <= n]
+            if ending or length < BLOCK:
+                sources, numbers = layout(seed, start, counts)
+                last = [np.flatnonzero((sources == i) & (numbers == left[i] - 1)) for i in ending]
+                length = min(length, *(int(place[0]) + 1 for place in last), BLOCK)
                 read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
+            yield Block(start, length, done, counts)
             start += length
             done = tuple(n + more for n, more in zip(done, read, strict=True))
-            limits = zip(weights, stage.limits, done, strict=True)
-            if start == switch or any(w and 0 < limit <= n for w, limit, n in limits):
+            left = [n - more for n, more in zip(left, read, strict=True)]
+            if start == switch or any(w and n <= 0 for w, n in zip(live, left, strict=True)):
                 break
 
 
@@ -223,18 +217,16 @@ class Mixture:
         """Raise UserError if the sources end before the run does."""
         wanted = batches.before(steps)
         if (end := self._lay(wanted - 1)) < wanted:
-            problem = (
-                f"every source has reached its epochs after {batches.steps_within(end):,} steps"
-            )
+            after = f"after {batches.steps_within(end):,} steps, and the run has {steps:,}"
             advice = "write fewer train.steps, or leave epochs out of one source"
-            raise UserError(f"data.mix: {problem}, and the run has {steps:,}: {advice}")
+            raise UserError(f"data.mix: every source has reached its epochs {after}: {advice}")
 
 
 def shares_of_run(
     mixture: Mixture, horizon: Horizon, skipped: Sequence[tuple[int, int]] = ()
 ) -> list[dict[str, Any]]:
     """A mixture's sources over a whole run: `name`, `weights` (of each stage, as shares), `samples`
-    and `tokens` that are read, `epochs`, and `epoch_samples`."""
+    and `tokens` that are read, and `epochs`."""
     samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.read(horizon.steps, horizon.batches, skipped).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
@@ -242,7 +234,7 @@ def shares_of_run(
         read = None if tokens is None else round(count * tokens / size)
         weights = [round(stage.weights[i] / sum(stage.weights), 6) for stage in mixture.stages]
         row = {"name": name, "weights": weights, "samples": count, "tokens": read}
-        rows.append({**row, "epochs": count / size, "epoch_samples": size})
+        rows.append({**row, "epochs": count / size})
     return rows
 
 

@@ -45,11 +45,6 @@ class Data:
     prepared: Prepared | None = field(default=None, repr=False)
     division: Division | None = field(default=None, repr=False)
 
-    @property
-    def changed(self) -> Sequence[str]:
-        """Sources that have changed since they were prepared, in sentences."""
-        return self.prepared.changed if self.prepared else ()
-
     def save_tokenizer(self, directory: Path) -> None:
         """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
         if self.tokenizer is not None:
@@ -90,16 +85,16 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
     for is_val, parts in ((False, division.train), (True, division.val)):
-        opened = list[Samples | None]()
+        opened = dict[str, Samples]()
         for member, own in zip(members, parts, strict=True):
-            opened.append(_samples(member.data, own, tokenizer, recipe.model.context, is_val))
-            _check(member.name, opened[-1], prepared, is_val, recipe.model.context)
-        if data.mix:
-            pairs = zip(members, opened, strict=True)
-            mixed = {member.name: s for member, s in pairs if s is not None and len(s)}
-            sets.append(MixedSamples(mixed, spread=is_val) if mixed else None)
-        else:
-            sets += opened
+            samples = _samples(member.data, own, tokenizer, recipe.model.context, is_val)
+            if samples is not None and len(samples):
+                opened[member.name] = samples
+            elif samples is not None and not (data.mix and is_val):
+                which = ", ".join(filter(None, ("val" if is_val else "train", member.name)))
+                raise _too_few(samples, which, prepared, recipe.model.context)
+        mixed = MixedSamples(opened, spread=is_val) if data.mix and opened else None
+        sets.append(mixed or opened.get(""))
     train, val = sets
     kinds = {member.data.format for member in members}
     numbers = division.fingerprint(tokenizer), tokenizer.vocab
@@ -107,18 +102,12 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     return Data(train, val, tokenizer, *numbers, template, prepared, division)  # type: ignore[arg-type]
 
 
-def _check(
-    name: str, samples: Samples | None, prepared: Prepared, is_val: bool, context: int
-) -> None:
-    """UserError if a set has no sample; a member of a mixture may have no validation data."""
-    if samples is None or len(samples) or (name and is_val):
-        return
-    which = ", ".join(filter(None, ("val" if is_val else "train", name)))
+def _too_few(samples: Samples, which: str, prepared: Prepared, context: int) -> UserError:
     found = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
     if isinstance(samples, DocumentSamples) and samples.left_out:
         found = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
     places = ", ".join(map(str, prepared.directories))
-    raise UserError(f"{places}: {found} for one sample of model.context + 1 = {context + 1:,}")
+    return UserError(f"{places}: {found} for one sample of model.context + 1 = {context + 1:,}")
 
 
 def _samples(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from windlass.data.encode import Encoder, learn_tokenizer, write_source
 from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
 from windlass.data.locate import (
-    Wanted,
+    Member,
     data_dirs,
     directory_of,
     hash_of_key,
@@ -45,10 +44,10 @@ from windlass.data.split import (
     FEW,
     LONG_TEXT,
     Corpus,
-    Member,
     equal_parts,
     held_out,
     training_tokens,
+    val_characters,
 )
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
@@ -61,13 +60,14 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 LEARNED = "sources.json"  # from which a tokenizer was learned
+NeedOf = Callable[["Corpus"], "Need"]
 
 
 @dataclass(frozen=True)
 class Prepared:
     """The prepared data of a recipe, checked."""
 
-    members: list[Member] = field(repr=False)
+    members: list[Member[Corpus]] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     template: Template | None = None
     is_new: bool = False  # this process has written some of it
@@ -76,7 +76,7 @@ class Prepared:
 
     @property
     def corpora(self) -> list[Corpus]:
-        return [corpus for member in self.members for corpus in (*member.train, *member.val)]
+        return [corpus for member in self.members for corpus in member.sources]
 
     @property
     def directories(self) -> list[Path]:
@@ -118,9 +118,8 @@ def prepare(
         work.open_tokenizer(wanted, tokenizer, template)
         members = work.members(wanted)
         vocabulary.check_tokenizer(recipe, work.tokenizer, notify)
-        prepared = Prepared(
-            members, work.tokenizer, work.template, work.is_new, changed=work.changed
-        )
+        own = work.tokenizer, work.template, work.is_new
+        prepared = Prepared(members, *own, changed=work.changed)
         for corpus in {corpus.directory: corpus for corpus in prepared.corpora}.values():
             tick = lambda part: progress.update("checking SHA-256", part)  # noqa: E731
             verify(corpus.directory, corpus.index, tick, ranks)
@@ -139,7 +138,7 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     if unprepared(recipe):
         return None
     folder = data_dirs(recipe)[0] / FOLDER
-    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member]()
+    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member[Corpus]]()
     for wanted in wanted_sources(recipe):
         train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
         val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
@@ -167,11 +166,14 @@ class _Preparation:
         self._describe = cache(describe_source)
 
     def open_tokenizer(
-        self, wanted: list[Wanted], tokenizer: Tokenizer | None, template: Template | None
+        self,
+        wanted: list[Member[SourceSpec]],
+        tokenizer: Tokenizer | None,
+        template: Template | None,
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
         recipe = self.recipe
-        places = (directory_of(spec, recipe) for member in wanted for spec in member.specs)
+        places = (directory_of(spec, recipe) for member in wanted for spec in member.sources)
         saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
@@ -191,7 +193,7 @@ class _Preparation:
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)
 
-    def _learned(self, wanted: list[Wanted]) -> Tokenizer:
+    def _learned(self, wanted: list[Member[SourceSpec]]) -> Tokenizer:
         """The tokenizer that the corpus makes, in a directory of its own."""
         recipe, train = self.recipe, [spec for member in wanted for spec in member.train]
         if any(spec.kind == "shards" for spec in train):
@@ -201,12 +203,10 @@ class _Preparation:
         with _lock(directory, self.progress):
             specs = [*train, *(spec for member in wanted for spec in member.val)]
             learned = read_json(directory / LEARNED).get("sources")
-            if learned is not None:
-                for spec, old in zip(specs, learned, strict=True):
-                    change = changes(old, now) if (now := describe_source(spec)) else ""
-                    how = f"since the tokenizer in {directory} was learned: {change}"
-                    if change and self._again(f"{spec.setting}: {spec.name} has changed {how}"):
-                        learned = None
+            for spec, old in zip(specs, learned or (), strict=False):
+                since = f"since the tokenizer in {directory} was learned"
+                if (text := self._change(spec, old, since)) and self._again(text):
+                    learned = None
             if learned is None:
                 sources = [open_source(spec, self.progress.note) for spec in specs]
                 parts = sources[: len(train)], sources[len(train) :]
@@ -233,17 +233,18 @@ class _Preparation:
             self.changed.append(text)
         return False
 
-    def members(self, wanted: list[Wanted]) -> list[Member]:
+    def members(self, wanted: list[Member[SourceSpec]]) -> list[Member[Corpus]]:
         """Prepare all sources as far as the limits of the recipe need them."""
         asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
         while True:
-            members = list[Member]()
+            members = list[Member[Corpus]]()
             for w, limits in zip(wanted, asked, strict=True):
+                pairs = zip(w.train, limits, strict=True)
                 train = [
-                    self._corpus(spec, partial(Need, w.data, False, tokens))
-                    for spec, tokens in zip(w.train, limits, strict=True)
+                    self._corpus(spec, partial(Need, w.data, tokens, False))
+                    for spec, tokens in pairs
                 ]
-                need = partial(Need, w.data, True, w.data.max_tokens)
+                need = partial(Need, w.data, val_characters(w.data), True)
                 val = [self._corpus(spec, need) for spec in w.val]
                 members.append(Member(w.name, w.data, train, val))
             for corpus in (corpus for member in members for corpus in member.val):
@@ -254,47 +255,42 @@ class _Preparation:
                 return members
 
     @staticmethod
-    def _ask_more(members: list[Member], asked: list[list[int]]) -> bool:
+    def _ask_more(members: list[Member[Corpus]], asked: list[list[int]]) -> bool:
         """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
         because others have less, or the validation data has the texts."""
-        if not any(member.data.max_tokens for member in members):
-            return False
         more = False
+        if not any(member.data.max_tokens for member in members):
+            return more
         for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
-            needs = [Need(member.data, False, 0).counted(corpus) for corpus in member.train]
-            limits = [
-                total if need.has_all_documents or corpus.index.complete else 1 << 62
-                for total, need, corpus in zip(totals, needs, member.train, strict=True)
-            ]
+            pairs = list(zip(member.train, totals, strict=True))
+            limits = [n if corpus.index.complete else 1 << 62 for corpus, n in pairs]
             parts = equal_parts(member.data.max_tokens, limits)
-            for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
+            for i, ((corpus, total), part) in enumerate(zip(pairs, parts, strict=True)):
                 if total < part:
-                    own[i], more = max(own[i], needs[i].done) + part - total, True
+                    done = Need(member.data, 0, False, corpus).done
+                    own[i], more = max(own[i], done) + part - total, True
         return more
 
-    def _corpus(self, spec: SourceSpec, need: Callable[[], Need]) -> Corpus:
+    def _corpus(self, spec: SourceSpec, need: NeedOf) -> Corpus:
         """A source, prepared as far as it is needed."""
         directory = directory_of(spec, self.recipe)
-        if (corpus := self._found(spec, directory, need())) is not None:
+        if (corpus := self._found(spec, directory, need)) is not None:
             return corpus
         with _lock(directory, self.progress):
-            if (corpus := self._found(spec, directory, need())) is not None:
+            if (corpus := self._found(spec, directory, need)) is not None:
                 return corpus
             index = Index.load(directory)
             if index is None or self._stale(spec, index, directory):
                 # the index first, so that a kill leaves none without its shards
-                for path in [
-                    directory / INDEX,
-                    *directory.glob("shard-*"),
-                    *directory.glob(".*.new"),
-                ]:
+                written = *directory.glob("shard-*"), *directory.glob(".*.new")
+                for path in (directory / INDEX, *written):
                     path.unlink(missing_ok=True)
                 index = None
             self.is_new = True
-            self._write(spec, directory, index, need())
+            self._write(spec, directory, index, need)
         return _open(spec, self.recipe, self.tokenizer)
 
-    def _found(self, spec: SourceSpec, directory: Path, need: Need) -> Corpus | None:
+    def _found(self, spec: SourceSpec, directory: Path, need: NeedOf) -> Corpus | None:
         """A source that is prepared far enough; None if there is something to write."""
         index = Index.load(directory)
         if index is None:
@@ -306,25 +302,27 @@ class _Preparation:
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        is_enough = index.complete or need.counted(corpus).is_met
+        is_enough = index.complete or need(corpus).is_met
         if stale:
             self._again(stale, is_enough)
         return corpus if is_enough else None
 
     def _stale(self, spec: SourceSpec, index: Index, directory: Path) -> str:
         """A sentence on what has changed since a source was prepared; empty if nothing has."""
-        since = f"has changed since {directory} was prepared"
-        now = self._describe(spec)
-        if now and (change := changes(index.source, now)):
-            return f"{spec.setting}: {spec.name} {since}: {change}"
-        old = index.key.get("files", {})
+        since, old = f"since {directory} was prepared", index.key.get("files", {})
+        if text := self._change(spec, index.source, since):
+            return text
         for path, digest in self.files.items():
             if old.get(path, digest) != digest:
-                return f"data.tokenizer: {path} {since}"
+                return f"data.tokenizer: {path} has changed {since}"
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
-        return f"data.tokenizer: it {since}" if is_other and self.prepares_again else ""
+        return f"data.tokenizer: it has changed {since}" * (is_other and self.prepares_again)
 
-    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: Need) -> None:
+    def _change(self, spec: SourceSpec, then: dict[str, Any], since: str) -> str:
+        change = changes(then, now) if (now := self._describe(spec)) else ""
+        return change and f"{spec.setting}: {spec.name} has changed {since}: {change}"
+
+    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: NeedOf) -> None:
         """Write the tokens of a source, after those that `index` has."""
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
@@ -351,10 +349,10 @@ class _Preparation:
                 raise UserError(f"data.tokenizer: {problem}; use another")
             index = index or new
             whole = index.model_copy(update={"shards": index.full_shards})
-            need.counted(Corpus(directory, whole, spec, tokenizer))
+            enough = need(Corpus(directory, whole, spec, tokenizer))
             encoder = Encoder(spec, tokenizer, self.template)
             workers = recipe.data.workers or usable_cores()
-            index = write_source(source, directory, index, encoder, need, workers, progress)
+            index = write_source(source, directory, index, encoder, enough, workers, progress)
         if not resumed:  # else files of an earlier process are read once before they are used
             remember(directory, file_states(directory, index))
 
@@ -382,31 +380,24 @@ class Need:
     needed.
     """
 
-    def __init__(self, data: DataSettings, is_val: bool, tokens: int):
-        """`tokens` for training, or the limit that validation data have a share of; 0: all."""
-        share = Fraction(str(data.val_fraction))
-        self.is_val, self.fraction = is_val, data.val_fraction
-        self.tokens = int(tokens * share) if is_val else tokens
-        self.documents = data.max_documents
-        if is_val and self.documents:
-            self.documents = max(1, int(self.documents * share)) if share else 0
-        # tokens in the first shards, which are held out
-        self._before = -data.val_shards * data.shard_tokens if not is_val else 0
-        self._read, self._end, self._characters = 0, 0, 0  # documents; of the one being written
-        self._groups = set[int]()  # FEW of them at most
-        self.done = self._before  # training tokens, or characters of validation data
+    def __init__(self, data: DataSettings, wanted: int, is_val: bool, corpus: Corpus):
+        """Count what is prepared. `wanted`: tokens for training, or characters of separate
+        validation data; 0: all."""
+        self.wanted, self.is_val = wanted, is_val
+        self.fraction = 0.0 if data.val_shards else data.val_fraction
+        # training tokens, after those in the first shards that are held out, or characters
+        self.done = 0 if is_val else -data.val_shards * data.shard_tokens
+        self._groups = set[int]()  # FEW at most
+        table, self._end = corpus.stream.table, 0
+        self._characters = corpus.index.resume[1]  # of the document that is being written
+        if len(table):
+            groups = table.field("group" if corpus.index.masked else "text")
+            self._count(np.diff(table.edges), table.characters, groups)
+            self._end = int(table.edges[-1])
 
     @property
     def is_met(self) -> bool:
-        return self.has_all_documents or (0 < self.tokens <= self.done and self._decides)
-
-    @property
-    def has_all_documents(self) -> bool:
-        return 0 < self.documents <= self._read and self._decides
-
-    @property
-    def _decides(self) -> bool:
-        return self._read >= FEW and len(self._groups) >= FEW
+        return len(self._groups) >= FEW and 0 < self.wanted <= self.done
 
     def __call__(self, writer: ShardWriter, row: Row) -> bool:
         """Count a row; returns whether it ends a document and the need is met."""
@@ -418,26 +409,14 @@ class Need:
         self._end, self._characters = writer.tokens, 0
         return self.is_met
 
-    def counted(self, corpus: Corpus) -> Need:
-        """Count the documents that are prepared."""
-        table, self._characters = corpus.stream.table, corpus.index.resume[1]
-        if len(table):
-            edges, group = table.edges, "group" if corpus.index.masked else "text"
-            self._count(np.diff(edges), table.characters, table.field(group))
-            self._end = int(edges[-1])
-        return self
-
     def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
         """Count documents by their tokens and characters, and the hashes that hold them out."""
-        self._read += len(tokens)
         if len(self._groups) < FEW:
             self._groups.update(np.unique(groups)[:FEW].tolist())
         if self.is_val:
             self.done += int(characters.sum())
-        elif self._before or not self.fraction:
-            self.done += int(tokens.sum())
-        else:
-            is_long = characters > LONG_TEXT
-            trains = ~held_out(groups, self.fraction) & ~is_long
-            self.done += int(tokens[trains].sum())
-            self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())
+            return
+        is_long = (characters > LONG_TEXT) & (self.fraction > 0)
+        trains = ~held_out(groups, self.fraction) & ~is_long
+        self.done += int(tokens[trains].sum())
+        self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from windlass.data.files import shown, suffixes
+from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
 
 BLOCK = 1 << 20  # characters of a text in one item at most
@@ -219,20 +220,12 @@ def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
                     yield Item(place, document)
                 continues = False
         while len(rest) > most:
-            end = cut_at_line(rest, most - len(separator))
+            end = cut_place(rest, 0, most - len(separator))
             yield Item(place, rest[:end] if continues else rest[:end].lstrip(edges), more=True)
             rest, continues = rest[end:], True
     rest = rest.rstrip(edges) if continues else rest.strip(edges)
     if rest or continues or not separator:
         yield Item(place, rest)
-
-
-def cut_at_line(text: str, size: int) -> int:
-    """The end of the last line in `text[:size]` that no white space surrounds; `size` without one."""
-    at = text.rfind("\n", 0, size)
-    while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
-        at = text.rfind("\n", 0, at)
-    return at + 1 if at > 0 else size
 
 
 def mark_in(path: Path) -> str:

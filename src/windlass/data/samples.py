@@ -408,23 +408,19 @@ class BestFitSamples:
         return self.items.valid_tokens
 
     def length(self, index: int) -> int:
-        """The tokens of a row, without padding."""
         return int(self._used[index])
 
     @property
     def attended(self) -> float:
-        """The mean length of a token's item, over all tokens."""
         return float((self.items.sizes.astype(np.float64) ** 2).sum() / self.real_tokens)
 
     @property
     def documents_per_row(self) -> float:
-        """The items of a row, in the mean."""
         return len(self._order) / max(1, len(self))
 
-    def items_of(self, index: int) -> Sequence[int]:
+    def items_of(self, index: int) -> list[int]:
         """The numbers of a row's items."""
-        items: list[int] = self._order[self._edges[index] : self._edges[index + 1]].tolist()
-        return items
+        return list(self._order[self._edges[index] : self._edges[index + 1]].tolist())
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
         shape = len(indices), self.context

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from windlass.data.locate import Member
 from windlass.data.order import splitmix
 from windlass.data.shards import Index, Stream
 from windlass.data.sources import SourceSpec
@@ -62,26 +63,15 @@ class Corpus:
             if part == len(sizes):
                 yield int(places[-1])
                 continue
-            tokens = self.stream.read(*places[part : part + 2].tolist())
-            first = len(self.tokenizer.first) if part == 0 else 0
-            wanted = limit - int(ends[part] - sizes[part])
-            decode = self.tokenizer.decode
-            count = bisect_left(
-                range(1, len(tokens) - first + 1),
-                True,
-                key=lambda n: len(decode(tokens[first : first + n])) > wanted,
-            )
-            yield int(places[part]) + first + count
+            start, stop = places[part : part + 2].tolist()
+            start += len(self.tokenizer.first) if part == 0 else 0
+            yield self._place(start, stop, limit - int(ends[part] - sizes[part]))
 
-
-@dataclass(frozen=True)
-class Member:
-    """The sources of a recipe, or one source of a mixture."""
-
-    name: str  # in the mixture
-    data: DataSettings  # as if the member were the whole recipe
-    train: list[Corpus]
-    val: list[Corpus]  # separate validation data
+    def _place(self, start: int, stop: int, characters: int) -> int:
+        """The token up to which those from `start` on have at most so many characters."""
+        tokens, decode = self.stream.read(start, stop), self.tokenizer.decode
+        counts = range(1, len(tokens) + 1)
+        return start + bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > characters)
 
 
 @dataclass(frozen=True)
@@ -137,32 +127,42 @@ def held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
     return result
 
 
-def surely_held_out(first: np.ndarray, fraction: float) -> np.ndarray:
-    """The hash that is held out as well, if the fraction holds out none of the `first` documents, so
-    that a small part of a source has validation data, too; uint64 [0 or 1]."""
-    none = len(first) and not held_out(first, fraction).any()
-    return np.unique(first)[: int(none)]
+def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.ndarray:
+    """As `held_out`. If it holds out none of the `first` documents, it holds out their lowest hash,
+    so that a small part of a source has validation data, too."""
+    held = held_out(hashes, fraction)
+    if len(first) and not held_out(first, fraction).any():
+        held |= hashes == first.min()
+    return held
 
 
-def held_out_examples(hashes: np.ndarray, fraction: float) -> np.ndarray:
+def held_out_examples(groups: np.ndarray, fraction: float) -> np.ndarray:
     """Which questions or conversations are held out, by the hashes of all groups of a source.
 
     Of fewer than FEW groups it is the given fraction, rounded, but at least one and not all.
     """
-    groups = np.unique(hashes)
+    distinct = np.unique(groups)
+    if len(distinct) >= FEW and fraction:
+        return _or_lowest(groups, groups[:FEW], fraction)
+    count = min(len(distinct) - 1, max(1, round(len(distinct) * fraction))) if fraction else 0
+    return groups < distinct[count] if count > 0 else np.zeros(len(groups), bool)
+
+
+def held_out_texts(
+    hashes: np.ndarray, characters: np.ndarray, few: bool, fraction: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents of a source are held out whole, bool [documents]; and how many characters of
+    each train before a held-out end, int64 [documents], or -1 if the document is not cut.
+
+    `few`: the source has fewer than FEW documents.
+    """
     if not fraction:
-        return np.zeros(len(hashes), bool)
-    if len(groups) >= FEW:
-        also = np.isin(hashes, surely_held_out(hashes[:FEW], fraction))
-        return held_out(hashes, fraction) | also
-    count = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
-    result: np.ndarray = hashes < groups[count] if count > 0 else np.zeros(len(hashes), bool)
-    return result
-
-
-def trained_characters(characters: int, fraction: Fraction) -> int:
-    """The first characters of a text that train, if its end is held out."""
-    return int(characters * (1 - fraction))
+        return np.zeros(len(hashes), bool), np.full(len(hashes), -1)
+    is_cut, share = few | (characters > LONG_TEXT), 1 - Fraction(str(fraction))
+    held = _or_lowest(hashes, hashes[:FEW][~is_cut[:FEW]], fraction) & ~is_cut
+    cuts = np.full(len(hashes), -1)
+    cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
+    return held, cuts
 
 
 # -- the pieces of a source
@@ -201,48 +201,36 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def pieces_of(
-    corpus: Corpus, data: DataSettings, *, is_val: bool, separate: bool, lone: bool
-) -> Pieces:
-    """The documents of a source.
+def pieces_of(corpus: Corpus, member: Member[Corpus], *, is_val: bool) -> Pieces:
+    """The documents of a member's source for training, or for validation alone.
 
-    Args:
-        is_val: all of it is validation data.
-        separate: there is validation data from elsewhere, so all of it trains.
-        lone: the only source; then an end-of-text token does not begin a single text.
+    An end-of-text token does not begin a single text that is the only source.
     """
-    index, stream, table = corpus.index, corpus.stream, corpus.stream.table
+    data, index, stream, table = member.data, corpus.index, corpus.stream, corpus.stream.table
     edges = table.edges if len(table) else stream.edges
-    train = np.stack([edges[:-1], edges[1:]], axis=1)
-    if lone and index.single_text and not index.tokenizer.begin and index.tokenizer.eot is not None:
+    train, count = np.stack([edges[:-1], edges[1:]], axis=1), len(edges) - 1
+    eot_begins = not index.tokenizer.begin and index.tokenizer.eot is not None
+    is_lone = len(member.val if is_val else member.train) == 1
+    if is_lone and index.single_text and eot_begins:
         train[:1, 0] += 1
-    limit = data.max_documents if len(table) else 0
-    if limit and is_val:
-        limit = max(1, int(limit * data.val_fraction)) if data.val_fraction else 0
-    train = train[:limit] if limit else train
-    count = len(train)
-    texts = table.field("text")[:count] if len(table) else np.zeros(0, np.uint64)
+    texts = table.field("text") if len(table) else np.zeros(0, np.uint64)
     pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(count, np.int64))
     if is_val:
         pieces.hold_out(np.ones(count, bool))
     elif data.val_shards:
         _hold_out_shards(pieces, data)
-    elif separate or not data.val_fraction or not count:
+    elif member.val or not data.val_fraction or not count:
         pass
     elif not len(table):
         _hold_out_end(pieces, data)
     elif index.masked:
-        pieces.hold_out(held_out_examples(table.field("group"), data.val_fraction)[:count])
+        pieces.hold_out(held_out_examples(table.field("group"), data.val_fraction))
     else:
-        characters, few = table.characters[:count], len(table) < FEW
-        is_cut = np.full(count, few) | (characters > LONG_TEXT)
-        also = surely_held_out(texts[:FEW][~is_cut[:FEW]], data.val_fraction)
-        held = held_out(texts, data.val_fraction) | np.isin(texts, also)
-        pieces.hold_out(held & ~is_cut)
-        share, numbers = Fraction(str(data.val_fraction)), np.flatnonzero(is_cut)
-        cuts = [trained_characters(size, share) for size in characters[numbers].tolist()]
-        places = [*corpus.places_of(numbers.tolist(), cuts)]
-        pieces.cut[numbers] = np.maximum(1, np.array(cuts, np.int64))
+        held, cuts = held_out_texts(texts, table.characters, count < FEW, data.val_fraction)
+        pieces.hold_out(held)
+        numbers = np.flatnonzero(cuts >= 0)
+        places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
+        pieces.cut[numbers] = np.maximum(1, cuts[numbers])
         pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), train[numbers, 0])
         pieces.train[numbers, 1] = pieces.val[numbers, 0]
     return pieces
@@ -278,30 +266,33 @@ def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
 # -- the division
 
 
-def _pieces(members: Sequence[Member]) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
+def _pieces(
+    members: Sequence[Member[Corpus]],
+) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
     """The pieces of each member's sources, before `data.max_tokens`, and of its separate validation
     data; and the number of training documents left out, because validation data has them."""
     own, evals = list[list[Pieces]](), list[list[Pieces]]()
     for member in members:
-        lone = len(member.train) == 1
-        how: dict[str, Any] = {"is_val": False, "separate": bool(member.val), "lone": lone}
-        own.append([pieces_of(corpus, member.data, **how) for corpus in member.train])
-        how = {"is_val": True, "separate": True, "lone": len(member.val) == 1}
-        evals.append([pieces_of(corpus, member.data, **how) for corpus in member.val])
-        _limit_val(member.data, evals[-1])
+        own.append([pieces_of(corpus, member, is_val=False) for corpus in member.train])
+        evals.append([pieces_of(corpus, member, is_val=True) for corpus in member.val])
+        if val_characters(member.data):
+            _limit_val(member.data, evals[-1])
     by_shard = any(member.data.val_shards for member in members)
     several = sum(map(len, (*own, *evals))) > 1  # copies in one source have equal hashes
     return own, evals, _leave_out_shared(own, evals) if by_shard or several else 0
 
 
-def training_tokens(members: Sequence[Member]) -> list[list[int]]:
+def training_tokens(members: Sequence[Member[Corpus]]) -> list[list[int]]:
     """The tokens that each source of each member has for training, before any limit."""
     own, _, _ = _pieces(members)
     return [[int(sizes_of(p.train).sum()) for p in pieces] for pieces in own]
 
 
 def divide(
-    members: Sequence[Member], tokenizer: Tokenizer, sizes: tuple[int, int] = (0, 0), seed: int = 0
+    members: Sequence[Member[Corpus]],
+    tokenizer: Tokenizer,
+    sizes: tuple[int, int] = (0, 0),
+    seed: int = 0,
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
@@ -310,7 +301,8 @@ def divide(
     """
     own, evals, shared = _pieces(members)
     for member, pieces in zip(members, own, strict=True):
-        _limit(member.data, pieces)
+        if member.data.max_tokens:
+            _limit(member.data, pieces)
     examples = [p for group in (*own, *evals) for p in group if p.corpus.index.masked]
     for size, purpose in zip(sizes, ("train", "eval"), strict=True):
         if size:
@@ -354,13 +346,10 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
 
 def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
     """Apply `data.max_tokens`: equal parts of the sources, and of a shorter one all that it has."""
-    if not data.max_tokens:
-        return
     totals = [int(sizes_of(p.train).sum()) for p in pieces]
     for p, tokens in zip(pieces, equal_parts(data.max_tokens, totals), strict=True):
         ends = np.cumsum(sizes_of(p.train))
-        last = int(np.searchsorted(ends, tokens))  # the document that reaches the limit
-        kept = np.arange(len(ends)) <= last
+        kept, last = _up_to(tokens, ends)
         if last < len(ends) and (not len(p.texts) or len(ends) == 1 or p.is_cut[last]):
             p.train[last, 1] -= int(ends[last]) - tokens  # a text that may be cut
         keep(p.train, kept)
@@ -371,17 +360,24 @@ def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
 
 def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
     """Limit separate validation data to `data.val_fraction` of `data.max_tokens`, in characters."""
-    characters = int(data.max_tokens * Fraction(str(data.val_fraction)))
-    if not characters:
-        return
-    sizes = [p.corpus.stream.table.characters[: len(p.texts)] for p in separate]
-    limits = equal_parts(characters, [int(size.sum()) for size in sizes])
+    sizes = [p.corpus.stream.table.characters for p in separate]
+    limits = equal_parts(val_characters(data), [int(size.sum()) for size in sizes])
     for p, size, limit in zip(separate, sizes, limits, strict=True):
         if len(p.texts):
-            ends = np.cumsum(size)
-            keep(p.val, np.arange(len(ends)) <= int(np.searchsorted(ends, limit)))
-            if len(ends) == 1:
+            keep(p.val, _up_to(limit, np.cumsum(size))[0])
+            if len(size) == 1:
                 p.val[0, 1] = max(p.val[0, 0] + 1, next(p.corpus.places_of([0], [limit])))
+
+
+def _up_to(limit: int, ends: np.ndarray) -> tuple[np.ndarray, int]:
+    """Which documents come up to a limit, with the one that reaches it, and the number of that."""
+    last = int(np.searchsorted(ends, limit))
+    return np.arange(len(ends)) <= last, last
+
+
+def val_characters(data: DataSettings) -> int:
+    """The limit of separate validation data; 0: none."""
+    return int(data.max_tokens * Fraction(str(data.val_fraction)))
 
 
 def equal_parts(limit: int, totals: Sequence[int]) -> list[int]:

@@ -16,16 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 from windlass.errors import UserError
 from windlass.fileio import write_atomic
-
-if TYPE_CHECKING:
-    pass
 
 FOLDER, DESCRIPTION, JSON_FILE = "tokenizer", "windlass.json", "tokenizer.json"
 END_OF_TEXT, UNKNOWN = "<|endoftext|>", "\ufffd"
@@ -85,9 +82,8 @@ class Tokenizer:
         pieces = inner.get_vocab(with_added_tokens=True)
         self.vocab = max(pieces.values()) + 1
         # a model's configuration may have ids that its tokenizer does not have
-        valid = set(pieces.values())
-        self.ends = frozenset(i for i in (eot, *ends) if i in valid)
-        self.start: int | None = start if start in valid else None
+        self.ends = frozenset({eot, *ends}.intersection(pieces.values()))
+        self.start: int | None = start if start in pieces.values() else None
         self.begin: tuple[int, ...] = ()
         if inner.post_processor is not None:
             encoded = inner.encode("a")
@@ -100,9 +96,6 @@ class Tokenizer:
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
         self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"
-
-    def __reduce__(self) -> Any:
-        return Tokenizer, (self.kind, self.inner, self.eot, self.ends, self.start)
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -173,34 +166,31 @@ class Tokenizer:
                 missing = ", ".join(repr(chr(int(c))) for c in np.unique(points[ids < 0])[:8])
                 raise UserError(f"the character tokenizer's corpus has no {missing}")
             return ids
-        parts = list[np.ndarray]()
+        parts, before = [np.zeros(0, np.int64)], before.encode("utf-8", "replace").decode()
         for part in stretches(text.encode("utf-8", "replace").decode()):
-            if self.kind == "gpt2":
-                found = self._fast.encode_to_numpy(part, disallowed_special=())
-            else:
-                found = self._continue(part, before)
-            parts.append(found.astype(np.int64))
+            parts.append(self._ids_after(before, part))
             before = part
-        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
+        return np.concatenate(parts)
 
-    def _continue(self, text: str, before: str) -> np.ndarray:
-        """The ids of a stretch after the text `before`, by the library."""
-
-        def encode(part: str) -> np.ndarray:
-            try:
-                found = self.inner.encode_batch_fast([part], add_special_tokens=False)[0].ids
-            except Exception as error:  # the library raises a bare Exception
-                raise UserError(f"the tokenizer cannot encode the text: {error}") from None
-            ids = np.array(found, dtype=np.int64)
-            return ids if self.eot is None else ids[ids != self.eot]
-
-        if before and self._marks_start:
-            tail = before[-TAIL:].encode("utf-8", "replace").decode()
-            for head in (tail, "a", "\n"):
-                alone, both = encode(head), encode(head + text)
+    def _ids_after(self, before: str, text: str) -> np.ndarray:
+        """The ids of a stretch that continues the text `before`."""
+        if before and self.kind != "gpt2" and self._marks_start:
+            for head in (before[-TAIL:], "a", "\n"):
+                alone, both = self._stretch_ids(head), self._stretch_ids(head + text)
                 if np.array_equal(both[: len(alone)], alone):
                     return both[len(alone) :]
-        return encode(text)
+        return self._stretch_ids(text)
+
+    def _stretch_ids(self, text: str) -> np.ndarray:
+        if self.kind == "gpt2":
+            ids: np.ndarray = self._fast.encode_to_numpy(text, disallowed_special=())
+            return ids.astype(np.int64)
+        try:
+            found = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except Exception as error:  # the library raises a bare Exception
+            raise UserError(f"the tokenizer cannot encode the text: {error}") from None
+        ids = np.array(found, dtype=np.int64)
+        return ids if self.eot is None else ids[ids != self.eot]
 
     @cached_property
     def _marks_start(self) -> bool:

@@ -74,8 +74,8 @@ class DataSettings(Section):
     (`datasets`); `squad` or `squad:FILE.json`; token shards of other tools, as `shards:GLOB` or
     `shards:URL` (nanoGPT .bin, build-nanogpt .npy, llm.c .bin); or a list of these."""
     eval_source: Sources = ""
-    """Validation corpus, as `source`; empty: held out from it. Its limits are `val_fraction` of
-    `max_documents` and `max_tokens`. A training text that it also has is left out."""
+    """Validation corpus, as `source`; empty: held out from it. Its limit is `val_fraction` of
+    `max_tokens`. A training text that it also has is left out."""
     mix: list[MixSource] = []
     """A mixture instead of `source`: sources that are sampled by weight."""
     stages: list[MixStage] = []
@@ -110,8 +110,6 @@ class DataSettings(Section):
     vocabulary has more than 65,536 ids."""
     cache_gb: float = Field(20.0, gt=0)
     """With `shards:URL`: size of the cache on this machine's disk, in GB."""
-    max_documents: int = Field(0, ge=0)
-    """Most documents to read from each source; 0: all."""
     max_tokens: int = Field(0, ge=0)
     """Stop at the end of a document after about this number of training tokens; several sources
     give equal parts, and a shorter one all that it has; 0: all."""

@@ -36,8 +36,7 @@ VALIDATION = tuple(
     )
 )
 HELD_OUT = tuple(
-    f"data.{name}"
-    for name in ("source", "split", "max_documents", "max_tokens", "val_fraction", "val_shards")
+    f"data.{name}" for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
 )
 UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
 RECENT = 10  # logged steps from which the time left is computed
@@ -53,7 +52,7 @@ NO_CHOICE = (
     *(f"model.{name}" for name in ("layers", "heads", "kv_heads", "width", "ff_width", "context")),
     *("train.steps", "train.tokens_per_parameter", "train.global_batch"),
     *("train.precision", "train.tf32"),
-    *("data.max_documents", "data.max_tokens", "data.train_size"),
+    *("data.max_tokens", "data.train_size"),
 )
 
 
