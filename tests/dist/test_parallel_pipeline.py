@@ -39,7 +39,6 @@ from windlass.training.checks import norm_probe, replicas
 
 LAYERS = 5
 TIED = {"model__layers": LAYERS, "model__head_bias": True}
-TIED |= {"model__ngrams": 3, "model__ngram_rows": 49}
 UNTIED = {
     "model__layers": LAYERS,
     "model__tie_head": False,
@@ -309,7 +308,7 @@ def rejected(join):
     with join(recipe) as ranks:
         with pytest.raises(UserError, match=r"parallel\.pipeline = 2.*not Own"):
             parallelize(Own(), ranks, recipe)
-        frozen = ["blocks.[0-2].*", "embedding.*", "ngrams.*", "positions.*"]
+        frozen = ["blocks.[0-2].*", "embedding.*", "positions.*"]
         recipe = recipe.replace({"model.freeze": frozen, "model.tie_head": False})
         assert split_blocks(recipe.model, VOCAB, 2)[0] == range(3)
         with pytest.raises(UserError, match=r"model\.freeze.*stage 0 of 2"):

@@ -97,7 +97,6 @@ def allocations(call) -> list[int]:
         {"dropout": 0.1},
         {"qk_norm": True},
         {"logit_cap": 15.0},
-        {"ngrams": 3},
         {"position": "rope", "norm": "rmsnorm", "ff_width": 100, "activation": "gelu_tanh"},
         {**MODERN, "dropout": 0.1, "kv_heads": 2},
     ],

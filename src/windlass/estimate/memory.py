@@ -162,8 +162,6 @@ class Step:
         self.gathered = self.compute * rank.unit_blocks * rank.block
         # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
         self.head = self.master * rank.table * (rank.first or rank.last)
-        # What is looked up beside the positions: a unit of FSDP2 if the head is not tied.
-        self.tables = self.head + self.master * rank.ngrams
         # The largest matrix of a block, whose gradient exists twice for a moment.
         rows = max(model.ff_width_ // parts, self.queries + 2 * self.kv)
         self.largest = rows * model.width * self.master
@@ -293,7 +291,6 @@ class Step:
         if model.position == "rope":  # the tables that all blocks share
             tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.master
-        saved += 8 * self.n * (model.ngrams - 1) * rank.first  # the rows of n-grams
         saved += self.document_masks()
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 
@@ -413,7 +410,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     in_unit, gathered = step.rank.unit_blocks, step.gathered
     units = -(-layers // in_unit)
     stays, keeps = layout.policy.keeps_gathered, layout.pipeline == 1  # the last unit stays
-    wide, looked_up = int(low * end), end if tied else step.tables  # the gathered head, the tables
+    wide = int(low * end)  # the gathered head
     root = wide if tied or stays else 0  # while blocks compute
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
@@ -451,14 +448,14 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
-        others += int(low * looked_up) * (left == 1 and keeps and not tied and not stays)  # ahead
+        others += int(low * end) * (left == 1 and keeps and not tied and not stays)  # ahead
         yield from _backward_of_unit(step, blocks, gradients, others, whole)
-    gradients = looked_up + (shards or on_device * layers * step.block // shard)
-    gradients += int(step.head * (1 + low + whole)) if tied else looked_up * whole
-    at, wide = "backward of the embedding", int(low * looked_up)
+    gradients = end + (shards or on_device * layers * step.block // shard)
+    gradients += int(step.head * (1 + low + whole)) if tied else end * whole
+    at, wide = "backward of the embedding", int(low * end)
     yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
-    gradients, at = looked_up + on_device * step.weights // shard, "reduction of the embedding"
-    yield Memory(gradients=gradients, buffers=looked_up + wide, at=at)
+    gradients, at = end + on_device * step.weights // shard, "reduction of the embedding"
+    yield Memory(gradients=gradients, buffers=end + wide, at=at)
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")
 
 

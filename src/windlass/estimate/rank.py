@@ -255,12 +255,6 @@ class Rank:
         return -(-self.vocab // self.layout.tensor) * self.model.width
 
     @cached_property
-    def ngrams(self) -> int:
-        """Entries of the table of n-grams; each n-gram has a row."""
-        m = self.model
-        return self.first * (m.ngrams > 1) * -(-m.ngram_rows // self.layout.tensor) * m.width
-
-    @cached_property
     def sizes(self) -> Parameters:
         """All parameters of the model."""
         return count(self.model, self.vocab)
@@ -279,7 +273,7 @@ class Rank:
         tables = self.first + self.last * (not self.tied)
         bias = self.last * self.model.head_bias * -(-self.vocab // self.layout.tensor)
         blocks = self.layers * (self.block - self.block_replicated)
-        return tables * self.table + self.ngrams + bias + blocks + self.replicated
+        return tables * self.table + bias + blocks + self.replicated
 
     @property
     def flops_per_token(self) -> int:

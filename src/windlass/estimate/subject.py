@@ -75,7 +75,6 @@ class Subject:
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
         names = ["positions", "attention", "feed_forward", "norms"]
-        names = ["ngrams", *names] if model.ngrams > 1 else names
         names = ["embedding", *names, "head"] if vocab else names
         parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
