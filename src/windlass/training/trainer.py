@@ -58,7 +58,6 @@ from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
 from windlass.training.evaluator import Evaluator, check_evaluations
-from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
@@ -126,7 +125,6 @@ class Trainer:
             *(place, recipe, ranks, data, self.batch, self.facts),
             *(self.model, self.optimizer, self.average),
         )
-        self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
         fp16 = self.facts.precision == "fp16"
@@ -332,22 +330,17 @@ class Trainer:
         staged = isinstance(self.model, StagedGPT)
         last = self.model.pipeline.layers[-1] if staged else None  # the blocks before the loss
 
-        def compute_loss(micro: MicroBatch, **stage: Any) -> torch.Tensor:
-            with autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
-                result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-            if stage.get("layers") is not last:  # hidden states for the next stage
-                return result
-            return scalar(result) / max(1, counts.wait()[0])
-
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Nobody knows whether a user's module draws random numbers.
             seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
+            stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
             with timer.phase("forward"):
-                result = compute_loss(micro, **stage)
-            if stage.get("layers") is not last:
-                return result
+                with autocast(self.recipe, ranks.device):
+                    result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
+                if stage.get("layers") is not last:  # hidden states for the next stage
+                    return result  # type: ignore[no-any-return]
+                result = scalar(result) / max(1, counts.wait()[0])
             loss.add_(result.detach())
             return result if scale is None else result * scale
 
@@ -359,8 +352,6 @@ class Trainer:
         sync = partial(sync_gradients, self.model, ranks.strategy)
         if isinstance(self.model, StagedGPT):
             self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
-        elif self.halves is not None:
-            self.halves.train(batch.micro, forward, backward, compute_loss, loss, scale)
         else:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
