@@ -23,6 +23,9 @@ from windlass.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+COMPILED_STEPS = (
+    1000  # a shorter run may lose more time by compiling (up to a minute) than it saves
+)
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 
 
@@ -120,6 +123,16 @@ class Layout:
         return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
 
 
+def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
+    """`train.compile` with `auto` resolved; `steps`: of the run, if the recipe has no number."""
+    train = recipe.train
+    if train.compile != "auto":
+        return train.compile
+    steps = train.steps if isinstance(train.steps, int) else steps
+    own = recipe.model.kind == "gpt" and not train.deterministic
+    return device == "cuda" and own and steps >= COMPILED_STEPS
+
+
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
     """The layout of a recipe on `world` ranks; `precision` replaces `auto`."""
     strategy, batch, parallel = recipe.strategy(world), recipe.batch(world, device), recipe.parallel
@@ -127,11 +140,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     parts = parallel.context if strategy.shards_optimizer else 1
-    compiles = recipe.train.compile
-    if compiles == "auto":  # short runs do not (`search.Machine.compiles`)
-        compiles = (
-            device == "cuda" and recipe.model.kind == "gpt" and not recipe.train.deterministic
-        )
     return Layout(
         strategy.name,
         world,
@@ -152,7 +160,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.chunks if parallel.pipeline > 1 else 1,
         recipe.train.average.enabled,
         share=batch.share,
-        compile=compiles,
+        compile=compiles(recipe, device),
         program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )
 

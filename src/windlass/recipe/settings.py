@@ -57,10 +57,6 @@ class TrainSettings(Section):
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
     largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module;
     not run on a GPU). It is less after memory ran out. A resumed run keeps it."""
-    fit: bool = False
-    """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
-    `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
-    lists. The run's recipe stores the choice."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
@@ -73,8 +69,7 @@ class TrainSettings(Section):
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks, as one graph, and the loss with `torch.compile`. `auto`: on a GPU, for
-    Windlass's own GPT without `deterministic`, if the run saves more time than a minute of compiling
-    (predicted)."""
+    Windlass's own GPT without `deterministic`, in a run of at least 1,000 steps."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0: no clipping."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -99,8 +94,7 @@ class TrainSettings(Section):
     average: AverageSettings = AverageSettings()
     """`train.average.kind`, `.beta`, `.last`, `.every`."""
     startup_checks: bool = True
-    """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
-    sums its loss, at step 1."""
+    """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)
     """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's number, or cores / ranks of a host."""
 

@@ -179,8 +179,6 @@ def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
     """The settings that a resume changes and records: key -> [old, new]."""
     old, new = run.recipe.flat(), recipe.flat()
     unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
-    later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
-    unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
     if recipe.run.base in ("", run.recipe.run.base):
         unrecorded = (*unrecorded, "run.base")
     differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]

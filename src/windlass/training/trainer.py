@@ -110,7 +110,7 @@ class Trainer:
         console.begin("building the model, with its first weights")
         self.model, self.facts = setup.prepare_model(
             *(plan, ranks, data, built, custom, place.choice),
-            resolve_compile(plan, ranks, data, self.horizon, custom, place.notes),
+            resolve_compile(recipe, ranks, self.horizon, custom, place.notes),
         )
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
