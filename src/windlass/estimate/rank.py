@@ -148,7 +148,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.activation_checkpointing,
         parallel.offload,
         batch.micro_batch,
-        batch.largest.accumulation,
+        batch.accumulation,
         device,
         parallel.reduce_each_micro_batch,
         0,

@@ -106,7 +106,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
         division: Settings = {"parallel.tensor": t, "parallel.context": c, "parallel.pipeline": p}
         division |= {"parallel.strategy": "auto", "parallel.offload": False}
         division |= {"parallel.shard_size": 0}
-        samples = math.gcd(*train.batches.sizes) // max(1, world // (t * c * p))
+        samples = train.global_batch // max(1, world // (t * c * p))
         sizes = [n for n in range(1, samples + 1) if samples % n == 0]
         for size in [train.micro_batch] if train.micro_batch else sizes:
             settings = division | {"train.micro_batch": size}

@@ -104,7 +104,7 @@ class Subject:
         horizon = self.recipe.horizon(steps, self.samples_per_epoch)
         stages = stages_of(self.recipe.data, horizon, list(map(len, self.mixture.parts)))
         mixture = Mixture(self.mixture, stages, self.recipe.run.seed)
-        mixture.check(steps, horizon.batches)
+        mixture.check(steps, horizon.samples_per_step)
         return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:

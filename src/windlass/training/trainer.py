@@ -258,7 +258,7 @@ class Trainer:
                 self.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
-                samples = horizon.batches.at(state.step)
+                samples = horizon.samples_per_step
                 state.advance(samples, result.tokens, result.label_tokens)
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
@@ -297,7 +297,7 @@ class Trainer:
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    sources = self.losses.take_sources(horizon.batches)
+                    sources = self.losses.take_sources(samples)
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.checkpoints.save()
@@ -458,7 +458,7 @@ class Trainer:
         averages = self.average.tensors if saved.averaged else {}
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
-        first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
+        first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         samples = (first, stop_sample)
         record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
         decide_on_rank_0(self.ranks, "rewind", record)
