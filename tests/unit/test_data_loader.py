@@ -46,8 +46,8 @@ class Unequal(Numbers):
         return np.where(inside, indices[:, None], 0), np.where(inside, indices[:, None], -100)
 
 
-def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, schedule=(), **options):
-    plan = plan_batch(global_batch, micro, world, 512, schedule=schedule)
+def run(samples, steps, *, global_batch=12, micro=0, world=1, prefetch=2, **options):
+    plan = plan_batch(global_batch, micro, world, 512)
     found = [dict[int, list[int]]() for _ in range(steps)]
     for rank in range(world):
         with Loader(samples, plan, rank, 5, prefetch=prefetch, **options) as loader:

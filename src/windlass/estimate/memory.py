@@ -25,10 +25,8 @@ Network = ModelSettings | CountedSizes
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-FEW = {"cpu": 4, "cuda": 1}
-TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
-"""Logits that `windlass.model.loss` holds at a time, uncompiled and compiled; that module needs
-torch, so a test keeps the numbers equal."""
+"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
+two equal."""
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -319,22 +317,19 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        device, divided = self.layout.device, self.layout.tensor > 1
-        tail = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"] // FEW["cpu"]
+        limit, tail = CHUNK_BYTES[self.layout.device], self.layout.tail
         each = c + capped * wide if tail else 4
-        limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
-        if 4 * n * V <= CHUNK_BYTES[device] // FEW[device] and not divided and not tail:
+        if 4 * n * V <= limit // 4 and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
-        chunk = -(-n // -(-n // limit))  # equal chunks
+        chunk = -(-n // -(-n // max(1, limit // (each * V))))  # equal chunks, in tokens
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
-        # With the slope of a cap; without one a CPU's log-probabilities take the place of the logits.
-        copies = 2 + capped if capped or divided or device != "cpu" else 1
-        loss = chunk * V * each if tail else copies * chunk * V * wide
+        # The logits and their log-probabilities, with the slope of a cap.
+        loss = chunk * V * each if tail else (2 + capped) * chunk * V * wide
         # The gradient at the logits, and the head's, which is added in autocast's precision.
         inside = max(loss, chunk * V * c + (V * d * c if c < wide else 0))
         return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
