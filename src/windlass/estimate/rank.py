@@ -23,9 +23,7 @@ from windlass.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
-COMPILED_STEPS = (
-    1000  # a shorter run may lose more time by compiling (up to a minute) than it saves
-)
+COMPILED_STEPS = 1000  # in a shorter run, compiling may take more time (a minute) than it saves
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 
 
