@@ -50,7 +50,6 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "parameters": [p for p in model.parameters() if p.requires_grad],
         "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
         "losses": LossSum(state, ranks),
-        "halves": None,
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }

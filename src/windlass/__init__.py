@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from windlass.evaluation.suites import evaluate
     from windlass.evaluation.text import generate, sample
     from windlass.interop.export import export
-    from windlass.interop.soup import average
     from windlass.recipe import Recipe
     from windlass.reports.write import Report, report
     from windlass.run import Run
@@ -38,7 +37,6 @@ __all__ += [
     "Suite",
     "UserError",
     "__version__",
-    "average",
     "evaluate",
     "export",
     "generate",
@@ -57,7 +55,6 @@ _NAMES = {
     "evaluation.suites": "evaluate",
     "evaluation.text": "generate sample",
     "interop.export": "export",
-    "interop.soup": "average",
     "recipe": "Recipe",
     "reports.write": "Report report",
     "run": "Run",

@@ -26,7 +26,6 @@ Line = dict[str, Any]
 
 ALIVE_SECONDS = 60.0  # a run with a younger heartbeat is running, if its lock cannot tell
 LOCK = ".lock"  # the training process holds it from its start to its end
-SOUP = "average.json"  # in a directory of `windlass average`: the checkpoints and coefficients
 OCCUPIED = "another process trains in"  # the start of the error about a locked directory
 PLACE = ("kind", "step", "time", "attempt", "suite", "epoch", "samples_trained")
 """Fields that say where in the run a line belongs."""

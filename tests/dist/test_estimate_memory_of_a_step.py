@@ -23,9 +23,7 @@ SHAPES = {  # what takes most of the memory: settings, vocabulary, micro-batch
 }
 # a large embedding and head; in the second one the loss is computed in chunks
 SMALL = WIDE | {"layers": 3, "context": 32, "tie_head": False}
-NGRAMS = WIDE | {"layers": 3, "ngrams": 3, "ngram_rows": 6000}
 TABLES = {"tables": (SMALL, 3000, 1), "chunks": (SMALL, 60_000, 8)}
-TABLES |= {"ngrams": (NGRAMS, 300, 2), "untied": (NGRAMS | {"tie_head": False}, 300, 2)}
 
 
 def compare(shape, world=1, accumulation=1, **overrides):
@@ -95,15 +93,6 @@ def test_two_ranks(shape, case):
 def test_embedding_and_head_are_gathered_one_after_the_other(settings):
     predicted, _, peak = compare("tables", world=2, parallel__strategy="full_shard", **settings)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["single", slow("ddp"), "full_shard", slow("shard_grad_op")])
-@pytest.mark.parametrize("shape", [slow("ngrams"), "untied"])
-def test_a_table_of_ngrams(shape, strategy):
-    world = 1 if strategy == "single" else 2
-    predicted, _, peak = compare(shape, world=world, parallel__strategy=strategy)
-    assert predicted.total == pytest.approx(peak, rel=0.05), predicted
 
 
 @pytest.mark.dist

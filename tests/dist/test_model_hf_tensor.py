@@ -122,21 +122,12 @@ def test_gathered_and_fused_layers_are_those_of_one_process(tmp_path, kind):
         assert max(distance(outcome, wanted)) < 1e-9
 
 
-MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
-MLA |= {"v_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4}
-EXPERTS = {
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, **MLA},
-}
-
-
 @FULL
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", EXPERTS)
-def test_experts_and_latent_keys_in_float32(tmp_path, kind):
+def test_experts_in_float32(tmp_path):
     """Within the rounding that was measured; kernels for experts have no float64."""
-    sizes = {"num_hidden_layers": 2, "moe_intermediate_size": 16, "topk_group": 1}
-    hf_fixtures.save(kind, tmp_path, vocab=VOCAB, **sizes, **EXPERTS[kind])
+    sizes = {"num_hidden_layers": 2, "num_local_experts": 4}
+    hf_fixtures.save("mixtral", tmp_path, vocab=VOCAB, **sizes)
     more = keys(tmp_path)
     [wanted] = run_ranks(trained, 1, settings("fp32", "single", **more))
     recipes = [settings("fp32", s, 1, 2, **more, parallel__tensor=2) for s in ("ddp", "full_shard")]

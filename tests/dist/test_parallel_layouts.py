@@ -33,8 +33,6 @@ NEW = {
     "model__tie_head": False,
     "model__logit_cap": 5.0,
     "model__attn_bias": False,
-    "model__ngrams": 3,
-    "model__ngram_rows": 49,
 }
 PARTS = {"old": OLD, "new": NEW}
 LAYOUTS = {

@@ -11,7 +11,6 @@ from harness import run_ranks
 from windlass.data.loader import Loader
 from windlass.data.mixture import MixedSamples, Mixture, Stage
 from windlass.evaluation.likelihood import evaluate_loss
-from windlass.recipe import BatchSizes
 from windlass.training.state import LossSum
 
 pytestmark = pytest.mark.dist
@@ -60,7 +59,7 @@ def by_source(join, recipe):
                 trainer.losses.read()
             if step in (2, 5):
                 trainer.losses.read()
-                fields.append(trainer.losses.take_sources(BatchSizes(BATCH)))
+                fields.append(trainer.losses.take_sources(BATCH))
         evaluated = evaluate_loss(model, mixed(spread=True), ranks, 4, 30, whole=True)
         return fields, {k: v for k, v in evaluated.items() if "loss" in k}
 
@@ -132,7 +131,7 @@ def test_the_losses_are_those_of_the_rows_one_by_one():
             trainer.state.advance(BATCH, result.tokens, result.label_tokens)
             trainer.losses.add(result.loss)
             trainer.losses.read()
-            shown = trainer.losses.take_sources(BatchSizes(BATCH))
+            shown = trainer.losses.take_sources(BATCH)
             return {k: v for k, v in shown.items() if k.endswith("loss")}, expected
 
     [(shown, expected)] = run_ranks(both, 1)

@@ -2,7 +2,6 @@
 evaluated, exported; and the mean of several checkpoints.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,8 @@ def ema(corpus, tmp_path_factory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def plain(ema, tmp_path_factory) -> Run:
-    """A soup, which has no average of its own."""
-    return windlass.average([ema, ema], tmp_path_factory.mktemp("plain") / "soup")
+def plain(corpus, tmp_path_factory) -> Run:
+    return train(recipe_of(corpus, tmp_path_factory.mktemp("plain") / "run"))
 
 
 def kind_of(run: Run) -> str:
@@ -208,51 +206,9 @@ def test_the_best_checkpoint_by_the_average(corpus, tmp_path):
     assert run.summary["best_score"] == scores[best]
 
 
-def test_a_soup_is_the_mean_of_its_checkpoints(corpus, tmp_path, ema):
-    other = train(recipe_of(corpus, tmp_path / "other", **EVERY_STEP | {"run.seed": 5}))
-    soup = windlass.average([f"{ema.path}@8", other], tmp_path / "soup")
-    weighted = windlass.average([ema, other, f"{ema.path}@4"], tmp_path / "w", [0.5, -0.25, 0.75])
-    parts = [(at(ema, 8), 0.5), (at(other, STEPS), 0.5)]
-    three = [(at(ema, STEPS), 0.5), (at(other, STEPS), -0.25), (at(ema, 4), 0.75)]
-    for run, mixed in ((soup, parts), (weighted, three)):
-        made = at(run, STEPS)
-        assert made.names() == at(ema, STEPS).names("model/")
-        for name in made.names():
-            wanted = sum(c.tensor(name).double() * part for c, part in mixed)
-            torch.testing.assert_close(made.tensor(name), wanted.float(), rtol=0, atol=1e-7)
-    of = json.loads((soup.path / "average.json").read_text())["of"]
-    assert [part["coefficient"] for part in of] == [0.5, 0.5]
-    assert of[0]["checkpoint"].endswith("step-00000008")
-    loss = windlass.evaluate(soup).results["loss"]["loss"]
-    assert loss > 0 and len(windlass.generate(soup, "ab", max_tokens=3)) >= 0
-    assert windlass.export(soup, tmp_path / "hf").is_dir()
-    begun = train(
-        recipe_of(
-            corpus, tmp_path / "next", **{"model.init_from": f"'{soup.path}'", "train.steps": 1}
-        )
-    )
-    assert begun.lines("eval")[0]["loss"] == pytest.approx(loss, rel=1e-5)
-    with refused("model.init_from", str(soup.path), "run.dir"):
-        train(recipe_of(corpus, soup.path))
-    one = windlass.average([ema], tmp_path / "one", weights="average")
-    for name in at(one, STEPS).names():
-        average = name.replace("model/", "average/")
-        assert torch.equal(at(one, STEPS).tensor(name), at(ema, STEPS).tensor(average))
-    wider = train(recipe_of(corpus, tmp_path / "wide", **{"model.width": 32, "train.steps": 1}))
-    with refused("model.width is 32 there and 16 here", str(wider.path)):
-        windlass.average([ema, wider], tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["average", "RUN", "--to", "new"], "name several"),
-        (["average", "RUN", "RUN", "--to", "RUN"], "not empty"),
-        (["average", "RUN", "RUN", "--to", "new", "--coefficients", "1,1"], "--coefficients"),
-        (["average", "RUN", "RUN", "--to", "new", "--coefficients", "a"], "0.5,0.5"),
-        (["average", "RUN", "nowhere", "--to", "new"], "nowhere"),
-        (["average", "PLAIN", "--to", "new", "--weights", "average"], "train.average.kind = none"),
         (["eval", "PLAIN", "--weights", "average"], "--weights average"),
         (["sample", "PLAIN", "--weights", "average"], "train.average.kind = none"),
         (["export", "PLAIN", "new", "--weights", "mean"], "raw or average"),

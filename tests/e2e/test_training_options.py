@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, untouched
 
-from helpers import refused
 from windlass import train
 from windlass.data.loader import Loader
 from windlass.data.open import open_data
@@ -20,11 +19,10 @@ from windlass.run import Run, last_start
 
 __all__ = ["corpus"]
 
-SIZES = [8] * 3 + [12] * 4 + [16] * 5
+SIZES = [8] * 12
 OPTIONS = {
     "train.z_loss": 1e-3,
     "train.label_smoothing": 0.1,
-    "train.batch_schedule": "[[3,12],[7,16]]",
     "optim.schedule.kind": "wsd",
     "optim.schedule.warmup": 2,
     "optim.schedule.decay": 6,
@@ -33,9 +31,7 @@ OPTIONS = {
 }
 
 
-def test_stopped_in_every_part_of_a_batch_schedule_it_ends_as_if_nothing_had_happened(
-    corpus, tmp_path
-):
+def test_stopped_many_times_it_ends_as_if_nothing_had_happened(corpus, tmp_path):
     recipe = recipe_of(corpus, tmp_path / "run", micro=2, **OPTIONS)
     for step in (2, 3, 5, 9):
         run = stopped(recipe, step)
@@ -59,9 +55,6 @@ def test_stopped_in_every_part_of_a_batch_schedule_it_ends_as_if_nothing_had_hap
         s for s in range(1, 13) if sum(SIZES[:s]) // per_epoch > sum(SIZES[: s - 1]) // per_epoch
     ]
     assert ended == edges
-    changed = recipe.replace({"train.batch_schedule": [[3, 12], [10, 16]]})
-    with refused("train.batch_schedule"):
-        train(changed)
 
 
 def test_reported_losses_are_the_cross_entropy_and_gradients_the_objectives(corpus, tmp_path):
@@ -112,7 +105,7 @@ def test_killed_and_resumed_with_all_options_is_bit_for_bit_the_same(corpus, tmp
 
 @pytest.mark.dist
 @pytest.mark.full
-def test_other_numbers_of_ranks_continue_a_batch_schedule(corpus, tmp_path):
+def test_other_numbers_of_ranks_continue_a_run_with_all_options(corpus, tmp_path):
     """The same samples and, to rounding, the same losses."""
     reference, run = Run(tmp_path / "one"), Run(tmp_path / "moving")
     assert start(1, settings(corpus, reference.path, micro=1, **OPTIONS)) == 0

@@ -204,7 +204,7 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "c4-30m": {},
     "c4-29m": {},
     "rope": {"position": "rope", "norm": "layernorm", "kv_heads": 2, "qk_norm": True}
-    | {"activation": "relu2", "dropout": 0.1, "ngrams": 3, "ngram_rows": 200},
+    | {"activation": "relu2", "dropout": 0.1},
     "none": {"position": "none", "logit_cap": 5.0, "tie_head": True, "head_bias": True}
     | {"attn_bias": True, "ff_width": 50},
     "mup": {"mup": {"base_width": 8, "base_head_width": 4, "input_multiplier": 3.0}}

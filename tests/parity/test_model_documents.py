@@ -109,7 +109,6 @@ def check_equal(model: Any, joined: list[Batch[Any]], single: list[Batch[Any]]) 
 SHAPES: dict[str, dict[str, Any]] = {
     "rope": {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
     "learned": {"position": "learned", "activation": "gelu"},
-    "ngrams": {"position": "learned", "ngrams": 3, "ngram_rows": 300},
 }
 
 
@@ -123,8 +122,6 @@ def test_a_packed_row_is_its_texts_one_by_one(
     recipe = Recipe.model_validate({"model": settings})
     model = build_model(recipe, 200, device="cpu").double()
     initialise(model, 1)
-    if shape == "ngrams":  # they begin at zero
-        model.ngrams.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
     check_equal(model, *conversations())
     check_equal(model, *texts(tmp_path))
 

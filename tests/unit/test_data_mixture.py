@@ -28,7 +28,7 @@ from windlass.data.open import open_data, open_samples
 from windlass.data.prepare import find_prepared
 from windlass.data.samples import Batch
 from windlass.errors import UserError
-from windlass.recipe import BatchSizes, Horizon, Recipe, plan_batch
+from windlass.recipe import Horizon, Recipe, plan_batch
 
 
 class Part:
@@ -154,8 +154,8 @@ def test_limits_are_exact_and_their_share_goes_to_the_others():
     assert 0.2 < (between == 1).mean() < 0.55
     ends = mixture(stage(0, (0.0, 0.3, 0.2), (0, 180, 40)))
     with pytest.raises(UserError, match=r"data.mix: .* after 13 steps.* has 20:.*epochs"):
-        ends.check(20, BatchSizes(16))
-    ends.check(13, BatchSizes(16))
+        ends.check(20, 16)
+    ends.check(13, 16)
 
 
 def test_a_branch_continues_every_source_where_it_was():
@@ -193,7 +193,7 @@ def test_samples_that_a_rewind_left_out_are_not_counted():
     kept = np.concatenate([sources[:1000], sources[1700:]])
     for step in (10, 124, 125, 126, 200):
         expected = np.bincount(kept[: step * 8], minlength=3)
-        assert mixed.read(step, BatchSizes(8), left_out).tolist() == expected.tolist()
+        assert mixed.read(step, 8, left_out).tolist() == expected.tolist()
 
 
 def test_every_world_and_micro_batch_reads_the_same_samples():

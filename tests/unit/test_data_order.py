@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.data.order import Order, describe_order, step_samples
-from windlass.recipe.units import BatchSizes
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -86,9 +85,7 @@ RANGES = st.lists(
 def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
     left_out = {n for start, stop in skipped for n in range(start, stop)}
     wanted = [n for n in range(1000) if n not in left_out]
-    found = np.concatenate(
-        [step_samples(step, BatchSizes(global_batch), skipped) for step in range(20)]
-    )
+    found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
     assert found.tolist() == wanted[: len(found)]
 
 

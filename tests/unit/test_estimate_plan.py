@@ -168,21 +168,6 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
         recipe.check_packages()
 
 
-def test_a_plan_counts_the_samples_of_a_batch_schedule():
-    own = ["train.batch_schedule=[[1000,1024]]", "train.steps=1500"]
-    result = plan("gpt2-124m", own, world=8, device="A100-40GB")
-    tokens = 1024 * (1000 * 512 + 500 * 1024)
-    assert result.tokens == tokens == pytest.approx(result.padded_tokens_per_step * 1500)
-    assert result.speed is not None and result.seconds is not None
-    assert result.seconds == pytest.approx(tokens / result.speed.tokens_per_s)
-    [change] = [m for m in result.milestones if m.what == "batch changes"]
-    assert change.first == change.last == 1000
-    assert change.first_seconds == pytest.approx(result.seconds / 2)
-    first = result.memory[0].layout
-    assert (first.accumulation * first.micro_batch, first.share) == (128, 64)
-    assert all(64 % row.largest_micro_batch == 0 for row in result.memory)
-
-
 def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it():
     result = plan("shakespeare-char", ["model.vocab=0"], device="A100-80GB")
     assert "windlass prepare" in result.unknown["size"] + result.unknown["epochs"]

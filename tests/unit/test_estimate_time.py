@@ -2,7 +2,6 @@
 beside the real time.
 """
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from windlass.estimate.milestones import (
     seconds_until,
 )
 from windlass.estimate.plan import past_speed, plan, predicted_speed
+from windlass.estimate.rank import compiles, layout_of
 from windlass.estimate.search import Machine
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import measured_speed, predicted_and_actual
@@ -181,24 +181,16 @@ def test_predicted_speed():
     assert l4.range is None and "no published run on NVIDIA L4" in l4.detail
 
 
-def test_auto_compiles_where_a_run_saves_more_than_a_minute():
-    r, device = Recipe.load("gpt2-124m"), find_device("A100-80GB")
-    machine = Machine(device, 8, "bf16")
-
-    def seconds(compiled):
-        own = r.replace({"train.compile": compiled})
-        subject = Subject(own, 8, device, "bf16", 50257, 1000, 1024.0)
-        speed, _ = predicted_speed(subject, Machine.of(subject, 0))
-        return r.train.global_batch * 1024 / speed.tokens_per_s
-
-    enough = math.ceil(60 / (seconds(False) - seconds(True)))
-    assert [machine.compiles(r, 50257, n) for n in (enough - 1, enough + 1)] == [False, True]
-    assert machine.compiles(r.replace("train.compile=true"), 50257, 1)
-    for never in ("train.compile=false", "train.deterministic=true"):
-        assert not machine.compiles(r.replace(never), 50257, 10**6)
-    hf = r.replace({"model.kind": "hf", "model.name": "gpt2"})
-    assert not machine.compiles(hf, 50257, 10**6)
-    assert not Machine(find_device("cpu"), 8, "fp32").compiles(r, 50257, 10**6)
+def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
+    r = Recipe.load("gpt2-124m", ["train.steps=1000"])
+    assert compiles(r, "cuda") and layout_of(r, 8, "cuda").compile
+    assert compiles(r.replace("train.compile=true", "train.steps=1"), "cpu")
+    for never in ("train.compile=false", "train.deterministic=true", "train.steps=999"):
+        assert not compiles(r.replace(never), "cuda"), never
+    assert not compiles(r, "cpu")
+    assert not compiles(r.replace({"model.kind": "hf", "model.name": "gpt2"}), "cuda")
+    epochs = r.replace('train.steps="1 epoch"')
+    assert [compiles(epochs, "cuda", steps) for steps in (999, 1000)] == [False, True]
 
 
 @pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])

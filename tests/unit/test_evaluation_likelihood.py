@@ -38,8 +38,6 @@ def gpt(vocab: int = 257, context: int = 48, seed: int = 1, **settings: Any) -> 
     shape = {"layers": 2, "heads": 2, "width": 32, "context": context, "init_std": 0.2, **settings}
     model = build_model(Recipe.model_validate({"model": shape}), vocab, device="cpu")
     initialise(model, seed)
-    if model.settings.ngrams > 1:  # they begin at zero
-        model.ngrams.weight.data.normal_(generator=torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -87,7 +85,6 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, monkeypa
         {"position": "learned", "context": 24},
         {"position": "rope", "context": 64, "kv_heads": 1, "qk_norm": True},
         {"position": "none", "context": 64, "tie_head": False, "head_bias": True},
-        {"ngrams": 3, "ngram_rows": 500, "context": 48},
     ],
 )
 def test_endings_of_one_context_do_not_see_one_another(settings, most, monkeypatch):

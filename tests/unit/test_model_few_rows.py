@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.model.few_rows import WEIGHTS, FewRows, Products, least_rows
+from windlass.model.few_rows import WEIGHTS, FewRows, few_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="needs a torch with MKL"
@@ -33,7 +33,7 @@ def test_products_of_few_rows_are_those_of_float64(shape: tuple[int, int], bias:
     layer, whole = nn.Linear(1024, WEIGHTS // 1024 + 3, bias=bias), torch.randn(*shape, 2048)
     for x in (whole[..., 1024:], whole[..., :1024].contiguous()):
         expected = deepcopy(layer).double()(x.double())
-        with Counted() as products, Products(layer).of(8):
+        with Counted() as products, few_rows(layer):
             mine = layer(x)
         assert mine.shape == expected.shape and products.count == 1
         torch.testing.assert_close(mine, expected.float(), rtol=1e-5, atol=1e-5)
@@ -41,7 +41,7 @@ def test_products_of_few_rows_are_those_of_float64(shape: tuple[int, int], bias:
 
 @torch.no_grad()
 def test_other_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.model.few_rows.least_rows", lambda: 4)  # as on Intel's
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: "GenuineIntel")
     large, small = nn.Linear(1024, WEIGHTS // 1024), nn.Linear(1024, WEIGHTS // 1024 - 1)
     x = torch.randn(8, 1024)
     double = deepcopy(large).double()
@@ -53,9 +53,7 @@ def test_other_products_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> Non
             with torch.autocast("cpu"):
                 assert layer(rows).dtype in (torch.bfloat16, torch.float64)
         assert products.count == 0
-    assert not isinstance(Products(small).of(8), FewRows) and not isinstance(
-        Products(large).of(1), FewRows
-    )
+    assert isinstance(few_rows(large), FewRows) and not isinstance(few_rows(small), FewRows)
 
 
 @torch.no_grad()
@@ -66,32 +64,10 @@ def test_one_row_on_a_cpu_of_each_vendor(
     info = f"vendor_id\t: {vendor}\n"
     monkeypatch.setattr(Path, "exists", lambda path: path == Path("/proc/cpuinfo"))
     monkeypatch.setattr(Path, "read_text", lambda path, **_: info)
-    monkeypatch.setattr("windlass.model.few_rows.least_rows", least_rows.__wrapped__)
     layer, x = nn.Linear(1024, WEIGHTS // 1024), torch.randn(1, 1024)
-    with Counted() as products, Products(layer).of(1):
+    with Counted() as products, few_rows(layer):
         mine = layer(x)
     assert products.count == count
     torch.testing.assert_close(
         mine.double(), deepcopy(layer).double()(x.double()), atol=1e-5, rtol=0
     )
-
-
-@torch.no_grad()
-def test_a_matrix_is_packed_once_in_a_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound on the size leaves larger models in place."""
-    layer, x = nn.Linear(1024, WEIGHTS // 1024 + 3), torch.randn(8, 1024)
-    expected = deepcopy(layer).double()(x.double()).float()
-    products = Products(layer)
-    for _ in range(2):
-        with products.of(8):
-            torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-            other = layer.weight * 1.0  # not a parameter of the model
-            torch.testing.assert_close(nn.functional.linear(x, other), expected - layer.bias)
-        assert products.packed is not None and list(products.packed) == [id(layer.weight)]
-        first, *_ = products.packed.values()
-        assert first is not None and first.is_mkldnn
-    monkeypatch.setattr("windlass.model.few_rows.MOST_PACKED", layer.weight.nbytes - 1)
-    products = Products(layer)
-    with products.of(8):
-        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
-    assert products.packed is None

@@ -42,7 +42,6 @@ BIASES: list[dict[str, Any]] = [
     {"head_bias": True},
     {"attn_bias": False, "norm_bias": False, "final_norm": False},
     {"attn_bias": False, "ff_bias": False, "head_bias": True, "logit_cap": 4.0},
-    {"ngrams": 3, "ngram_rows": 40},
 ]
 """Beside the defaults: every bias but the head's, and a final norm."""
 
@@ -50,8 +49,6 @@ BIASES: list[dict[str, Any]] = [
 def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
     model = GPT(ModelSettings(**{**SMALL, **settings}), VOCAB).to(dtype)
     initialise(model, seed)
-    if model.settings.ngrams > 1:
-        model.ngrams.weight.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
     return model
 
 
@@ -96,7 +93,6 @@ def check_count(model: GPT) -> None:
     expected = Parameters(
         embedding=part("embedding."),
         positions=part("positions."),
-        ngrams=part("ngrams."),
         attention=part(".attn."),
         feed_forward=part(".ff."),
         norms=part("norm."),
@@ -141,7 +137,6 @@ def test_rotation_turns_pairs_by_their_place() -> None:
         {"position": "learned"},
         {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
         {"position": "none", "kv_heads": 1, "tie_head": False, "head_bias": True, "logit_cap": 3.0},
-        {"ngrams": 4, "ngram_rows": 50},
     ],
 )
 @pytest.mark.parametrize("cuts", [[1] * 24, [10, *[1] * 14], [5, 7, 1, 11], [24]])

@@ -150,18 +150,17 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
             return out
 
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 10)
-    monkeypatch.setitem(module.TAIL_BYTES, "cpu", 8 * V * 20)  # in their own precision, float64
     x, weight, _, labels = problem()
     with Watch():
-        cross_entropy_sum(x, weight, labels, tail=loss_tail).backward()
-        assert sizes == [19 * V, 18 * V]
+        cross_entropy_sum(x, weight, labels, tail=loss_tail).backward()  # in their own precision
+        assert len(sizes) == 8 and max(sizes) <= 5 * V
         sizes.clear()
         cross_entropy_sum(x, weight, labels).backward()
         # even chunks
         assert len(sizes) == 4 and max(sizes) <= 10 * V and max(sizes) - min(sizes) <= 4 * V
         sizes.clear()
         cross_entropy_sum(x[:9], weight, labels[:9]).backward()
-        assert sizes == [9 * V]  # few tokens: all at once
+        assert sizes == [9 * V]
 
 
 @pytest.mark.parametrize(("chunk", "tail"), [(0, None), (5, None), (36, None), (5, loss_tail)])
@@ -187,11 +186,3 @@ def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     ):
         cross_entropy_sum(own_x, weight, own_labels, bias, cap=3.0, chunk=chunk, by_source=part)
     torch.testing.assert_close(2 * parts, sums, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("width", [2, 65, 1000, 50_257])
-def test_log_probabilities_take_the_place_of_the_logits(width: int) -> None:
-    logits = torch.randn(19, width, generator=torch.Generator().manual_seed(width)) * 5
-    expected, place = logits.log_softmax(1), logits.data_ptr()
-    found = module.log_softmax(logits, None)
-    assert torch.equal(found, expected) and found.data_ptr() == place

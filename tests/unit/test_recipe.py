@@ -25,7 +25,7 @@ from windlass.recipe import (
 from windlass.recipe.keys import values
 from windlass.recipe.other_tools import other_tools
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
-from windlass.recipe.units import BatchSizes, epochs_in
+from windlass.recipe.units import epochs_in
 
 SUITES, SCHEDULE = 'eval.suites=["loss","squad"]', "optim.schedule."
 
@@ -449,33 +449,14 @@ def test_an_epochs_edge_fires_at_the_first_step_at_or_past_it(steps, samples, ba
     assert fired == sorted({-int(-edge // batch) for edge in edges})
 
 
-SCHEDULES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=4)
-
-
-@given(st.integers(1, 9), SCHEDULES, st.fractions(0, 300))
-def test_batch_sizes_are_those_of_the_steps_one_by_one(first, schedule, samples):
-    schedule = tuple(sorted(dict(schedule).items()))
-    batches, sizes = BatchSizes(first, schedule), []
-    for step in range(60):
-        due = [size for start, size in schedule if start <= step]
-        sizes.append(due[-1] if due else first)
-    assert [batches.at(step) for step in range(60)] == sizes
-    totals = [sum(sizes[:n]) for n in range(61)]
-    assert [batches.before(n) for n in range(61)] == totals
-    if samples <= totals[-1]:
-        assert batches.steps_for(samples) == next(n for n in range(61) if totals[n] >= samples)
-    if samples < totals[-1]:
-        assert batches.steps_within(samples) == max(n for n in range(61) if totals[n] <= samples)
-
-
-@given(SCHEDULES, st.integers(1, 400), st.fractions(Fraction(1, 4), 3))
-def test_epochs_end_where_the_samples_of_a_batch_schedule_say(schedule, samples, epochs):
+@given(st.integers(1, 9), st.integers(1, 400), st.fractions(Fraction(1, 4), 3))
+def test_epochs_end_where_the_samples_say(size, samples, epochs):
     epochs = Fraction(round(epochs * 100), 100)
-    horizon = Horizon(50, samples, 4, tuple(sorted(dict(schedule).items())))
+    horizon = Horizon(50, samples, size)
     every, period = f"{float(epochs)} epochs", epochs * samples
     fired = [s for s in range(51) if horizon.due(every, s)]
     assert occurrences(horizon, every) == fired
-    done = [horizon.batches.before(s) for s in range(51)]
+    done = [size * s for s in range(51)]
     assert fired == [s for s in range(1, 51) if done[s] // period > done[s - 1] // period]
     if done[-1] >= period:
         assert done[horizon.steps_in(every)] >= period > done[horizon.steps_in(every) - 1]
@@ -483,29 +464,10 @@ def test_epochs_end_where_the_samples_of_a_batch_schedule_say(schedule, samples,
         assert done[-1] - done[last] >= period > done[-1] - done[last + 1]
 
 
-def test_a_batch_schedule_is_checked_and_shared_by_the_ranks():
-    recipe = Recipe.load(
-        "quickstart", ["train.global_batch=8", "train.batch_schedule=[[2,12],[5,32]]"]
-    )
-    batch = recipe.batch(2)
-    assert (batch.micro_batch, batch.share) == (2, 2)
-    assert [batch.at(step).accumulation for step in (0, 2, 4, 5)] == [2, 3, 3, 8]
-    assert recipe.horizon(10, 100).batches.before(10) == 2 * 8 + 3 * 12 + 5 * 32
-    with pytest.raises(UserError, match=r"batch_schedule: 12 sequences.* 8 or 16"):
-        recipe.batch(8)
-    micro = problems("train.global_batch=8", "train.batch_schedule=[[2,12]]", "train.micro_batch=8")
-    assert "divide 4, the greatest common divisor" in micro["train.micro_batch"]
-    for bad in ("[[0.1,16]]", '[["1 epoch",16]]', "[[0,16]]", "[[5,0]]", "16", "[[5,16],[5,8]]"):
-        assert list(problems(f"train.batch_schedule={bad}")) == ["train.batch_schedule"]
-    same = problems("train.batch_schedule=[[9,16],[5,8]]")["train.batch_schedule"]
-    assert "in order" in same
-
-
-def test_compute_optimal_steps_of_a_batch_schedule_stay_within_the_tokens():
-    recipe = Recipe.load("quickstart", ["train.batch_schedule=[[100,64]]"])
-    steps, batches = optimal_steps(recipe, 50_000), recipe.train.batches
-    tokens = recipe.model.context * batches.before(steps)
-    assert tokens <= 20 * 50_000 < tokens + recipe.model.context * batches.at(steps)
+def test_compute_optimal_steps_stay_within_the_tokens():
+    recipe = Recipe.load("quickstart")
+    steps, each = optimal_steps(recipe, 50_000), recipe.model.context * recipe.train.global_batch
+    assert steps * each <= 20 * 50_000 < (steps + 1) * each
 
 
 def test_durations_in_steps_fractions_and_never():

@@ -152,7 +152,6 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
-        ("train.batch_schedule=[[2,16]]", {"worlds": (1,)}, ["train.batch_schedule", "one size"]),
         ("", {"worlds": (1, 3)}, ["train.global_batch = 8", "3 ranks", "batch=6 or 9"]),
         ("train.steps=41", {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
         ("train.micro_batch=8", {}, ["parallel.world=2", "train.micro_batch = 8", "write 4"]),

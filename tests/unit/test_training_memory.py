@@ -47,7 +47,7 @@ def test_the_largest_of_the_plan_is_chosen(gigabytes, world):
     rows = memory_rows(GPT2.model, VOCAB, "adamw", layout, room)
     [own] = [row for row in rows if row.chosen]
     assert own.fits and layout.micro_batch == own.largest_micro_batch
-    samples = max(GPT2.train.batches.sizes) // world
+    samples = GPT2.train.global_batch // world
     assert layout.micro_batch * layout.accumulation == samples
     larger = [n for n in range(layout.micro_batch + 1, samples + 1) if samples % n == 0][:1]
     for n in larger:

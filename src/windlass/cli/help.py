@@ -82,11 +82,6 @@ GROUPS = {
             "Write a model as a directory that transformers loads.",
             "windlass export runs/first exported",
         ),
-        "average": Verb(
-            "models",
-            "Average the weights of several checkpoints.",
-            "windlass average runs/one runs/two --to soup",
-        ),
         "track": Verb(
             "runs",
             "Replay a run into W&B, MLflow or TensorBoard.",

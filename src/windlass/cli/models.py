@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, Model, Overrides, RunPath, Runs, print_json
+from windlass.cli import Json, Model, Overrides, RunPath, print_json
 from windlass.errors import plural
 from windlass.processes import WINDLASS
 
@@ -169,25 +169,3 @@ def export(
         typer.echo("the weights alone, because no architecture of transformers is your own model")
     if push:
         typer.echo(f"pushed: https://huggingface.co/{push}")
-
-
-def average(
-    runs: Runs,
-    to: Path = Option(..., metavar="DIR", help="A new directory."),
-    coefficients: str = Option("", metavar="A,B,...", help="Their weights; default: equal ones."),
-    weights: Weights = "raw",
-) -> None:
-    """Average the weights of several checkpoints into one model: a model soup.
-
-    The runs have one architecture and tokenizer, and started from the same weights; or they are
-    checkpoints of one run, as RUN@100 RUN@200. DIR is for eval, sample, export and
-    model.init_from; it has no optimizer state. With --weights average one RUN is enough.
-    """
-    from windlass.errors import UserError
-    from windlass.interop.soup import average as average_runs
-
-    try:
-        parts = [float(part) for part in coefficients.split(",") if part.strip()]
-    except ValueError:
-        raise UserError(f"--coefficients {coefficients}: write numbers, as 0.5,0.5") from None
-    typer.echo(f"averaged: {average_runs(runs, to, parts, weights).path}")

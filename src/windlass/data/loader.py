@@ -145,7 +145,7 @@ class Loader(Iterator[StepBatch]):
             lengths = list(map(length, indices.tolist()))
             indices = indices[np.argsort(lengths, kind="stable")]
         size, micro, valid, real = self.batch.micro_batch, list[MicroBatch](), 0, 0
-        for k in self.batch.at(step - 1).micro_batches(self.data_rank):
+        for k in self.batch.micro_batches(self.data_rank):
             if self._stop.is_set():
                 return None
             rows = indices[k * size : (k + 1) * size]
@@ -164,7 +164,7 @@ class Loader(Iterator[StepBatch]):
             # Several small steps take as long as one. A mixture may end after this one.
             more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
             steps = range(step, step + max(1, more))
-            numbers = [step_samples(s - 1, self.batch.batches, self.skipped) for s in steps]
+            numbers = [step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps]
             joined, n = np.concatenate(numbers), len(self.samples)
             shards = getattr(self.samples, "shard_samples", None)
             if self.mixture:

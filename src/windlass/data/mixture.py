@@ -25,7 +25,7 @@ import numpy as np
 from windlass.data.order import permute, sample_indices, step_samples
 from windlass.data.samples import Batch, Samples, masks_documents, positions_of, real_tokens
 from windlass.errors import UserError
-from windlass.recipe import BatchSizes, DataSettings, Horizon
+from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
 
 BLOCK = 512  # samples, if nothing cuts it
@@ -119,7 +119,8 @@ def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> lis
     )
     weights = {part.name: part.weight for part in data.mix}
     stages = [Stage(0, tuple(weights.values()), limits)]
-    places = [horizon.batches.before(horizon.steps_in(stage.start)) for stage in data.stages]
+    size = horizon.samples_per_step
+    places = [size * horizon.steps_in(stage.start) for stage in data.stages]
     for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
         weights |= stage.weights
         stages.append(Stage(start, tuple(weights.values()), limits))
@@ -202,10 +203,10 @@ class Mixture:
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
 
     def read(
-        self, step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()
+        self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
     ) -> np.ndarray:
         """The samples of each source in the first steps, without `skipped` ones, int64 [sources]."""
-        end, reached = next_sample(step, batches, skipped), 0
+        end, reached = next_sample(step, global_batch, skipped), 0
         total = self.counts(end)
         for start, stop in sorted(skipped):
             if reached < stop <= end:
@@ -213,11 +214,11 @@ class Mixture:
                 reached = stop
         return total
 
-    def check(self, steps: int, batches: BatchSizes) -> None:
+    def check(self, steps: int, global_batch: int) -> None:
         """Raise UserError if the sources end before the run does."""
-        wanted = batches.before(steps)
+        wanted = steps * global_batch
         if (end := self._lay(wanted - 1)) < wanted:
-            after = f"after {batches.steps_within(end):,} steps, and the run has {steps:,}"
+            after = f"after {end // global_batch:,} steps, and the run has {steps:,}"
             advice = "write fewer train.steps, or leave epochs out of one source"
             raise UserError(f"data.mix: every source has reached its epochs {after}: {advice}")
 
@@ -228,7 +229,7 @@ def shares_of_run(
     """A mixture's sources over a whole run: `name`, `weights` (of each stage, as shares), `samples`
     and `tokens` that are read, and `epochs`."""
     samples, rows = mixture.samples, list[dict[str, Any]]()
-    counts = mixture.read(horizon.steps, horizon.batches, skipped).tolist()
+    counts = mixture.read(horizon.steps, horizon.samples_per_step, skipped).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
         count, size, tokens = counts[i], len(part), real_tokens(part)
         read = None if tokens is None else round(count * tokens / size)
@@ -238,9 +239,9 @@ def shares_of_run(
     return rows
 
 
-def next_sample(step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()) -> int:
+def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
     """The number of the first sample after `step` steps."""
-    return int(step_samples(step, batches, skipped)[0])
+    return int(step_samples(step, global_batch, skipped)[0])
 
 
 class MixedSamples:

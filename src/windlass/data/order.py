@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from windlass.recipe.units import BatchSizes
 from windlass.seeds import seed_bytes
 
 ROUNDS = 6
@@ -107,10 +106,10 @@ def describe_order(kind: str, seed: int, epoch: int) -> str:
 
 
 def step_samples(
-    step: int, batches: BatchSizes, skipped: Sequence[tuple[int, int]] = ()
+    step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:
     """The global sample numbers of a step (from 0), without the `skipped` ranges [start, stop)."""
-    numbers = np.arange(batches.before(step), batches.before(step + 1), dtype=np.int64)
+    numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
     reached = 0
     for begin, end in sorted(skipped):
         start, stop = max(begin, reached), max(end, reached)  # ranges may overlap

@@ -25,10 +25,8 @@ Network = ModelSettings | CountedSizes
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-FEW = {"cpu": 4, "cuda": 1}
-TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
-"""Logits that `windlass.model.loss` holds at a time, uncompiled and compiled; that module needs
-torch, so a test keeps the numbers equal."""
+"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
+two equal."""
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -162,8 +160,6 @@ class Step:
         self.gathered = self.compute * rank.unit_blocks * rank.block
         # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
         self.head = self.master * rank.table * (rank.first or rank.last)
-        # What is looked up beside the positions: a unit of FSDP2 if the head is not tied.
-        self.tables = self.head + self.master * rank.ngrams
         # The largest matrix of a block, whose gradient exists twice for a moment.
         rows = max(model.ff_width_ // parts, self.queries + 2 * self.kv)
         self.largest = rows * model.width * self.master
@@ -293,7 +289,6 @@ class Step:
         if model.position == "rope":  # the tables that all blocks share
             tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.master
-        saved += 8 * self.n * (model.ngrams - 1) * rank.first  # the rows of n-grams
         saved += self.document_masks()
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 
@@ -322,22 +317,19 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        device, divided = self.layout.device, self.layout.tensor > 1
-        tail = self.layout.tail and 4 * n * V > CHUNK_BYTES["cpu"] // FEW["cpu"]
+        limit, tail = CHUNK_BYTES[self.layout.device], self.layout.tail
         each = c + capped * wide if tail else 4
-        limit = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[device] // (each * V))  # tokens
         head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
-        if 4 * n * V <= CHUNK_BYTES[device] // FEW[device] and not divided and not tail:
+        if 4 * n * V <= limit // 4 and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
-        chunk = -(-n // -(-n // limit))  # equal chunks
+        chunk = -(-n // -(-n // max(1, limit // (each * V))))  # equal chunks, in tokens
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
-        # With the slope of a cap; without one a CPU's log-probabilities take the place of the logits.
-        copies = 2 + capped if capped or divided or device != "cpu" else 1
-        loss = chunk * V * each if tail else copies * chunk * V * wide
+        # The logits and their log-probabilities, with the slope of a cap.
+        loss = chunk * V * each if tail else (2 + capped) * chunk * V * wide
         # The gradient at the logits, and the head's, which is added in autocast's precision.
         inside = max(loss, chunk * V * c + (V * d * c if c < wide else 0))
         return gradient + head_copy + inside, V * d * m + n * d * m, V * d * m + n * d * m
@@ -413,7 +405,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     in_unit, gathered = step.rank.unit_blocks, step.gathered
     units = -(-layers // in_unit)
     stays, keeps = layout.policy.keeps_gathered, layout.pipeline == 1  # the last unit stays
-    wide, looked_up = int(low * end), end if tied else step.tables  # the gathered head, the tables
+    wide = int(low * end)  # the gathered head
     root = wide if tied or stays else 0  # while blocks compute
     on_device = not layout.offload  # with offload reduced gradients go to the host
     several, each = layout.accumulation > 1, layout.reduces_each
@@ -451,14 +443,14 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
         gradients += end + blocks * step.block if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
-        others += int(low * looked_up) * (left == 1 and keeps and not tied and not stays)  # ahead
+        others += int(low * end) * (left == 1 and keeps and not tied and not stays)  # ahead
         yield from _backward_of_unit(step, blocks, gradients, others, whole)
-    gradients = looked_up + (shards or on_device * layers * step.block // shard)
-    gradients += int(step.head * (1 + low + whole)) if tied else looked_up * whole
-    at, wide = "backward of the embedding", int(low * looked_up)
+    gradients = end + (shards or on_device * layers * step.block // shard)
+    gradients += int(step.head * (1 + low + whole)) if tied else end * whole
+    at, wide = "backward of the embedding", int(low * end)
     yield Memory(gradients=gradients, activations=step.stream, buffers=wide, at=at)
-    gradients, at = looked_up + on_device * step.weights // shard, "reduction of the embedding"
-    yield Memory(gradients=gradients, buffers=looked_up + wide, at=at)
+    gradients, at = end + on_device * step.weights // shard, "reduction of the embedding"
+    yield Memory(gradients=gradients, buffers=end + wide, at=at)
     yield Memory(gradients=-(-on_device * step.weights // shard), buffers=step.update, at="update")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -72,16 +73,16 @@ def occurrences(horizon: Horizon, every: Duration) -> list[int]:
         return list(range(period, horizon.steps + 1, period)) if period else []
     if not (samples := epochs_in(every) * horizon.samples_per_epoch):
         return []
-    batches = horizon.batches
-    edges = range(1, int(batches.before(horizon.steps) / samples) + 1)
-    return sorted({batches.steps_for(samples * k) for k in edges})
+    size = horizon.samples_per_step
+    edges = range(1, int(size * horizon.steps / samples) + 1)
+    return sorted({math.ceil(samples * k / size) for k in edges})
 
 
 def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
     """Whether a run's last evaluation uses all validation data (`eval.at_end`)."""
     # In training steps; a forward pass is a third of one.
     work = -(-val_samples // horizon.samples_per_step) / 3
-    is_cheap = work <= AT_END * (work + horizon.work)
+    is_cheap = work <= AT_END * (work + horizon.steps)
     return recipe.eval.at_end == "all" or (recipe.eval.at_end == "auto" and is_cheap)
 
 
@@ -100,7 +101,7 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
     begin = recipe.train.average.begin(horizon)
     twice = sum(size for step, size in zip(steps, sizes, strict=True) if step > begin)
     work = (sum(sizes) + twice + len(steps) * train) / 3
-    return Evaluations(len(steps), batches, last, train, work / (work + horizon.work))
+    return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
@@ -118,7 +119,6 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
         "warm-up ends": [warmup] if 0 < warmup < steps else [],
         "decay starts": [decay] if schedule.kind == "wsd" and 0 < decay < steps else [],
         "schedule ends": [end] if end < steps else [],
-        "batch changes": [step for step, _ in horizon.batch_schedule if step < steps],
         "epoch ends": occurrences(horizon, "1 epoch"),
         EVALUATION: {0, *evaluated, steps} if recipe.eval.every else (),
         SAMPLE: occurrences(horizon, recipe.eval.sample_every),
@@ -149,15 +149,10 @@ def seconds_until(
     now: int,
     seconds_per_step: float,
     costs: Mapping[str, float],
-    horizon: Horizon | None = None,
 ) -> float:
-    """Seconds from step `now` to the end of `step`, with the milestones' `costs` in seconds.
-
-    With `horizon` the `seconds_per_step` are of a step of mean size; otherwise all have one size.
-    """
+    """Seconds from step `now` to the end of `step`, with the milestones' `costs` in seconds."""
     extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead(milestones, now) if m.step <= step)
-    work = step - now if horizon is None else horizon.work_until(step) - horizon.work_until(now)
-    return max(0, work) * seconds_per_step + extra
+    return max(0, step - now) * seconds_per_step + extra
 
 
 def milestone_rows(
@@ -165,7 +160,6 @@ def milestone_rows(
     now: int,
     seconds_per_step: float | None,
     costs: Mapping[str, float],
-    horizon: Horizon | None = None,
 ) -> list[MilestoneRow]:
     """The milestones after step `now`, a row for each kind, in the order of their first steps."""
     kinds: dict[str, list[int]] = {}
@@ -175,7 +169,7 @@ def milestone_rows(
     def seconds(step: int) -> float | None:
         if seconds_per_step is None:
             return None
-        return seconds_until(milestones, step, now, seconds_per_step, costs, horizon)
+        return seconds_until(milestones, step, now, seconds_per_step, costs)
 
     rows = ((what, steps[0], steps[-1], len(steps)) for what, steps in kinds.items())
     return [MilestoneRow(*row, seconds(row[1]), seconds(row[2])) for row in rows]

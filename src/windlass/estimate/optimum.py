@@ -32,7 +32,7 @@ def optimal_steps(recipe: Recipe, parameters: int, tokens_per_sample: float | No
     """Steps of compute-optimal training, rounded down; D counts real tokens, without padding."""
     tokens = optimal_tokens(parameters, recipe.train.tokens_per_parameter)
     per_sample = Fraction(recipe.model.context if tokens_per_sample is None else tokens_per_sample)
-    return max(1, recipe.train.batches.steps_within(tokens / per_sample))
+    return max(1, math.floor(tokens / per_sample / recipe.train.global_batch))
 
 
 def resolve_steps(

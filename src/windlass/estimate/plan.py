@@ -222,15 +222,13 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that subject and speed determine, and the reasons for the others."""
     recipe, size, unknown = subject.recipe, subject.size, reasons(subject, speed)
-    batch: float = recipe.train.global_batch  # on average
+    batch = recipe.train.global_batch
     context, data = recipe.model.context, recipe.data
     samples, tokens, steps = subject.samples_per_epoch, subject.tokens_per_sample, None
     try:
         steps = subject.resolve_steps()
     except UserError as error:
         unknown["steps"] = str(error)
-    if steps is not None and len(recipe.train.batches.sizes) > 1:
-        batch = recipe.train.batches.before(steps) / steps
     tokens_per_step = batch * (tokens or float(context))
     bytes_per_token = 2 if (size.vocab or 0) <= 2**16 else 4  # uint16, uint32
     plan = Plan(
@@ -317,7 +315,7 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     """Milestones of a run of known length, and the time to its end if the speed is known."""
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
-    rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs, horizon)
+    rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
     parts = {
         "milestones": rows,

@@ -23,6 +23,7 @@ from windlass.recipe.strategies import STRATEGIES, Strategy
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+COMPILED_STEPS = 1000  # in a shorter run, compiling may take more time (a minute) than it saves
 COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 
 
@@ -120,6 +121,16 @@ class Layout:
         return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
 
 
+def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
+    """`train.compile` with `auto` resolved; `steps`: of the run, if the recipe has no number."""
+    train = recipe.train
+    if train.compile != "auto":
+        return train.compile
+    steps = train.steps if isinstance(train.steps, int) else steps
+    own = recipe.model.kind == "gpt" and not train.deterministic
+    return device == "cuda" and own and steps >= COMPILED_STEPS
+
+
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
     """The layout of a recipe on `world` ranks; `precision` replaces `auto`."""
     strategy, batch, parallel = recipe.strategy(world), recipe.batch(world, device), recipe.parallel
@@ -127,11 +138,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     parts = parallel.context if strategy.shards_optimizer else 1
-    compiles = recipe.train.compile
-    if compiles == "auto":  # short runs do not (`search.Machine.compiles`)
-        compiles = (
-            device == "cuda" and recipe.model.kind == "gpt" and not recipe.train.deterministic
-        )
     return Layout(
         strategy.name,
         world,
@@ -140,7 +146,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.activation_checkpointing,
         parallel.offload,
         batch.micro_batch,
-        batch.largest.accumulation,
+        batch.accumulation,
         device,
         parallel.reduce_each_micro_batch,
         0,
@@ -152,7 +158,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.chunks if parallel.pipeline > 1 else 1,
         recipe.train.average.enabled,
         share=batch.share,
-        compile=compiles,
+        compile=compiles(recipe, device),
         program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )
 
@@ -255,12 +261,6 @@ class Rank:
         return -(-self.vocab // self.layout.tensor) * self.model.width
 
     @cached_property
-    def ngrams(self) -> int:
-        """Entries of the table of n-grams; each n-gram has a row."""
-        m = self.model
-        return self.first * (m.ngrams > 1) * -(-m.ngram_rows // self.layout.tensor) * m.width
-
-    @cached_property
     def sizes(self) -> Parameters:
         """All parameters of the model."""
         return count(self.model, self.vocab)
@@ -279,7 +279,7 @@ class Rank:
         tables = self.first + self.last * (not self.tied)
         bias = self.last * self.model.head_bias * -(-self.vocab // self.layout.tensor)
         blocks = self.layers * (self.block - self.block_replicated)
-        return tables * self.table + self.ngrams + bias + blocks + self.replicated
+        return tables * self.table + bias + blocks + self.replicated
 
     @property
     def flops_per_token(self) -> int:

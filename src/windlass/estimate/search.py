@@ -31,8 +31,6 @@ NETWORK = 25e9
 """Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
 NOMINAL = {"cpu": 5e10, "cuda": 1e14}
 """FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
-COMPILE_SECONDS = 60
-"""Assumed time to compile a block and the loss for a GPU, without a cache."""
 ALIKE = 0.02
 """Predicted steps that differ by less than this part count as equal."""
 
@@ -93,21 +91,6 @@ class Machine:
             return replace(speeds, float8=speeds.products * own / peak)
         return speeds
 
-    def compiles(self, recipe: Recipe, vocab: int, steps: int) -> bool:
-        """`train.compile` with `auto` resolved: true if a whole run saves more than it costs.
-
-        The remaining steps do not count, so that a resume decides as the start did.
-        """
-        layout = layout_of(recipe, self.world, self.device.kind, self.precision)
-        if recipe.train.compile != "auto" or not layout.compile:
-            return layout.compile
-        speeds = self.speeds(recipe)
-        eager, compiled = (
-            slowest(recipe.model, vocab, replace(layout, compile=one), speeds, recipe.optim.kind)
-            for one in (False, True)
-        )
-        return steps * (eager.total - compiled.total) > COMPILE_SECONDS
-
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings]]:
     """Every valid layout, with its settings."""
@@ -123,7 +106,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
         division: Settings = {"parallel.tensor": t, "parallel.context": c, "parallel.pipeline": p}
         division |= {"parallel.strategy": "auto", "parallel.offload": False}
         division |= {"parallel.shard_size": 0}
-        samples = math.gcd(*train.batches.sizes) // max(1, world // (t * c * p))
+        samples = train.global_batch // max(1, world // (t * c * p))
         sizes = [n for n in range(1, samples + 1) if samples % n == 0]
         for size in [train.micro_batch] if train.micro_batch else sizes:
             settings = division | {"train.micro_batch": size}
@@ -149,9 +132,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[tuple[Layout, Settings
                 yield replace(base, **how), settings | more
 
 
-def layout_rows(
-    recipe: Recipe, vocab: int, machine: Machine, rows: int = ROWS
-) -> tuple[list[LayoutRow], str]:
+def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[LayoutRow], str]:
     """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
     none fits.
 
@@ -181,7 +162,7 @@ def layout_rows(
             done.add(division)
         elif not least or peak.total < least[0]:
             least = [peak.total, settings]
-        if len(fitting) == rows:
+        if len(fitting) == ROWS:
             break
     return fitting, "" if fitting else _nothing_fits(recipe, machine, usable, least)
 
@@ -233,14 +214,3 @@ def _nothing_fits(recipe: Recipe, machine: Machine, usable: int, least: list[Any
     lacks = f"{size / 1e9:.3g} GB of {usable / 1e9:.3g} GB, {(size - usable) / 1e9:.3g} GB too much"
     problem = f"no layout of {ranks} fits. The closest ({closest or 'as it is'}) takes {lacks}"
     return f"{problem}. Use more ranks, a larger device, or a smaller train.micro_batch or model"
-
-
-def fit(recipe: Recipe, vocab: int, machine: Machine) -> LayoutRow:
-    """The fastest layout that fits; UserError with the closest if none does."""
-    if recipe.model.kind != "gpt" or recipe.model.freeze:
-        problem = "Windlass computes the layouts of its own GPT only, with all parameters trained"
-        raise UserError(f"train.fit: {problem}: drop it, and see `windlass plan`")
-    rows, why = layout_rows(recipe, vocab, machine, rows=1)
-    if not rows:
-        raise UserError(f"train.fit: {why}")
-    return rows[0]

@@ -75,7 +75,6 @@ class Subject:
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
         names = ["positions", "attention", "feed_forward", "norms"]
-        names = ["ngrams", *names] if model.ngrams > 1 else names
         names = ["embedding", *names, "head"] if vocab else names
         parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
@@ -105,7 +104,7 @@ class Subject:
         horizon = self.recipe.horizon(steps, self.samples_per_epoch)
         stages = stages_of(self.recipe.data, horizon, list(map(len, self.mixture.parts)))
         mixture = Mixture(self.mixture, stages, self.recipe.run.seed)
-        mixture.check(steps, horizon.batches)
+        mixture.check(steps, horizon.samples_per_step)
         return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:

@@ -211,7 +211,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
         "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
-        f"First row (train.fit=true takes it): {pasted(rows[0].settings)}",
+        f"First row: {pasted(rows[0].settings)}",
     ]
     strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"

@@ -49,7 +49,6 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
         return None
     lines = [x for x in lines if x.get("attempt", 0) == lines[-1].get("attempt", 0)]
     lines = lines[2:] if len(lines) > 4 else lines[1:] or lines
-    lines = [x for x in lines if _samples_per_step(x) == _samples_per_step(lines[-1])]
     began = last_start(ledger)
     world, device = int(began.get("world", 1)), str(began.get("device") or "")
     tokens_per_step = median(x["tokens_per_s"] * x["step_ms"] / 1e3 for x in lines)
@@ -58,11 +57,6 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     steps = f"steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     detail = f"run {name}: {world} x {device or 'unknown device'}, {steps}"
     return Speed(speed, world, "measured", detail, _costs(ledger, speed), device)
-
-
-def _samples_per_step(line: Line) -> int:
-    """The samples of a step, which `train.batch_schedule` changes."""
-    return round(line.get("samples_per_s", 0.0) * line["step_ms"] / 1e3)
 
 
 def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
@@ -160,8 +154,8 @@ def predicted_and_actual(run: Run, raw: Sequence[Line] = ()) -> PredictedAndActu
     horizon = run.recipe.horizon(steps, int(started.get("samples_per_epoch", 0)))
     val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
     ahead = milestones(run.recipe, horizon, val_samples)
-    per_step = now["tokens"] / horizon.work_until(now["step"]) / speed.tokens_per_s
-    left = seconds_until(ahead, steps, now["step"], per_step, speed.costs, horizon)
+    per_step = now["tokens"] / now["step"] / speed.tokens_per_s
+    left = seconds_until(ahead, steps, now["step"], per_step, speed.costs)
     return replace(
         outcome,
         predicted_seconds=_without_pauses(raw[: raw.index(now) + 1]) + left,

@@ -189,7 +189,7 @@ def work_of(rank: Rank, bucket_mb: float = 25.0) -> Work:
         rank.flops_per_token * rank.layout.pipeline,
         bucket_mb,
         (*_of_tensor(rank), *_of_context(rank), *_of_pipeline(rank)),
-        0 if rank.model.tie_head or not rank.first else rank.table + rank.ngrams,
+        0 if rank.model.tie_head or not rank.first else rank.table,
     )
 
 

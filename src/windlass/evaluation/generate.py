@@ -21,7 +21,7 @@ from torch import Tensor
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.source import alone, casting_once, evaluating, is_new
-from windlass.model.few_rows import Products
+from windlass.model.few_rows import few_rows
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
@@ -212,7 +212,7 @@ def generate_events(
     lengths, numbers = list(map(len, prompts)), range(len(prompts)) if indices is None else indices
     groups = iter(batches(lengths, batch, window(model), sampling.max_tokens))
     group: _Texts | None = None
-    products = Products(model)
+    products = few_rows(model)
     with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
@@ -226,7 +226,7 @@ def generate_events(
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
-            with torch.no_grad(), casting_once(autocast), products.of(len(tokens)):
+            with torch.no_grad(), casting_once(autocast), products:
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())

@@ -118,8 +118,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         if config.position == "learned":
             self.positions = nn.Embedding(config.context, config.width)
-        if config.ngrams > 1:
-            self.ngrams = nn.Embedding(config.ngram_rows, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         if config.final_norm:
             self.norm = norm(config)
@@ -142,13 +140,9 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         labels=None,
         use_cache=None,
         logits_to_keep=0,
-        seen_ids=None,
         **_,
     ):
-        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all); mean loss of `labels`.
-
-        seen_ids: The tokens [B, S] that end with `input_ids`, for n-grams with a cache.
-        """
+        """Logits [B, T, V] of the last `logits_to_keep` tokens (0: all); mean loss of `labels`."""
         m = self.config
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
@@ -160,8 +154,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
                 position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -x.shape[1] :]
         mask = self._mask(attention_mask, start, x.shape[1], x.device)
         rotary = None
-        if m.ngrams > 1:
-            x = x + self._ngrams(input_ids if seen_ids is None else seen_ids, position_ids, start)
         if m.position == "learned":
             x = x + self.positions(position_ids)
         elif m.position == "rope":
@@ -178,25 +170,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
-
-    def prepare_inputs_for_generation(self, input_ids, *arguments, **kwargs):
-        given = super().prepare_inputs_for_generation(input_ids, *arguments, **kwargs)
-        return given | ({"seen_ids": input_ids} if self.config.ngrams > 1 else {})
-
-    def _ngrams(self, tokens, places, start):
-        """The sum [B, T, D] of the rows of the n-grams that end at each token.
-
-        `places` [B or 1, T]: An n-gram does not begin before place 0. `start`: cached tokens.
-        """
-        if tokens is None or tokens.shape[1] < places.shape[1] + min(start, self.config.ngrams - 1):
-            raise ValueError("a model with n-grams needs input_ids, with a cache also seen_ids")
-        new, hashed, found = places.shape[1], tokens, []
-        for k in range(1, self.config.ngrams):
-            before = F.pad(tokens, (k, 0), value=-1)[:, : tokens.shape[1]]
-            before = F.pad(before[:, -new:].masked_fill(places < k, -1), (tokens.shape[1] - new, 0))
-            hashed = hashed * -7046029254386353131 + before  # wraps
-            found.append((hashed ^ (hashed >> 32)).remainder(self.config.ngram_rows))
-        return self.ngrams(torch.stack(found, -1)[:, -new:]).sum(-2)
 
     @staticmethod
     def _mask(attention_mask, start, length, device):

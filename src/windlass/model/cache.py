@@ -10,15 +10,11 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One layer's keys and values of `length` tokens; the first pass allocates them.
-
-    Attributes:
-        tokens: In the first layer's cache, the last tokens [B, N], if a model has n-grams.
-    """
+    """One layer's keys and values of `length` tokens; the first pass allocates them."""
 
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
-        self.keys = self.values = self.tokens = torch.empty(0)
+        self.keys = self.values = torch.empty(0)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add the keys and values [B, K, T, E] of T new tokens.

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 HALF = (torch.float16, torch.bfloat16)
-NO_TOKEN = -1  # before the first of a document
 MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
 
 
@@ -78,13 +77,6 @@ class Documents:
         """Whether a row has more than one document."""
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
-    def before(self, tokens: Tensor, shifted: Tensor, k: int) -> Tensor:
-        """The token `k` places before each of the tokens in its document [B, T]; or NO_TOKEN.
-
-        `shifted`: the token `k` columns before.
-        """
-        return shifted.masked_fill(self.positions < k, NO_TOKEN)
-
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
         """`spans` for a pass through blocks with dropout at `rate`, with the masks that it needs."""
         device, attention = self.positions.device, blocks[0].attn
@@ -133,13 +125,6 @@ class Branches(Documents):
 
     Each continuation sees the beginning and itself, and its positions follow the beginning's.
     """
-
-    def before(self, tokens: Tensor, shifted: Tensor, k: int) -> Tensor:
-        place = self.positions - k
-        # It is in the same continuation, or in the beginning, where a token's place is its column.
-        follows = F.pad(self.positions, (k, 0), value=-1)[:, : tokens.shape[1]] == place
-        own = torch.where(follows, shifted, tokens.gather(1, place.clamp(min=0)))
-        return super().before(tokens, own, k)
 
     def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
         numbers = self.numbers.to(self.positions.device, non_blocking=True)

@@ -23,7 +23,6 @@ from windlass.model.block import Block, Norm, multiplied
 from windlass.model.cache import LayerCache
 from windlass.model.documents import Documents
 from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
-from windlass.model.ngrams import ngram_rows
 from windlass.model.rotary import RotaryEmbedding
 from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
 from windlass.model.tied import look_up, one_gradient
@@ -97,9 +96,6 @@ class GPT(nn.Module):
         # With `_weight`, because torch imports torch._dynamo to draw values on the meta device.
         size = vocab, settings.width
         self.embedding = nn.Embedding(*size, _weight=torch.empty(size))
-        if settings.ngrams > 1:
-            size = settings.ngram_rows, settings.width
-            self.ngrams = nn.Embedding(*size, _weight=torch.empty(size))
         if settings.position == "learned":
             size = settings.context, settings.width
             self.positions = nn.Embedding(*size, _weight=torch.empty(size))
@@ -144,14 +140,13 @@ class GPT(nn.Module):
         share = self.share if labels is not None else replace(self.share, context=None)
         rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
         rows = spans = None
-        ngrams = self.find_ngrams(tokens, first, documents) if hidden is None else None
         within = documents.within(self.blocks(), rate) if documents else None
         if share.is_whole:
             spans = within(0, length) if within else None
         else:
             rows = share.rows(start, length, self.kv_heads, tokens.device, within)
             tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x, table = self.begin(tokens, ngrams, rows, hidden, last and labels is not None)
+        x, table = self.begin(tokens, hidden, last and labels is not None)
         x, rotary = self.locate(x, range(start, start + length), rows, documents, hidden is None)
         x = self.lowered(x)
         if hidden is None:
@@ -168,27 +163,12 @@ class GPT(nn.Module):
             x = x[:, -1:] if places is None else x.flatten(0, 1)[places]
         return self.head(x, labels, table, by_source)
 
-    def find_ngrams(
-        self, tokens: Tensor, cache: LayerCache | None, documents: Documents | None
-    ) -> Tensor | None:
-        """The rows of the n-grams that end at each token [B, T, ngrams - 1]; None without any."""
-        m = self.settings
-        if m.ngrams == 1:
-            return None
-        return ngram_rows(tokens, m.ngrams, m.ngram_rows, cache, documents)
-
     def begin(
-        self,
-        tokens: Tensor,
-        ngrams: Tensor | None,
-        rows: Rows | None,
-        hidden: Tensor | None,
-        loss: bool,
+        self, tokens: Tensor, hidden: Tensor | None, loss: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Rows of the embedding, unless there are `hidden` states, and the table of a tied head.
 
-        `tokens` are this rank's, `ngrams` of all. `loss`: this pass also has the head's loss, so
-        that both uses can share a gradient.
+        `loss`: this pass also has the head's loss, so that both uses can share a gradient.
         """
         # The middle stages of a pipeline have no embedding.
         table = getattr(self.embedding, "weight", None) if self.settings.tie_head else None
@@ -197,10 +177,7 @@ class GPT(nn.Module):
         if loss and table is not None and self.share.is_whole and one_gradient(table):
             x, table = look_up(table, tokens)
         else:
-            x = self.held_rows(self.embedding, tokens, self.vocab)
-        if ngrams is not None:
-            ngrams = ngrams if rows is None else rows.tokens(ngrams)
-            x = x + self.held_rows(self.ngrams, ngrams, self.settings.ngram_rows).sum(-2)
+            x = self.embed(tokens)
         return x if self.share.tensor is None else self.share.leave(x), table
 
     def locate(
@@ -234,14 +211,14 @@ class GPT(nn.Module):
             return x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
-    def held_rows(self, table: nn.Embedding, places: Tensor, rows: int) -> Tensor:
-        """Rows [..., D] of a table of `rows`; zeros for those that another rank of `tp` holds."""
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows [B, T, D] of the embedding; zeros for those that another rank of `tp` holds."""
         tensor = self.share.tensor
         if tensor is None:
-            return table(places)  # type: ignore[no-any-return]
-        held = tensor.piece(rows)
-        elsewhere = (places < held.start) | (places >= held.stop)
-        x = table((places - held.start).masked_fill(elsewhere, 0))
+            return self.embedding(tokens)  # type: ignore[no-any-return]
+        held = tensor.piece(self.vocab)
+        elsewhere = (tokens < held.start) | (tokens >= held.stop)
+        x = self.embedding((tokens - held.start).masked_fill(elsewhere, 0))
         return x.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # type: ignore[no-any-return]
 
     def stream_length(self, start: int, length: int, labelled: bool) -> int:
@@ -274,8 +251,6 @@ class GPT(nn.Module):
         matrix = name.removesuffix(".weight").removesuffix(".bias")
         if matrix in ("embedding", "head"):
             return Cut(0, self.vocab, (tensor.piece(self.vocab),), tensor)
-        if matrix == "ngrams":
-            return Cut(0, m.ngram_rows, (tensor.piece(m.ngram_rows),), tensor)
         if matrix.endswith("attn.qkv"):
             ranges = self.rows_by_heads(f"{matrix}.weight", tensor.rank, tensor.size)
             rows = sum(self.matrix_parts(f"{matrix}.weight"))
@@ -291,9 +266,9 @@ class GPT(nn.Module):
         """The units of sharding beside the blocks; none if the root holds a tied head."""
         if self.settings.tie_head:
             return [], []
-        first = [self.embedding, getattr(self, "ngrams", None)]
+        # A stage of a pipeline may lack the embedding, the norm or the head.
         last = [getattr(self, "norm", None), self.head]
-        return list(filter(None, first)), list(filter(None, last))
+        return list(filter(None, [self.embedding])), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
         """An empty cache for `batch` rows of up to `length` tokens."""
@@ -324,13 +299,13 @@ class GPT(nn.Module):
         """A parameter's initial value, whole, in float32 on the CPU.
 
         As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
-        1 / sqrt(2 layers) (or zero), norms 1, biases and n-grams 0. With muP the blocks' matrices
+        1 / sqrt(2 layers) (or zero), norms 1, biases 0. With muP the blocks' matrices
         are narrower by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any
         world size and strategy starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))
-        if name.endswith("bias") or name == "ngrams.weight" or (is_output and m.zero_init_output):
+        if name.endswith("bias") or (is_output and m.zero_init_output):
             return torch.zeros(shape)
         if "norm" in name:
             return torch.ones(shape)

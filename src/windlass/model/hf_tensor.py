@@ -121,19 +121,6 @@ class Experts(Part):
         return self.share.leave(super().forward(x, index, weights))
 
 
-class LatentKeys(Part):
-    """The layer before compressed keys; each rank's heads use its rotary part, which is last."""
-
-    rotary: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        keys, rotary = y.split([y.shape[-1] - self.rotary, self.rotary], dim=-1)
-        return F.pad(keys, (0, self.rotary)) + F.pad(
-            self.share.add_gradients(rotary), (keys.shape[-1], 0)
-        )
-
-
 class Attention(Part):
     """An attention layer with dropout inside; each rank draws the masks of all heads."""
 
@@ -200,13 +187,10 @@ STYLES: dict[str, type[Part]] = {
     "rowwise_split_input": SplitRows,
     "rowwise_rep": SplitRows,
     "moe_tp_experts": Experts,
-    "mla_kv_a_proj": LatentKeys,
     SHARED: Part,
 }
 OF_PARAMETERS = ("colwise", "packed_colwise", "rowwise")
 WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
-BEFORE_HEADS = re.compile(r"_a_layernorm\.|_a_proj\.|_a_proj_with_mqa\.|\.indexer\.")
-"""Parameters inside an attention layer whose results all heads use."""
 
 
 def plan_of(model: Any) -> dict[str, str]:
@@ -237,7 +221,7 @@ def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
         for name, parameter in layer.named_parameters(prefix=owner):
             module = name.rpartition(".")[0]
             has_style = name in plan or plan.get(module, "moe_tp_experts") != "moe_tp_experts"
-            if has_style or BEFORE_HEADS.search(name):
+            if has_style:
                 continue
             is_head = parameter.numel() == getattr(layer, "head_dim", None)
             last = module.rpartition(".")[2]
@@ -332,8 +316,6 @@ def divide(model: Any, share: Share) -> Piece | None:
             model.partial |= {f"model.{name}.{key}" for key, _ in module.named_parameters()}
             continue
         module.share, module.entrance = share, entrance_of(network, name, share, plan)
-        if style == "mla_kv_a_proj":
-            module.rotary = network.config.get_text_config().qk_rope_head_dim
         cuts |= {f"{name}.{key}": cut for key, cut in cuts_of(module, style, tensor)}
         become(module, STYLES[style], classes)
     for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:

@@ -25,13 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from windlass.recipe.settings import IGNORE_INDEX
 
-# Of logits that are held at a time, in fp32. With fewer tokens in a chunk, a CPU's products read the
-# head's matrix from memory too often: 33 tokens of BLOOM's vocabulary take 1.4 times as long as 133.
+# Of logits that are held at a time, in fp32; with a compiled tail in their own precision, and with a
+# cap another time in fp32. With fewer tokens in a chunk, a CPU's products read the head's matrix from
+# memory too often: 33 tokens of BLOOM's vocabulary take 1.4 times as long as 133. A quarter or less
+# is left to autograd, with several copies.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-FEW = {"cpu": 4, "cuda": 1}  # this part of CHUNK_BYTES is left to autograd, with several copies
-# The same with a compiled tail, in their own precision, and with a cap another time in fp32. No
-# other tensor has their size, so a chunk has more tokens in the same memory.
-TAIL_BYTES = {"cpu": 2**25, "cuda": 2**30}
 
 
 class Piece(NamedTuple):
@@ -140,16 +138,13 @@ def cross_entropy_sum(
     """
     x, labels = x.flatten(0, -2), labels.flatten()
     tail = None if piece or not torch.is_grad_enabled() else tail
-    all_bytes = 4 * len(labels) * len(weight)
-    if chunk is None and all_bytes <= CHUNK_BYTES["cpu"] // FEW["cpu"]:
-        tail = None
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0: autograd
-        kind = x.device.type if x.device.type in CHUNK_BYTES else "cuda"
+        limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"])
         each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
-        most = max(1, (TAIL_BYTES if tail else CHUNK_BYTES)[kind] // (each * len(weight)))
+        most = max(1, limit // (each * len(weight)))
         chunk = -(-len(labels) // max(1, -(-len(labels) // most)))
-        if not tail and all_bytes <= CHUNK_BYTES[kind] // FEW[kind]:
-            chunk = 0
+        if 4 * len(labels) * len(weight) <= limit // 4:
+            chunk, tail = 0, None
     if chunk or piece or tail:
         return _ChunkedCrossEntropy.apply(
             *(x, weight, bias, labels, cap, chunk or len(labels)),
@@ -157,14 +152,6 @@ def cross_entropy_sum(
         )
     logits = head_logits(x, weight, bias, cap)
     return cross_entropy_of_logits(logits, labels, objective, by_source)
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor | None = None) -> Tensor:
-    """Logits [n, V] of hidden states [n, D], in the first rows of `buffer` if there is one."""
-    out = None if buffer is None else buffer[: len(x)]
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -204,10 +191,6 @@ def cross_entropy_of_logits(
 
 def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
     """Log-probabilities of this rank's rows of the vocabulary; may overwrite the logits."""
-    if piece is None and logits.device.type == "cpu":
-        # In place, which takes a third of the time: the kernel reads a number before it writes it.
-        torch.ops.aten._log_softmax.out(logits, 1, False, out=logits)
-        return logits
     if piece is None:
         return logits.log_softmax(1)
     peak = logits.amax(1, keepdim=True)
@@ -320,9 +303,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dw = torch.empty_like(weight, dtype=total) if wants[1] else None
         db = torch.zeros_like(bias, dtype=total) if wants[2] and bias is not None else None
         loss = torch.zeros((), dtype=total, device=x.device)
-        # On a CPU all chunks share memory: blocks of this size break the heap into pieces.
-        shares = x.device.type == "cpu" and dtype == total and tail is None
-        buffer = x.new_empty(min(chunk, len(x)), len(weight), dtype=dtype) if shares else None
         with torch.autocast(x.device.type, enabled=False):
             head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
             for start in range(0, len(labels), chunk):
@@ -331,9 +311,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # A NaN in a masked row has no effect.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 if tail is not None:
-                    losses = tail(d := product(rows, head, shift), labels[part], cap, *objective)
+                    losses = tail(d := F.linear(rows, head, shift), labels[part], cap, *objective)
                 else:
-                    logits = [product(rows, head, shift, buffer).to(total)]
+                    logits = [F.linear(rows, head, shift).to(total)]
                     losses, d = eager_tail(logits, labels[part], cap, objective, piece, any(wants))
                 loss += losses.sum()
                 if by_source is not None:

@@ -18,7 +18,6 @@ class Parameters:
 
     embedding: int  # the token table; when the head is tied it is the head's matrix too
     positions: int  # the table of learned positions
-    ngrams: int  # the table of n-grams
     attention: int  # query, key, value and output projections of all blocks
     feed_forward: int
     norms: int  # before each sub-layer, and the final one
@@ -27,7 +26,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        return self.embedding + self.positions + self.ngrams + self.non_embedding + self.head
+        return self.embedding + self.positions + self.non_embedding + self.head
 
     @property
     def non_embedding(self) -> int:
@@ -51,7 +50,6 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
     return Parameters(
         embedding=vocab * m.width,
         positions=m.context * m.width if m.position == "learned" else 0,
-        ngrams=m.ngram_rows * m.width if m.ngrams > 1 else 0,
         attention=m.layers * attention,
         feed_forward=m.layers * feed_forward,
         norms=(2 * m.layers + m.final_norm) * norm,

@@ -369,7 +369,7 @@ def parts_of(model: GPT, pipe: Pipeline, rank: int) -> tuple[str, ...]:
     for stage in range(rank, pipe.stages, pipe.ranks):
         parts += [f"blocks.{i}." for i in pipe.layers[stage]]
         if stage == 0:
-            parts += ["embedding.", "ngrams.", "positions."]
+            parts += ["embedding.", "positions."]
         if pipe.last(stage):
             parts += ["norm.", "head.", *(["embedding."] if model.settings.tie_head else [])]
     return tuple(parts)

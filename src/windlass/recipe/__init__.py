@@ -22,4 +22,4 @@ from windlass.recipe.load import (
 )
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import OptimSettings, ScheduleSettings
-from windlass.recipe.units import BatchPlan, BatchSizes, Duration, Horizon, plan_batch
+from windlass.recipe.units import BatchPlan, Duration, Horizon, plan_batch

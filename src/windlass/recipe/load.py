@@ -45,7 +45,7 @@ NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
     *("data.prefetch", "data.changed", "data.cache_gb"),
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
-    *("train.compile", "train.deterministic", "train.fit"),
+    *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )
 """Settings outside the config hash: they do not change a run's numbers and may change on resume."""
@@ -211,16 +211,14 @@ class Recipe(Frozen):
         return replace(data, pp=p.pipeline, cp=p.context, tp=p.tensor)
 
     def horizon(self, steps: int, samples_per_epoch: int) -> Horizon:
-        """The length of a run with the recipe's batches."""
-        batches = self.train.batches
-        return Horizon(steps, samples_per_epoch, batches.first, batches.schedule)
+        """The length of a run with the recipe's batch."""
+        return Horizon(steps, samples_per_epoch, self.train.global_batch)
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
         t, data_world, context = self.train, self.sizes(world).data_world, self.model.context
         stages = self.parallel.pipeline
-        sizes = t.micro_batch, data_world, context, device, stages
-        batch = plan_batch(t.global_batch, *sizes, t.batches.schedule)
+        batch = plan_batch(t.global_batch, t.micro_batch, data_world, context, device, stages)
         if batch.share // batch.micro_batch < stages:
             problem = f"parallel.pipeline = {stages} needs {stages} or more micro-batches in a step"
             found = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"

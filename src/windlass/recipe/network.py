@@ -160,11 +160,6 @@ class ModelSettings(Section):
     """Added to the variance in every normalisation."""
     position: Literal["learned", "rope", "none"] = "learned"
     """Position encoding: a learned table, rotary embedding (arXiv 2104.09864), or none."""
-    ngrams: int = Field(1, ge=1, le=8)
-    """Add an embedding for each of the last 2 to this many tokens together (arXiv 2501.16975); 1:
-    none. They cost memory, a look-up and an update of the table."""
-    ngram_rows: int = Field(2**14, ge=1)
-    """Rows of the table of n-grams; more rows let fewer n-grams share one."""
     rope_theta: float = Field(10_000.0, gt=0)
     """Base of the rotary embedding's wavelengths."""
     activation: Literal["gelu", "gelu_tanh", "relu", "relu2", "swiglu"] = "gelu"

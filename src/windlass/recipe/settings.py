@@ -3,13 +3,13 @@ section."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from windlass.recipe.average import AverageSettings, Beta
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, BatchSizes, Duration
+from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -50,17 +50,10 @@ class TrainSettings(Section):
     steps is rounded down."""
     global_batch: int = Field(64, ge=1)
     """Sequences in one optimizer step, over all ranks."""
-    batch_schedule: list[tuple[int, int]] = []
-    """Other batch sizes later: `[[500, 128], [2000, 256]]` has 128 sequences in a step after 500
-    steps, and 256 after 2,000. The learning rate does not follow. Evaluations keep `global_batch`."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
     largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module).
     It is less after memory ran out. A resumed run keeps it."""
-    fit: bool = False
-    """Choose `train.micro_batch` and the layout (`parallel.strategy`, `tensor`, `context`,
-    `pipeline`, `activation_checkpointing`) before the training: the first layout that `windlass plan`
-    lists. The run's recipe stores the choice."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
@@ -74,8 +67,7 @@ class TrainSettings(Section):
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the blocks, as one graph, and the loss with `torch.compile`. `auto`: on a GPU, for
-    Windlass's own GPT without `deterministic`, if the run saves more time than a minute of compiling
-    (predicted)."""
+    Windlass's own GPT without `deterministic`, in a run of at least 1,000 steps."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0: no clipping."""
     z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
@@ -100,32 +92,9 @@ class TrainSettings(Section):
     average: AverageSettings = AverageSettings()
     """`train.average.kind`, `.beta`, `.last`, `.every`."""
     startup_checks: bool = True
-    """Check master weights, ties, replicas, gradient norm, the first loss, and that your own module
-    sums its loss, at step 1."""
+    """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)
     """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's number, or cores / ranks of a host."""
-
-    @field_validator("batch_schedule", mode="before")
-    @classmethod
-    def _batch_schedule(cls, value: Any) -> Any:
-        try:
-            pairs = [(start, size) for start, size in value]
-        except (TypeError, ValueError):
-            pairs = [("", "")]
-        starts = [start for start, _ in pairs]
-        if not all(type(n) is int and n > 0 for pair in pairs for n in pair):
-            raise ValueError(
-                "it takes pairs of steps done and sequences, as [[500, 128], [2000, 256]]; write a "
-                "share of the run or epochs as steps, so that a longer run keeps them"
-            )
-        if sorted(set(starts)) != starts:
-            raise ValueError("its pairs [steps done, sequences] must be in order of the steps")
-        return value
-
-    @property
-    def batches(self) -> BatchSizes:
-        """The samples of every step."""
-        return BatchSizes(self.global_batch, tuple(self.batch_schedule))
 
     @field_validator("steps", mode="before")
     @classmethod

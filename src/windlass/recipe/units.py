@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -42,81 +42,30 @@ def epochs_in(text: str) -> Fraction:
     raise ValueError(f"it takes {DURATION}")
 
 
-BatchSchedule = tuple[tuple[int, int], ...]
-"""`train.batch_schedule`: pairs of a number of steps done, and the samples of a step from then on."""
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The samples of every step: a function of the step alone, so that no resume can change it."""
-
-    first: int
-    schedule: BatchSchedule = ()
-
-    def before(self, steps: int) -> int:
-        """The samples of the first `steps` steps."""
-        total, size = self.first * steps, self.first
-        for start, new in self.schedule:
-            total, size = total + (new - size) * max(0, steps - start), new
-        return total
-
-    def at(self, step: int) -> int:
-        """The samples of the step after `step` completed ones."""
-        return self.before(step + 1) - self.before(step)
-
-    def steps_for(self, samples: int | Fraction) -> int:
-        """The fewest steps that have at least these samples."""
-        start, size = 0, self.first
-        for later, new in self.schedule:
-            if self.before(later) < samples:
-                start, size = later, new
-        return start + math.ceil((samples - self.before(start)) / Fraction(size))
-
-    def steps_within(self, samples: int | Fraction) -> int:
-        """The most steps that have at most these samples."""
-        steps = self.steps_for(samples)
-        return steps - (self.before(steps) > samples)
-
-    @property
-    def sizes(self) -> list[int]:
-        return [self.first, *(size for _, size in self.schedule)]
-
-
 @dataclass(frozen=True)
 class Horizon:
     """The run's length in steps, and the samples of an epoch and of a step."""
 
     steps: int
     samples_per_epoch: int
-    samples_per_step: int  # the first ones
-    batch_schedule: BatchSchedule = ()
-
-    @property
-    def batches(self) -> BatchSizes:
-        return BatchSizes(self.samples_per_step, self.batch_schedule)
-
-    @property
-    def work(self) -> float:
-        """The run's length in steps of the first size."""
-        return self.batches.before(self.steps) / self.samples_per_step
-
-    def work_until(self, step: int) -> float:
-        """The work of the first `step` steps, in steps of the run's mean size."""
-        return self.steps * self.batches.before(step) / self.batches.before(self.steps)
+    samples_per_step: int
 
     def steps_in(self, duration: int | float | str) -> int:
         """The duration in whole steps; epochs round up, a fraction to the nearest (at least 1)."""
         if isinstance(duration, str):
-            return self.batches.steps_for(epochs_in(duration) * self.samples_per_epoch)
+            return math.ceil(self.epochs_as_steps(duration))
         if isinstance(duration, float):
             return max(round(duration * self.steps), 1) if duration > 0 else 0
         return duration
 
+    def epochs_as_steps(self, duration: str) -> Fraction:
+        """The length of `"2.5 epochs"` in steps."""
+        return epochs_in(duration) * self.samples_per_epoch / self.samples_per_step
+
     def steps_before_last(self, duration: int | float | str) -> int:
         """The steps before the run's last ones, which have this duration."""
         if isinstance(duration, str):
-            samples = self.batches.before(self.steps) - epochs_in(duration) * self.samples_per_epoch
-            return self.batches.steps_within(samples)
+            return math.floor(self.steps - self.epochs_as_steps(duration))
         return self.steps - self.steps_in(duration)
 
     def period_in(self, every: int | float) -> int:
@@ -130,9 +79,8 @@ class Horizon:
         A period in epochs is due at the first step at or past its end.
         """
         if isinstance(every, str):
-            period = epochs_in(every) * self.samples_per_epoch
-            edges = [self.batches.before(s) // period for s in (step, step - 1) if period]
-            return step > 0 and period > 0 and edges[0] > edges[1]
+            period = self.epochs_as_steps(every)
+            return step > 0 and period > 0 and step // period > (step - 1) // period
         steps = self.period_in(every)
         return step > 0 and steps > 0 and step % steps == 0
 
@@ -145,29 +93,15 @@ class BatchPlan:
     the step's samples; data rank `r` of `n` takes the micro-batches `r, r + n, r + 2 * n, ...`.
     """
 
-    global_batch: int  # of the first step; `at` gives the plan of another step
+    global_batch: int
     micro_batch: int
     data_world: int  # ranks that read different samples
     context: int
-    schedule: BatchSchedule = ()
-
-    @property
-    def batches(self) -> BatchSizes:
-        return BatchSizes(self.global_batch, self.schedule)
 
     @property
     def share(self) -> int:
-        """The samples of a data rank in a step: their greatest common divisor over all steps."""
-        return math.gcd(*self.batches.sizes) // self.data_world
-
-    @property
-    def largest(self) -> BatchPlan:
-        """The plan of the largest step."""
-        return replace(self, global_batch=max(self.batches.sizes), schedule=())
-
-    def at(self, step: int) -> BatchPlan:
-        """The plan of the step after `step` completed ones."""
-        return replace(self, global_batch=self.batches.at(step), schedule=())
+        """The samples of a data rank in a step."""
+        return self.global_batch // self.data_world
 
     @property
     def accumulation(self) -> int:
@@ -196,31 +130,22 @@ def plan_batch(
     context: int,
     device: str = "cpu",
     stages: int = 1,
-    schedule: BatchSchedule = (),
 ) -> BatchPlan:
-    """Divide each global batch among `data_world` ranks that read different samples.
+    """Divide the global batch among `data_world` ranks that read different samples.
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
     TOKENS_PER_MICRO_BATCH tokens (but at least one sample), and leaves a micro-batch for each of
-    the pipeline's `stages`. All steps have the same micro-batch. UserError if the division leaves a
-    remainder, with the nearest sizes that work.
+    the pipeline's `stages`. UserError if the division leaves a remainder, with the nearest sizes that
+    work.
     """
-    for size in BatchSizes(global_batch, schedule).sizes:
-        share, remainder = divmod(size, data_world)
-        if not remainder:
-            continue
-        own = size == global_batch
-        batch = f"train.global_batch = {size}" if own else f"train.batch_schedule: {size}"
+    share, remainder = divmod(global_batch, data_world)
+    batch = f"train.global_batch = {global_batch}"
+    if remainder:
         near = (share * data_world, (share + 1) * data_world)
         sizes = " or ".join(str(size) for size in near if size)
         advice = f"write {sizes}, or use a number of ranks that divides it"
         problem = f"{batch} sequences is not divisible by {data_world} data ranks"
         raise UserError(f"{problem}; {advice}")
-    plan = BatchPlan(global_batch, 1, data_world, context, schedule)
-    share, batch = plan.share, f"train.global_batch = {global_batch}"
-    if schedule:
-        keys = "train.global_batch and train.batch_schedule"
-        batch = f"{share * data_world}, the greatest common divisor of {keys}"
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
         most = min(samples_per_pass(context, device), max(1, share // stages))
@@ -233,4 +158,4 @@ def plan_batch(
         per_rank = f"the {sequences} of each of {data_world} data ranks in a step ({batch})"
         each = batch if data_world == 1 else per_rank
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
-    return replace(plan, micro_batch=micro_batch)
+    return BatchPlan(global_batch, micro_batch, data_world, context)

@@ -49,7 +49,6 @@ def probe_recipe(cell: Cell) -> Recipe:
         {
             "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
             "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
-            "train.batch_schedule": [],
             "train.steps": ENDLESS,
             "train.early_stop": 0,
             "optim.lr": TINY_LR,

@@ -272,9 +272,6 @@ def assignments(
 def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
     """UserError if these numbers of ranks cannot share the recipe's batch, steps or layers."""
     given = argument("worlds", worlds)
-    if recipe.train.batch_schedule:
-        problem = "a scaling study compares steps of one size"
-        raise UserError(f"train.batch_schedule: {problem}: write train.batch_schedule=[]")
     if any(world < 1 for world in worlds):
         raise UserError(f"{given}: numbers of ranks are 1 and more")
     if scaling.mode in AT_ONE_WORLD and len(worlds) > 1:

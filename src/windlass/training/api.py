@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
 from windlass.telemetry.terminal import message
-from windlass.training.start import StartPlan, changes_of, check_shared, resolve_start
+from windlass.training.start import StartPlan, check_shared, resolve_start
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
@@ -114,20 +113,12 @@ def train_rank(
     """Train as one rank in this process."""
     from windlass.training.trainer import Trainer
 
-    if plan.recipe.train.fit:
-        from windlass.training.fit import fitted
-
-        recipe = fitted(plan.recipe, custom=model is not None or data is not None)
-        changes = changes_of(plan.run, recipe) if plan.resuming else {}
-        plan = replace(plan, recipe=recipe, changes=changes)
     samples = own_data(data, plan.recipe)
     Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
-    if recipe.train.fit:  # it chooses layout and micro-batch
-        return
     recipe.batch(world)
     layout, kind = recipe.parallel, recipe.optim.kind
     if own_model and layout.model_ranks > 1:

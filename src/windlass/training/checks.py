@@ -17,21 +17,17 @@ from windlass.errors import RunFailed, UserError, first_line
 from windlass.evaluation.source import evaluating
 from windlass.model.build import scalar
 from windlass.model.documents import Documents, takes_documents
-from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
-from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import counted, unwrap
+from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
-HASH_WORDS = 2**20  # hashed at once: three temporary tensors of 8 MB, whatever the parameter's size
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def startup_checks(
     model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
 ) -> None:
-    """Check master weights, ties, the gradient norm and replicas; RunFailed on every rank."""
+    """Check master weights and ties; RunFailed on every rank."""
     wanted = torch.float64 if precision == "fp64" else torch.float32
     # With fewer bits a weight would lose small updates to rounding.
     trained = [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
@@ -39,7 +35,6 @@ def startup_checks(
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
     untied = [" and ".join(names) for names in tied_before if names not in tie_groups(model)]
     problems += [f"{names} were tied in the model, and no longer are" for names in untied]
-    problems += [*norm_probe(model, ranks), *replicas(model, ranks)]
     gathered = dict.fromkeys(chain(*ranks.all_gather_object("startup checks", problems)))
     if gathered:
         head = "the start-up checks failed (train.startup_checks):"
@@ -52,71 +47,6 @@ def tie_groups(model: nn.Module) -> list[list[str]]:
     for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
-
-
-def norm_probe(model: nn.Module, ranks: Ranks) -> list[str]:
-    """Compare the distributed norm of known gradients, a constant for each parameter."""
-    parameters, squares = counted(model), 0.0
-    for number, parameter in enumerate(parameters):
-        value = 1.0 / (1 + number % 7)
-        parameter.grad = torch.full_like(parameter, value)
-        squares += value * value * math.prod(whole_shape(parameter))
-    stages = ranks.mesh.rows(("pp",))[0]  # every rank of a stage has the same sum
-    if len(stages) > 1:
-        every = ranks.all_gather_object("squares", squares)
-        squares = sum(every[stage] for stage in stages)
-    norm, expected = float(collectives.global_grad_norm(parameters, ranks)), math.sqrt(squares)
-    for parameter in parameters:
-        parameter.grad = None
-    if abs(norm - expected) <= 1e-4 * expected:
-        return []
-    return [f"the distributed gradient norm of a probe is {norm:.6g} and should be {expected:.6g}"]
-
-
-def replicas(model: nn.Module, ranks: Ranks) -> list[str]:
-    """Parameters that differ in any bit between ranks that should hold the same values."""
-    own: dict[str, tuple[str, int]] = {}  # this rank's piece of a parameter, and its hash
-    for name, parameter in unwrap(model).named_parameters():
-        # A parameter in as many pieces as ranks has no replica.
-        groups = ranks.mesh.cutting_groups(parameter)
-        if math.prod(group.size() for group in groups) < ranks.world:
-            local = local_part(parameter)
-            own[name] = piece_of(parameter), fingerprint(local)
-    if not own:
-        return []
-    first: dict[tuple[str, str], tuple[int, int]] = {}  # a piece's first rank, and its hash there
-    differing: dict[tuple[int, int], list[str]] = {}  # names, by the two ranks
-    for rank, other in enumerate(ranks.all_gather_object("replicas", own)):
-        for name, (piece, value) in other.items():
-            first_rank, expected = first.setdefault((name, piece), (rank, value))
-            if value != expected:
-                differing.setdefault((first_rank, rank), []).append(name)
-    return [
-        f"ranks {a} and {b} hold different values of {', '.join(names[:4])}"
-        for (a, b), names in differing.items()
-    ]
-
-
-def piece_of(parameter: Tensor) -> str:
-    """This rank's piece: its place along each mesh dimension that cuts the tensor."""
-    cut, places = cut_of(parameter), list[int]()
-    if is_sharded(parameter):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        places = [mesh.get_local_rank(d) for d, p in enumerate(placements) if not p.is_replicate()]
-    return ",".join(map(str, [*places, cut.peers.rank] if cut else places))
-
-
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> int:
-    """A hash of a tensor's bits, on its device: the sum of its words times odd numbers by place."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    words = flat.view(WORDS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), HASH_WORDS):
-        chunk = words[start : start + HASH_WORDS].long()
-        places = torch.arange(start, start + chunk.numel(), device=chunk.device)
-        total += (chunk * (places * 0x9E3779B1 + 1 | 1)).sum()
-    return int(total)
 
 
 @torch.no_grad()

@@ -208,7 +208,7 @@ class Recorder:
     def _work(self, facts: Facts, batch: BatchPlan) -> dict[str, str]:
         """The header's lines about the data and the steps."""
         steps, done = self.horizon.steps, self.state.step
-        samples = self.horizon.batches.before(steps)
+        samples = self.horizon.samples_per_step * steps
         per_sample = facts["train"].get("tokens_per_sample", batch.context)
         tokens = round(per_sample * samples / steps)
         data = lines(facts, self.plan.recipe.model.context)
@@ -331,7 +331,7 @@ class Recorder:
         if not self.started_up:
             self.first_step()
         per_epoch, first = horizon.samples_per_epoch, batch.first_sample
-        epoch = (first + horizon.batches.at(state.step - 1)) // per_epoch
+        epoch = (first + horizon.samples_per_step) // per_epoch
         if self.logs_epochs and epoch > first // per_epoch:
             more = state.step < horizon.steps
             order = self.describe_order(epoch) if more else None
@@ -366,9 +366,9 @@ class Recorder:
         state, horizon = self.state, self.horizon
         if state.step == horizon.steps or not self.logs_epochs:
             return
-        batches, per_epoch = horizon.batches, horizon.samples_per_epoch
-        epoch = int(step_samples(state.step, batches, state.skipped)[0]) // per_epoch
-        epochs = math.ceil(batches.before(horizon.steps - 1) / per_epoch)
+        size, per_epoch = horizon.samples_per_step, horizon.samples_per_epoch
+        epoch = int(step_samples(state.step, size, state.skipped)[0]) // per_epoch
+        epochs = math.ceil(size * (horizon.steps - 1) / per_epoch)
         number = f"epoch {epoch + 1:,}" + (f" of {epochs:,}" if epochs > 1 else "")
         order = self.describe_order(epoch)
         if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):

@@ -395,11 +395,11 @@ def open_losses(
     if not isinstance(samples, MixedSamples):
         return LossSum(state, ranks)
     planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
-    at = next_sample(state.step, horizon.batches, state.skipped)
+    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
     past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
     stages = continue_stages(past, planned, at)
     mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
-    mixture.check(horizon.steps, horizon.batches)
+    mixture.check(horizon.steps, horizon.samples_per_step)
     state.mixture = [list(stage) for stage in stages]
     return LossSum(state, ranks, mixture, takes_sources(unwrap(model)))
 

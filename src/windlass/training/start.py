@@ -36,7 +36,7 @@ from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.paths import located
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, SOUP, Run, last_start
+from windlass.run import LOCK, OCCUPIED, Run, last_start
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -120,10 +120,6 @@ def resolve_start(
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
     exists = run.exists
-    if exists and not fresh and (run.path / SOUP).is_file():
-        problem = f"{run.path} holds averaged weights, without a training to resume"
-        advice = f"start a run in another run.dir with model.init_from={run.path}"
-        raise UserError(f"{problem}: {advice}")
     restarted = exists and is_restart(run, os.environ)
     if exists and (restarted or not fresh):
         return _resume(recipe, run, restarted, extend_to, branch_from)
@@ -179,8 +175,6 @@ def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
     """The settings that a resume changes and records: key -> [old, new]."""
     old, new = run.recipe.flat(), recipe.flat()
     unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
-    later = ("train.fit", "train.micro_batch", "parallel.")  # `train.fit` has not chosen them yet
-    unrecorded = (*unrecorded, *later) if recipe.train.fit else unrecorded
     if recipe.run.base in ("", run.recipe.run.base):
         unrecorded = (*unrecorded, "run.base")
     differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]

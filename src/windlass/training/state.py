@@ -14,7 +14,7 @@ from windlass.data.samples import Batch
 from windlass.model.loss import SourceSums
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.recipe import BatchSizes, Horizon
+from windlass.recipe import Horizon
 from windlass.seeds import seed_of
 
 SCALE_START = 65536.0  # the first fp16 loss scale
@@ -166,7 +166,7 @@ class LossSum:
                 ]
         self.reset()
 
-    def take_sources(self, batches: BatchSizes) -> dict[str, float]:
+    def take_sources(self, global_batch: int) -> dict[str, float]:
         """After `read`, the fields of a `train` line about a mixture's sources; {} without one."""
         state, mixture = self._state, self.mixture
         if mixture is None:
@@ -174,7 +174,7 @@ class LossSum:
         names, parts, fields = mixture.samples.names, mixture.samples.parts, dict[str, float]()
         sums = state.source_losses or [[0.0, 0.0]] * len(names)
         state.source_losses = []
-        counts = mixture.read(state.step, batches, state.skipped).tolist()
+        counts = mixture.read(state.step, global_batch, state.skipped).tolist()
         for name, part, count, (loss, labels) in zip(names, parts, counts, sums, strict=True):
             fields |= {f"source.{name}.loss": loss / labels} if labels else {}
             fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}

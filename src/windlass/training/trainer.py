@@ -58,7 +58,6 @@ from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import startup_checks
 from windlass.training.compiling import resolve_compile
 from windlass.training.evaluator import Evaluator, check_evaluations
-from windlass.training.halves import open_halves
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saving import Checkpoints
@@ -111,7 +110,7 @@ class Trainer:
         console.begin("building the model, with its first weights")
         self.model, self.facts = setup.prepare_model(
             *(plan, ranks, data, built, custom, place.choice),
-            resolve_compile(plan, ranks, data, self.horizon, custom, place.notes),
+            resolve_compile(recipe, ranks, self.horizon, custom, place.notes),
         )
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
@@ -126,7 +125,6 @@ class Trainer:
             *(place, recipe, ranks, data, self.batch, self.facts),
             *(self.model, self.optimizer, self.average),
         )
-        self.halves = open_halves(recipe, self.model, ranks, self.facts.dropout, stack)
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
         fp16 = self.facts.precision == "fp16"
@@ -260,7 +258,7 @@ class Trainer:
                 self.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
-                samples = horizon.batches.at(state.step)
+                samples = horizon.samples_per_step
                 state.advance(samples, result.tokens, result.label_tokens)
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
@@ -299,7 +297,7 @@ class Trainer:
                 if log_due:  # waits for the device
                     scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    sources = self.losses.take_sources(horizon.batches)
+                    sources = self.losses.take_sources(samples)
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.checkpoints.save()
@@ -332,22 +330,17 @@ class Trainer:
         staged = isinstance(self.model, StagedGPT)
         last = self.model.pipeline.layers[-1] if staged else None  # the blocks before the loss
 
-        def compute_loss(micro: MicroBatch, **stage: Any) -> torch.Tensor:
-            with autocast(self.recipe, ranks.device):
-                stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
-                result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-            if stage.get("layers") is not last:  # hidden states for the next stage
-                return result
-            return scalar(result) / max(1, counts.wait()[0])
-
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Nobody knows whether a user's module draws random numbers.
             seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
+            stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
             with timer.phase("forward"):
-                result = compute_loss(micro, **stage)
-            if stage.get("layers") is not last:
-                return result
+                with autocast(self.recipe, ranks.device):
+                    result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
+                if stage.get("layers") is not last:  # hidden states for the next stage
+                    return result  # type: ignore[no-any-return]
+                result = scalar(result) / max(1, counts.wait()[0])
             loss.add_(result.detach())
             return result if scale is None else result * scale
 
@@ -359,8 +352,6 @@ class Trainer:
         sync = partial(sync_gradients, self.model, ranks.strategy)
         if isinstance(self.model, StagedGPT):
             self.model.pipeline.train(self.model, batch.micro, forward, backward, sync, loss)
-        elif self.halves is not None:
-            self.halves.train(batch.micro, forward, backward, compute_loss, loss, scale)
         else:
             for micro in batch.micro:
                 with sync(micro is batch.micro[-1]):
@@ -467,7 +458,7 @@ class Trainer:
         averages = self.average.tensors if saved.averaged else {}
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
-        first = int(step_samples(saved.step, self.batch.batches, saved.skipped)[0])
+        first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         samples = (first, stop_sample)
         record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
         decide_on_rank_0(self.ranks, "rewind", record)

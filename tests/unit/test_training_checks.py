@@ -1,0 +1,70 @@
+"""The check that a user's module returns a sum; tests/e2e/test_training_startup_checks.py sees the others."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from windlass.errors import UserError
+from windlass.parallel.dist import Ranks
+from windlass.parallel.env import DistEnv
+from windlass.training import checks
+
+
+class Rows:
+    """Samples with these numbers of unmasked labels, each of as many tokens as the longest read."""
+
+    def __init__(self, *labels: int):
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, indices):
+        longest = max(2, *(self.labels[i] for i in indices))
+        tokens = np.stack([np.arange(longest) % 7 for _ in indices])
+        own = np.stack([np.arange(longest) < self.labels[i] for i in indices])
+        return tokens, np.where(own, (tokens + 1) % 7, -100)
+
+
+LOSSES = {
+    "sum": lambda losses, counts: losses.sum(),
+    "mean over labels": lambda losses, counts: losses.sum() / counts.sum(),
+    "mean over samples": lambda losses, counts: losses.sum() / len(losses),
+    "mean of each sample": lambda losses, counts: (losses.sum(1) / counts).nansum(),
+    "mean over all places": lambda losses, counts: losses.mean(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    "labels",
+    [(8, 8), (0, 8), (0, 0, 0, 5), (3, 8), (6,), (*[0] * 100, 9, 4)],
+    ids=["full", "first masked", "three masked", "ragged", "single", "late"],
+)
+def test_only_a_sum_over_labels_passes(kind, labels):
+    class Model(torch.nn.Embedding):
+        def forward(self, tokens, labels):
+            logits = super().forward(tokens).transpose(1, 2)
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            return LOSSES[kind](losses, (labels != -100).sum(1))
+
+    torch.manual_seed(0)
+    ranks = Ranks(DistEnv(), torch.device("cpu"))
+    given = Model(7, 7), Rows(*labels), ranks, nullcontext
+    if kind == "sum":
+        checks.check_loss_is_a_sum(*given)
+        return
+    with pytest.raises(UserError, match='reduction="sum"'):
+        checks.check_loss_is_a_sum(*given)
+
+
+def test_samples_without_labels_are_no_reason_to_refuse_a_sum():
+    class Sum(torch.nn.Embedding):
+        def forward(self, tokens, labels):
+            return (super().forward(tokens).sum(2) * (labels != -100)).sum()
+
+    ranks = Ranks(DistEnv(), torch.device("cpu"))
+    checks.check_loss_is_a_sum(Sum(7, 7), Rows(0, 0), ranks, nullcontext)
