@@ -32,8 +32,8 @@ from windlass.model.share import (
     whole_shape,
     with_cut,
 )
+from windlass.optim.library import from_tensors, to_tensors
 from windlass.optim.shard import ShardedOptimizer
-from windlass.optim.state import from_tensors, to_tensors
 from windlass.parallel.parallelize import unwrap
 
 OPTIM = "optim/"
