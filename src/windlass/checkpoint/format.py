@@ -30,7 +30,6 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -179,30 +178,6 @@ class Manifest(BaseModel):
         return self
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A whole checkpoint of a run. `manifest` is None if it is damaged, and `problem` says how."""
-
-    path: Path
-    step: int
-    manifest: Manifest | None
-    problem: str = ""
-
-    @property
-    def serial(self) -> int:
-        """The number of its commit in the run; 0 if the manifest is damaged."""
-        return self.manifest.serial if self.manifest else 0
-
-    def verify(self, rank: int = 0, world: int = 1) -> str:
-        """Hash this rank's share of the files, of `world` ranks; the damage, or an empty string."""
-        try:
-            if self.manifest is not None:
-                verify_files(self.path, self.manifest, rank, world)
-        except Damaged as error:
-            return str(error)
-        return self.problem
-
-
 def parse(data: bytes) -> Manifest:
     """A manifest from its bytes; raises Damaged."""
     try:
@@ -280,24 +255,3 @@ def names_in(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def read_entry(path: Path) -> Entry:
-    """One whole checkpoint, checked by its manifest and the sizes of its files."""
-    match = STEP_DIR.match(path.name)
-    step = int(match[1]) if match else 0
-    try:
-        manifest = read_manifest(path)
-    except Damaged as error:
-        return Entry(path, step, None, str(error))
-    if match and manifest.step != step:
-        renamed = f"it is the checkpoint of step {manifest.step} under another name"
-        return Entry(path, step, None, renamed)
-    return Entry(path, manifest.step, manifest)
-
-
-def list_entries(directory: Path) -> list[Entry]:
-    """Every whole checkpoint of a run: damaged ones first, then by commit, newest first."""
-    paths = [directory / name for name in names_in(directory) if STEP_DIR.match(name)]
-    entries = [read_entry(path) for path in paths if is_whole(path)]
-    return sorted(entries, key=lambda e: (-e.serial if e.manifest else -math.inf, -e.step))

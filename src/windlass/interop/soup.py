@@ -2,16 +2,14 @@
 
 The runs of a soup start from the same weights (model soups, arXiv 2203.05482), or the checkpoints
 are of one run (arXiv 2306.03241). The result is a run directory without optimizer state, so that
-`eval`, `sample`, `export` and `model.init_from` read it. One tensor at a time is in memory.
+`eval`, `sample`, `export` and `model.init_from` read it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import mmap
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.commit import Save, SavingRank
-from windlass.checkpoint.image import describe, layout
 from windlass.checkpoint.load import MODEL, Checkpoint
-from windlass.checkpoint.state_dict import Slice
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import shard_of
 from windlass.data.tokenizer import FOLDER
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, find_source
-from windlass.fileio import new_directory, to_json, write_atomic
+from windlass.fileio import new_directory, write_atomic
 from windlass.model import hf_files
 from windlass.run import SOUP, Run
 
@@ -122,32 +119,17 @@ def _copy_run(source: Source, directory: Path) -> None:
 
 def write_mean(checkpoints: Sequence[Checkpoint], coefficients: Sequence[float], run: Path) -> None:
     """Commit a checkpoint of the highest step with the weighted mean of the models' tensors."""
-    first = checkpoints[0]
-    empty = {
-        name: torch.empty(first.info(name).shape, dtype=first.dtype(name), device="meta")
-        for name in first.names(MODEL)
-    }
-    slices = [
-        Slice(name, tensor, tuple(tensor.shape), (0,) * tensor.dim())
-        for name, tensor in empty.items()
-    ]
-    header, places, size = layout(slices, 0)
-    # The system writes mapped tensors to the file and frees their memory.
-    with tempfile.TemporaryFile(dir=run) as file:
-        file.truncate(size)
-        memory = mmap.mmap(file.fileno(), size)
-        memory[: len(header)] = header
-        image = torch.frombuffer(memory, dtype=torch.uint8)
-        for box, at in places:
-            target = image[at : at + box.tensor.nbytes].view(box.tensor.dtype)
-            target.view(box.tensor.shape).copy_(mean_of(checkpoints, coefficients, box.name))
-        step = max(checkpoint.step for checkpoint in checkpoints)
-        aliases = dict(first.manifest.aliases)
-        meta = first.meta | {"average": "none"}
-        save = Save(SavingRank(run / "checkpoints"), step, f"{step}-mean-1", aliases, size, meta)
-        save.counters = to_json(first.counters | {"step": step, "averaged": 0})
-        save.image, save.tensors = memoryview(image.numpy()), describe(places)
-        save.run(1)
+    first, step = checkpoints[0], max(checkpoint.step for checkpoint in checkpoints)
+    tensors = {name: mean_of(checkpoints, coefficients, name) for name in first.names(MODEL)}
+    counters, meta = (
+        first.counters | {"step": step, "averaged": 0},
+        first.meta | {"average": "none"},
+    )
+    writer = Writer(run / "checkpoints", attempt="mean", background=False)
+    writer.write(step, shard_of(tensors, first.manifest.aliases), counters, meta)
+    [save] = writer.poll()
+    if save.error:
+        raise OSError(save.error)
 
 
 def mean_of(checkpoints: Sequence[Checkpoint], coefficients: Sequence[float], name: str) -> Tensor:
