@@ -302,7 +302,7 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
 def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
     read: list[str] = []
     counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
-    monkeypatch.setattr("windlass.checkpoint.load.read_manifest", counted)
+    monkeypatch.setattr("windlass.checkpoint.format.read_manifest", counted)
     for attempt in ("a", "b"):
         writer = Writer(tmp_path / "checkpoints", attempt=attempt)
         for step in (1, 2, 3):

@@ -210,7 +210,7 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
     found = checkpoints_in(directory)
-    why = retain([c for c in found if c.content], policy, scores[policy.measure])
+    why = retain([c.content for c in found if c.content], policy, scores[policy.measure])
     rows = [
         {
             "step": c.step,

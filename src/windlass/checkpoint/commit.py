@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.checkpoint.choose import discard
 from windlass.checkpoint.format import (
@@ -38,10 +38,6 @@ from windlass.checkpoint.format import (
 from windlass.errors import first_line
 from windlass.fileio import to_json
 
-if TYPE_CHECKING:
-    from windlass.checkpoint.save import Writer
-    from windlass.checkpoint.shard import Shard
-
 PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
@@ -58,10 +54,10 @@ class Save:
     Without an `error` the checkpoint at `path` is then durable and visible.
     """
 
-    writer: Writer
+    writer: Any  # the `Writer`, with what all its saves have in common
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    shard: Shard
+    shard: Any  # the `Shard` that this rank writes
     meta: Mapping[str, Any]
     counters: bytes = b"{}"
     image: Any = b""  # this rank's file in host memory: header length, header, numbers

@@ -23,6 +23,7 @@ no code, and a manifest can only name plain files inside the directory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -155,6 +156,11 @@ class Manifest(BaseModel):
     files: dict[FileName, FileInfo]
 
     @property
+    def reason(self) -> str:
+        """Why it was saved (see retention.py)."""
+        return str(self.meta.get("reason", ""))
+
+    @property
     def bytes(self) -> int:
         return sum(f.size for f in self.files.values())
 
@@ -211,7 +217,19 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    if (match := STEP_DIR.match(path.name)) and int(match[1]) != manifest.step:
+        raise Damaged(f"it is the checkpoint of step {manifest.step} under another name")
     return manifest
+
+
+def manifests_in(directory: Path) -> dict[Path, Manifest]:
+    """The manifests of a run's whole checkpoints, without damaged ones."""
+    manifests = dict[Path, Manifest]()
+    for path in (directory / name for name in names_in(directory) if STEP_DIR.match(name)):
+        with contextlib.suppress(Damaged):
+            if is_whole(path):
+                manifests[path] = read_manifest(path)
+    return manifests
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:

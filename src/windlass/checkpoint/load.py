@@ -62,11 +62,6 @@ class Checkpoint:
         return self.manifest.meta
 
     @property
-    def reason(self) -> str:
-        """Why it was saved (see retention.py)."""
-        return str(self.meta.get("reason", ""))
-
-    @property
     def notes(self) -> list[str]:
         """For the user, one for each damaged checkpoint that was passed over."""
         text = "the checkpoint of step {0.step} is damaged and not used: {0.problem}"
@@ -207,15 +202,11 @@ def strips(
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """A checkpoint under its final name, checked by its manifest and the sizes of its files."""
-    match = STEP_DIR.match(path.name)
-    step = int(match[1]) if match else 0
     try:
         manifest = read_manifest(path)
     except Damaged as error:
-        return Checkpoint(path, step, None, str(error))
-    if match and manifest.step != step:
-        renamed = f"it is the checkpoint of step {manifest.step} under another name"
-        return Checkpoint(path, step, None, renamed)
+        match = STEP_DIR.match(path.name)
+        return Checkpoint(path, int(match[1]) if match else 0, None, str(error))
     return Checkpoint(path, manifest.step, manifest)
 
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.checkpoint.format import Count
-from windlass.checkpoint.load import Checkpoint, checkpoints_in
+from windlass.checkpoint.format import Count, Manifest, manifests_in
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon, Recipe
@@ -98,9 +97,7 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [x for x in lines if all(x.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
-def retain(
-    checkpoints: Iterable[Checkpoint], policy: Policy, scores: Scores
-) -> dict[int, list[str]]:
+def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
     """Why each checkpoint stays, by serial number; one with an empty list may be deleted.
 
     These stay:
@@ -159,7 +156,8 @@ class Lineage(BaseModel):
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
     """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
-    serial = max((saved.serial for saved in checkpoints_in(run / "checkpoints")), default=0)
+    saved = manifests_in(run / "checkpoints").values()
+    serial = max((manifest.serial for manifest in saved), default=0)
     before = read_lineage(run) or Lineage()
     kept: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
     if checkpoint is None:

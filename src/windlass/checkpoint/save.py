@@ -29,8 +29,7 @@ import torch
 
 from windlass.checkpoint.choose import discard
 from windlass.checkpoint.commit import Save, explain
-from windlass.checkpoint.format import names_in
-from windlass.checkpoint.load import Checkpoint, checkpoints_in
+from windlass.checkpoint.format import Manifest, manifests_in, names_in
 from windlass.checkpoint.retention import PERIODIC, Policy, Scores, read_lineage, retain
 from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
@@ -68,7 +67,7 @@ class Writer:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
         self._warning = ""  # why memory for CUDA is not page-locked
-        self._known: dict[Path, Checkpoint] = {}  # rank 0's writer reads each manifest once
+        self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
         self._ended: deque[Save] = deque()
         self._reserving = threading.Thread()  # makes room for the first save
         # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
@@ -237,8 +236,7 @@ class Writer:
             content = save.run(self._next_serial())
             if content is not None:
                 # Retention does not need the tensors, of which a large world has many.
-                content = content.model_copy(update={"tensors": {}})
-                self._known[save.path] = Checkpoint(save.path, save.step, content)
+                self._known[save.path] = content.model_copy(update={"tensors": {}})
                 try:
                     self._clean_up(scores)
                 except Exception as problem:
@@ -255,9 +253,9 @@ class Writer:
         """The number of the next commit; only rank 0's counts."""
         if self.rank == 0:
             names = names_in(self.directory)
-            known = self._known.values() or checkpoints_in(self.directory)
-            self._known = {c.path: c for c in known if c.content and c.path.name in names}
-        serials = [c.serial for c in self._known.values()]
+            known = self._known or manifests_in(self.directory)
+            self._known = {path: saved for path, saved in known.items() if path.name in names}
+        serials = [saved.serial for saved in self._known.values()]
         with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
             if lineage := read_lineage(self.directory.parent):
                 serials.append(lineage.serial)
