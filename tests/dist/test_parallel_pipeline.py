@@ -37,6 +37,7 @@ from windlass.parallel.pipeline import needs, order, split_blocks, timetable
 from windlass.recipe.network import ModelSettings
 from windlass.training import setup
 from windlass.training.checks import norm_probe, replicas
+from windlass.training.saving import add_stages
 
 LAYERS = 5
 TIED = {"model__layers": LAYERS, "model__head_bias": True}
@@ -156,7 +157,7 @@ def write(join, folder):
             )
             stages = ranks.mesh.sizes.pp
             state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world, stages)
-            state = setup.add_stages(state, ranks)
+            state = add_stages(state, ranks)
             writer.write(2, state, {"step": 2})
             [outcome] = writer.wait()
             assert not outcome.error, outcome

@@ -66,8 +66,7 @@ def state(step: int, rank: int = 0, world: int = 1) -> Shard:
         return shard_of(tensors, aliases, rank, world)
     flat = {name: tensor.flatten() for name, tensor in tensors.items()}
     slices = [
-        Box(box.name, flat[box.name][box.tensor], box.shape, box.offsets)
-        for box in places()[rank]
+        Box(box.name, flat[box.name][box.tensor], box.shape, box.offsets) for box in places()[rank]
     ]
     return Shard(slices, aliases, total_bytes(tensors))
 
@@ -103,7 +102,9 @@ def places_of(rank: int) -> list[Box]:
             tensor, own = torch.arange(math.prod(shape)).reshape(shape), cut(name, peers)
             if shape:
                 part = own.take(tensor) if own else tensor
-                tensor = dtensor.distribute_tensor(part, mesh["dp_shard"], [dtensor.Shard(0)], src_data_rank=None)
+                tensor = dtensor.distribute_tensor(
+                    part, mesh["dp_shard"], [dtensor.Shard(0)], src_data_rank=None
+                )
             tensors[name] = with_cut(tensor, own)
         return divide(tensors, rank, GRID)
     finally:

@@ -62,7 +62,9 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
     assert choice is not None and choice.step == 2
     check(choice.path, 2)
     if choice.passed_over:  # otherwise it has no digest, and is temporary
-        assert [c.path for c in choice.passed_over] == [newest] and "step 3 is damaged" in choice.notes[0]
+        assert [c.path for c in choice.passed_over] == [
+            newest
+        ] and "step 3 is damaged" in choice.notes[0]
     else:
         assert name == "manifest.sha256"
     for resume in ("3", str(newest)):

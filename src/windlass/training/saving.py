@@ -18,6 +18,7 @@ from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
+from windlass.parallel.dist import Ranks
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
@@ -68,12 +69,7 @@ class Saver(Writer):
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
         averages = self.average.tensors if average else {}
         shard = gather_shard(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
-        if stages == 1:
-            return shard
-        every = ranks.all_gather_object("bytes", shard.total_bytes)
-        return replace(
-            shard, total_bytes=sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
-        )
+        return shard if stages == 1 else add_stages(shard, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -178,3 +174,10 @@ class Saver(Writer):
             raise Stopped(text)
         recorder.console.event(text)
         return False
+
+
+def add_stages(shard: Shard, ranks: Ranks) -> Shard:
+    """A shard with the bytes of all stages of a pipeline."""
+    every = ranks.all_gather_object("bytes", shard.total_bytes)
+    total = sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
+    return replace(shard, total_bytes=total)
