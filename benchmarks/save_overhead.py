@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
@@ -44,12 +44,11 @@ class Bench:
         self.shape = (micro_batch, recipe.model.context)
         self.tokens = torch.randint(0, vocab, self.shape, device=self.device)
         self.number = 0
-        self.savers = {
-            mode: Saver(
+        self.writers = {
+            mode: Writer(
                 folder / mode / "checkpoints",
                 policy=Policy(last=1, best=False),
                 background=mode == "background",
-                deferred=True,
             )
             for mode in MODES[1:]
         }
@@ -57,8 +56,8 @@ class Bench:
     def step(self) -> None:
         self.optimizer.zero_grad()
         (self.model(self.tokens, self.tokens) / self.tokens.numel()).backward()
-        for saver in self.savers.values():
-            saver.settle()
+        for writer in self.writers.values():
+            writer.settle()
         self.optimizer.step()
 
     def sync(self) -> None:
@@ -75,15 +74,15 @@ class Bench:
             self.sync()
             called = time.perf_counter()
             self.number += 1
-            self.savers[mode].save(
-                self.number, gather_state(self.model, self.optimizer), {"step": self.number}
+            self.writers[mode].write(
+                self.number, gather_shard(self.model, self.optimizer), {"step": self.number}
             )
             blocked = time.perf_counter() - called
         for _ in range(steps - 1):
             self.step()
         self.sync()
         if mode != "without":
-            outcomes = self.savers[mode].wait()
+            outcomes = self.writers[mode].wait()
             assert len(outcomes) == 1 and not outcomes[0].error, outcomes
         return time.perf_counter() - began, blocked
 
@@ -131,7 +130,7 @@ def main() -> None:
         recipe = Recipe.load(options.recipe, options.overrides)
         bench = Bench(recipe, options.micro_batch, folder)
         found = measure(bench, options.rounds, options.steps)
-        size = gather_state(bench.model, bench.optimizer).total_bytes
+        size = gather_shard(bench.model, bench.optimizer).total_bytes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(

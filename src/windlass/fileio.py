@@ -25,8 +25,6 @@ from typing import IO, Any
 
 from windlass.errors import UserError
 
-O_DIRECT = getattr(os, "O_DIRECT", 0)
-PAGE = 4096
 LOCK_POLL_SECONDS = 0.1
 PIECE_BYTES = 16 * 2**20
 """Read, written or hashed at once; a thread asks for Python's lock after each piece."""
@@ -75,16 +73,7 @@ class NewFile:
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
-            count = 0
-            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
-            if flags & O_DIRECT:
-                # O_DIRECT takes whole pages only. If the file system rejects even those (EINVAL,
-                # ENOTSUP, EIO) the page cache takes the rest, which fails on a full or broken disk.
-                with contextlib.suppress(OSError):
-                    count = os.write(self.descriptor, view[: len(view) // PAGE * PAGE])
-                if not count:
-                    fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~O_DIRECT)
-            view = view[count or os.write(self.descriptor, view) :]
+            view = view[os.write(self.descriptor, view) :]
 
     def sync(self) -> None:
         """Return when the file's bytes are on the disk."""
@@ -142,20 +131,11 @@ class Files:
             self.sync_dir(path.parent)
 
     @contextlib.contextmanager
-    def create(self, path: Path, direct: bool = False) -> Iterator[NewFile]:
-        """A new, empty file for writing, in place of any file of that name.
-
-        With `direct` the page cache gets no copy, if the system allows it. That saves about a third
-        of the writer's processor time (benchmarks/direct_write.py).
-        """
+    def create(self, path: Path) -> Iterator[NewFile]:
+        """A new, empty file for writing, in place of any file of that name."""
         self.about_to("create", path)
         with open(path, "wb", buffering=0) as file:
-            descriptor = file.fileno()
-            if direct:
-                with contextlib.suppress(OSError):
-                    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | O_DIRECT)
-            yield NewFile(self, path, descriptor)
+            yield NewFile(self, path, file.fileno())
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename in one step, in place of a file or an empty directory of that name."""

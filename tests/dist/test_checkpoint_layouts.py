@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from windlass.checkpoint.load import Checkpoint, choose_checkpoint, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, fill, gather_state, restore, state_of
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import fill, gather_shard, restore
 
 SHAPES = {
     "even": (8, 4, 4),
@@ -85,19 +87,19 @@ def in_group(join: Join) -> None:
     dist.init_process_group("gloo", store=join.store or dist.HashStore(), **ranks)
 
 
-def save(folder: str | Path, state: State, rank: int, world: int) -> int:
-    saver = Saver(Path(folder) / "checkpoints", rank, world, deadline=60, background=False)
-    saver.save(1, state, {})
-    [outcome] = saver.poll()
+def save(folder: str | Path, state: Any, rank: int, world: int) -> int:
+    writer = Writer(Path(folder) / "checkpoints", rank, world, deadline=60, background=False)
+    writer.write(1, state, {})
+    [outcome] = writer.poll()
     assert not outcome.error, (folder, outcome.error)
-    return sum(box.tensor.nbytes for box in state.slices)
+    return sum(box.tensor.nbytes for box in state.boxes)
 
 
 def write(join: Join, folder: str, layouts: list[str]) -> dict[str, int]:
     """Save every layout; the bytes that this rank has written."""
     in_group(join)
     ranks = join.rank, join.world
-    states = {layout: state_of(tensors(layout), {}, *ranks) for layout in layouts}
+    states = {layout: shard_of(tensors(layout), {}, *ranks) for layout in layouts}
     return {
         layout: save(f"{folder}/{layout}-{join.world}", state, *ranks)
         for layout, state in states.items()
@@ -184,7 +186,7 @@ def cross(join: Join, folder: str) -> int:
     in_group(join)
 
     def saved(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-        state = gather_state(model, optimizer, join.rank, join.world)
+        state = gather_shard(model, optimizer, join.rank, join.world)
         save(f"{folder}/{name}", state, join.rank, join.world)
         dist.barrier()
         return opened(f"{folder}/{name}")

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from toy import micro_batch, toy
 
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, named_state, restore
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.optim.muon import MuonAdamW
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 
@@ -78,9 +79,9 @@ def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> No
         optimizer.zero_grad()
         model(*micro_batch(world * step + rank)).backward()
         optimizer.step()
-    saver = Saver(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
-    saver.save(2, gather_state(model, optimizer, rank, world), {"step": 2})
-    [outcome] = saver.wait()
+    writer = Writer(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
+    writer.write(2, gather_shard(model, optimizer, rank, world), {"step": 2})
+    [outcome] = writer.wait()
     assert not outcome.error, outcome
     gathered = whole(model, optimizer)
     if rank == 0:

@@ -10,9 +10,10 @@ from harness import run_ranks
 from test_parallel_layouts import compiled, whole_state
 
 import hf_fixtures
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, restore
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, restore
 from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.recipe import Recipe
@@ -168,10 +169,10 @@ def moved(join, folder: Path, steps: list[tuple[str, Recipe]]):
                 assert all(torch.equal(held[key], value) for key, value in expected.items())
             number = int(name[-1])
             losses += train(ranks, recipe, trainer, range(number, number + 1))[0]
-            saver = Saver(folder / name / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
-            state = gather_state(model, trainer.optimizer, ranks.rank, ranks.world)
-            saver.save(2, state, {"step": 2})
-            assert not saver.wait()[0].error
+            writer = Writer(folder / name / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
+            state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world)
+            writer.write(2, state, {"step": 2})
+            assert not writer.wait()[0].error
             held = whole_state(model, trainer.optimizer)
             ranks.all_gather_object("saved", 1)
             if ranks.main:

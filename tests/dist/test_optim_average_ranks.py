@@ -10,8 +10,8 @@ from equivalence import BATCH, built, gathered, rows, settings, train
 from harness import run_ranks
 
 from windlass.checkpoint.load import AVERAGE, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, restore
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, restore
 from windlass.evaluation.likelihood import evaluate_loss
 from windlass.parallel.parallelize import unwrap
 
@@ -73,12 +73,12 @@ def outcomes(join, recipes, folder):
             assert all(torch.equal(after[name], history[-1][name]) for name in after)
             losses.append(evaluate_loss(model, rows(), ranks, 4, 2 * BATCH)["loss"])
             stages = ranks.mesh.sizes.pp
-            state = gather_state(
+            state = gather_shard(
                 model, trainer.optimizer, ranks.rank, ranks.world, stages, average.tensors
             )
-            saver = Saver(Path(folder, layout, "checkpoints"), ranks.rank, ranks.world)
-            saver.save(STEPS, state, {"averaged": STEPS})
-            [save] = saver.wait()
+            writer = Writer(Path(folder, layout, "checkpoints"), ranks.rank, ranks.world)
+            writer.write(STEPS, state, {"averaged": STEPS})
+            [save] = writer.wait()
             assert not save.error, save.error
             ranks.all_gather_object("saved", 1)
             found[layout] = (off, losses, held)

@@ -18,7 +18,7 @@ SIZES = {"layers": 3, "heads": 2, "width": 10, "context": 4, "ff_width": 14}
 MODEL = dotted({"model": SIZES, "optim": {"kind": "muon", "weight_decay": 0.1}})
 
 
-def updated(join, r, shared, at_once=0):
+def updated(join, r, shared, at_once=1):
     """The blocks' matrices after a few updates with the same gradients on every rank."""
     with join(r) as ranks:
         model = parallelize(build_model(r, 7), ranks, r)

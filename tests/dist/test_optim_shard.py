@@ -129,7 +129,7 @@ def test_a_rank_holds_its_share_of_the_state_and_no_more(kind: str) -> None:
 
 def refusals(join: Join, strategy: str) -> None:
     names = ["torch.optim.Adafactor", "torch.optim.Rprop"]
-    names += ["pytorch_optimizer.SOAP"] * installed("pytorch_optimizer")
+    names += ["pytorch_optimizer.Lamb"] * installed("pytorch_optimizer")
     for name in names:
         settings = recipe(parallel__strategy=strategy, optim__kind=name)
         with join(settings) as ranks:

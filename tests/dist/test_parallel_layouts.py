@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_fixtures
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, named_state, restore
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
@@ -221,13 +222,13 @@ def write(join, folder, kind):
             model, trainer = built(ranks, recipe)
             train(ranks, recipe, trainer, range(2))
             path = Path(folder, name)
-            saver = Saver(path / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
-            state = gather_state(model, trainer.optimizer, ranks.rank, ranks.world)
-            saver.save(2, state, {"step": 2})
-            [outcome] = saver.wait()
+            writer = Writer(path / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
+            state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world)
+            writer.write(2, state, {"step": 2})
+            [outcome] = writer.wait()
             assert not outcome.error, outcome
             held = whole_state(model, trainer.optimizer)
-            sizes = sum(box.tensor.nbytes for box in state.slices)
+            sizes = sum(box.tensor.nbytes for box in state.boxes)
             ranks.all_gather_object("saved", 1)
             if ranks.main:
                 torch.save(held, path / "whole.pt")

@@ -23,9 +23,10 @@ from equivalence import (
 from harness import run_ranks
 from torch import nn
 
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import gather_state, restore
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, restore
 from windlass.data.loader import Loader
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate
@@ -35,6 +36,7 @@ from windlass.parallel.parallelize import counted, parallelize, unwrap
 from windlass.parallel.pipeline import needs, order, split_blocks, timetable
 from windlass.recipe.network import ModelSettings
 from windlass.training import setup
+from windlass.training.saving import add_stages
 
 LAYERS = 5
 TIED = {"model__layers": LAYERS, "model__head_bias": True}
@@ -148,17 +150,17 @@ def write(join, folder):
         with join(recipe) as ranks:
             model, trainer = built(ranks, recipe)
             train(ranks, recipe, trainer, range(2))
-            saver = Saver(
+            writer = Writer(
                 Path(folder, f"{join.world}-{number}", "checkpoints"), ranks.rank, ranks.world
             )
             stages = ranks.mesh.sizes.pp
-            state = gather_state(model, trainer.optimizer, ranks.rank, ranks.world, stages)
-            state = setup.add_stages(state, ranks)
-            saver.save(2, state, {"step": 2})
-            [outcome] = saver.wait()
+            state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world, stages)
+            state = add_stages(state, ranks)
+            writer.write(2, state, {"step": 2})
+            [outcome] = writer.wait()
             assert not outcome.error, outcome
             totals.append(state.total_bytes)
-            written = ranks.all_gather_object("n", sum(box.tensor.nbytes for box in state.slices))
+            written = ranks.all_gather_object("n", sum(box.tensor.nbytes for box in state.boxes))
             assert sum(written) == state.total_bytes  # each tensor once
     return totals
 

@@ -12,7 +12,7 @@ from small_runs import curve, stopped
 
 from helpers import command, refused, tiny_recipe, windlass, write_corpus
 from windlass import evaluate, plan, sweep, train
-from windlass.checkpoint.load import list_checkpoints
+from windlass.checkpoint.choose import list_checkpoints
 from windlass.cli import as_typed
 from windlass.errors import UserError
 from windlass.recipe import Recipe

@@ -9,7 +9,7 @@ from small_runs import corpus, curve, recipe_of, stopped
 
 from helpers import best_step, command, refused
 from windlass import train
-from windlass.checkpoint.load import find_checkpoint, list_checkpoints
+from windlass.checkpoint.choose import find_checkpoint, list_checkpoints
 from windlass.launch.local import launch
 from windlass.reports.overview import overview
 from windlass.reports.view import RunView
@@ -67,7 +67,7 @@ def test_the_first_step_with_the_highest_accuracy_is_saved_and_named(whole):
     assert 1 < best < 11 and best % 3 and best != lowest_loss, "else this would show nothing"
     listed = list_checkpoints(whole.path)
     assert best_step(whole) == best and listed.measure == MEASURE
-    listed_scores = {c.step: c.scores[MEASURE] for c in listed.checkpoints}
+    listed_scores = {c["step"]: c["scores"][MEASURE] for c in listed.checkpoints}
     assert listed_scores == {step: scores[step] for step in (best, 12)}
     assert find_checkpoint(f"{whole.path}@best").step == best
     expected = {"best_measure": MEASURE, "best_score": scores[best], "best_step": best}

@@ -12,7 +12,8 @@ from small_runs import corpus, curve, evaluations, recipe_of, settings
 import helpers
 from helpers import kill_when, windlass
 from windlass import train
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
 from windlass.run import Run

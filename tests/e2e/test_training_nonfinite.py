@@ -245,10 +245,10 @@ REWINDS = """
 import json, os, sys, torch
 from pathlib import Path
 from windlass import Callback, Recipe, train
-from windlass.checkpoint.format import Entry
+from windlass.checkpoint.load import Checkpoint as C
 
-recipe, rank, verify, calls, done = Recipe.load("quickstart", sys.argv[1:]), os.environ["RANK"], Entry.verify, [], []
-Entry.verify = lambda self, rank=0, world=1: (calls.append([self.step, rank, world]), verify(self, rank, world))[1]
+recipe, rank, verify, calls, done = Recipe.load("quickstart", sys.argv[1:]), os.environ["RANK"], C.verify, [], []
+C.verify = lambda self, rank=0, world=1: (calls.append([self.step, rank, world]), verify(self, rank, world))[1]
 
 class AtStep(Callback):
     def on_step(self, now):

@@ -21,8 +21,8 @@ from small_runs import (
 
 from helpers import command, each_step, refused
 from windlass import train
-from windlass.checkpoint.image import Copy
 from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
 from windlass.launch.local import launch
 from windlass.recipe.strategies import NO_LAYOUT
@@ -101,7 +101,7 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
         if now.step == 3:
             saver = trainers[0].saver
             saver._reserving.join()
-            sizes.append(saver._buffer._bytes.numel())
+            sizes.append(saver._host.numel())
 
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 6, "eval.every": 0})
     run = train(recipe, callbacks=[each_step(measure)])
@@ -109,15 +109,15 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
     assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)
 
 
-def test_a_checkpoint_holds_its_step_if_the_writer_copies_nothing_before_the_next_update(
-    corpus, tmp_path, trainers, monkeypatch
+def test_a_checkpoint_holds_its_step_if_the_writer_starts_after_the_next_updates(
+    corpus, tmp_path, monkeypatch
 ):
-    """The writer of step 4 waits until step 6 is done, so the training copies before its update."""
-    finish, later, states = Copy.finish, threading.Event(), {}
+    """The writer of step 4 waits until step 6 is done."""
+    write, later, states = Writer._write, threading.Event(), {}
 
-    def finish_late(copy):
+    def write_late(*job):
         assert later.wait(60)
-        finish(copy)
+        write(*job)
 
     def remember(now):
         tensors, _ = named_state(now.model, now.optimizer)
@@ -125,7 +125,7 @@ def test_a_checkpoint_holds_its_step_if_the_writer_copies_nothing_before_the_nex
         if now.step == 6:
             later.set()
 
-    monkeypatch.setattr(Copy, "finish", finish_late)
+    monkeypatch.setattr(Writer, "_write", write_late)
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 4, "eval.every": 0})
     run = train(recipe, callbacks=[each_step(remember)])
     for step in (4, 8, 12):

@@ -36,7 +36,7 @@ from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.save import Saver
+from windlass.checkpoint.save import Writer
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.recipe import Recipe
@@ -308,7 +308,10 @@ def test_save_is_begun_only_where_grace_allows_it(
     more |= {"checkpoint.every": every}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     monkeypatch.setattr(
-        Saver, "last_seconds", property(lambda self: takes, lambda self, value: None), raising=False
+        Writer,
+        "last_seconds",
+        property(lambda self: takes, lambda self, value: None),
+        raising=False,
     )
 
     def stop(now: Any) -> None:
@@ -416,7 +419,7 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
     def evaluate_and_wait(self: trainer.Trainer) -> bool:
         whole = evaluate(self)
         if self.state.step == 3:
-            waited.append(self.checkpoints.wait())
+            waited.append(self.saver.finish())
         return whole
 
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)

@@ -192,7 +192,9 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     with refused("extend_to=", "3 epochs"):
         train(recipe, extend_to="three epochs")
     with monkeypatch.context() as patch, pytest.raises(RunFailed):
-        patch.setattr(setup, "open_saver", Mock(side_effect=RunFailed("a failure of the test")))
+        patch.setattr(
+            setup, "describe_origin", Mock(side_effect=RunFailed("a failure of the test"))
+        )
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
@@ -261,7 +263,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(setup, "open_saver", None)  # before the run's first event
+        patch.setattr(setup, "describe_origin", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")

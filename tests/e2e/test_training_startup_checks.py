@@ -18,7 +18,7 @@ import helpers
 from helpers import each_step, refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
-from windlass.checkpoint.save import Saver
+from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed, UserError
 from windlass.run import Run
 from windlass.training import setup
@@ -156,7 +156,7 @@ def test_an_error_in_the_loop_waits_for_the_save_and_leaves_an_event(
     corpus, tmp_path, monkeypatch, error
 ):
     """A disk that takes longer than a step."""
-    write, waits = Saver._write, threading.Event()
+    write, waits = Writer._write, threading.Event()
 
     def slowly(*job):
         waits.wait(1.0)
@@ -166,7 +166,7 @@ def test_an_error_in_the_loop_waits_for_the_save_and_leaves_an_event(
         if now.step == 4:
             raise error
 
-    monkeypatch.setattr(Saver, "_write", slowly)
+    monkeypatch.setattr(Writer, "_write", slowly)
     with pytest.raises(type(error)):
         train(recipe_of(corpus, tmp_path / "run"), callbacks=[each_step(fail)])
     run = Run(tmp_path / "run")

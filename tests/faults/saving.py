@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import tensor as dtensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from windlass.checkpoint import load
+from windlass.checkpoint import choose
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import Slice, State, divide, state_bytes, state_of
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import Box, Shard, divide, shard_of, total_bytes
 from windlass.fileio import Files
 from windlass.model.share import Cut, Peers, with_cut
 
@@ -59,17 +59,16 @@ def numbers(step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def state(step: int, rank: int = 0, world: int = 1) -> State:
+def state(step: int, rank: int = 0, world: int = 1) -> Shard:
     """A rank's share of the numbers of a step."""
     tensors, aliases = numbers(step), {"model/tied": "model/a"}
     if world != GRID:
-        return state_of(tensors, aliases, rank, world)
+        return shard_of(tensors, aliases, rank, world)
     flat = {name: tensor.flatten() for name, tensor in tensors.items()}
     slices = [
-        Slice(box.name, flat[box.name][box.tensor], box.global_shape, box.offsets)
-        for box in places()[rank]
+        Box(box.name, flat[box.name][box.tensor], box.shape, box.offsets) for box in places()[rank]
     ]
-    return State(slices, aliases, state_bytes(tensors))
+    return Shard(slices, aliases, total_bytes(tensors))
 
 
 def cut(name: str, peers: Peers) -> Cut | None:
@@ -87,14 +86,14 @@ def cut(name: str, peers: Peers) -> Cut | None:
 
 
 @functools.cache
-def places() -> list[list[Slice]]:
+def places() -> list[list[Box]]:
     """The boxes that each rank of GRID writes under `full_shard`; their numbers are places in the
     flattened whole.
     """
     return [places_of(rank) for rank in range(GRID)]
 
 
-def places_of(rank: int) -> list[Slice]:
+def places_of(rank: int) -> list[Box]:
     dist.init_process_group("fake", rank=rank, world_size=GRID, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (GRID // TENSOR, TENSOR), mesh_dim_names=("dp_shard", "tp"))
@@ -103,7 +102,9 @@ def places_of(rank: int) -> list[Slice]:
             tensor, own = torch.arange(math.prod(shape)).reshape(shape), cut(name, peers)
             if shape:
                 part = own.take(tensor) if own else tensor
-                tensor = distribute_tensor(part, mesh["dp_shard"], [Shard(0)], src_data_rank=None)
+                tensor = dtensor.distribute_tensor(
+                    part, mesh["dp_shard"], [dtensor.Shard(0)], src_data_rank=None
+                )
             tensors[name] = with_cut(tensor, own)
         return divide(tensors, rank, GRID)
     finally:
@@ -143,9 +144,9 @@ def save(
     piece_bytes = 128 if world < GRID else 2048  # a tenth of the operations, for each rank
     options = {"background": False, "piece_bytes": piece_bytes, **options}
     policy = Policy(last=options.pop("keep", 2))
-    saver = Saver(directory, rank, world, files=files or Files(), policy=policy, **options)
-    saver.save(step, state(step, rank, world), {"step": step}, {"data": "x"})
-    [outcome] = saver.poll()
+    writer = Writer(directory, rank, world, files=files or Files(), policy=policy, **options)
+    writer.write(step, state(step, rank, world), {"step": step}, {"data": "x"})
+    [outcome] = writer.poll()
     return outcome
 
 
@@ -153,7 +154,7 @@ def step_seen(run: Path) -> int:
     """What a reader finds: the step of the newest checkpoint, every number of it compared; 0 for
     none.
     """
-    choice = load.choose_checkpoint(run)
+    choice = choose.choose_checkpoint(run)
     if choice is None:
         return 0
     assert not choice.notes, f"a kill damaged a committed checkpoint: {choice.notes}"

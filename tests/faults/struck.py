@@ -27,7 +27,7 @@ PLACES = {
     "evaluation": ("windlass.evaluation.likelihood", "max_async"),
     "sample": ("windlass.evaluation.generate", "max_async"),
     "data": ("windlass.data.loader", "Loader._read"),
-    "save": ("windlass.training.saving", "gather_state"),
+    "save": ("windlass.training.saving", "gather_shard"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
 WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 5.0}

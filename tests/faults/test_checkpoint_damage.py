@@ -11,7 +11,7 @@ import pytest
 from saving import GRID, check, prepared, save_all, step_seen, tally
 
 from helpers import refused, write_ledger
-from windlass.checkpoint import load
+from windlass.checkpoint import choose
 from windlass.errors import UserError
 from windlass.run import Run
 
@@ -58,17 +58,19 @@ def run(scratch: Path, world: int) -> Path:
 def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> None:
     newest = run / "checkpoints" / "step-00000003"
     DAMAGE[kind](newest / name)
-    choice = load.choose_checkpoint(run)
+    choice = choose.choose_checkpoint(run)
     assert choice is not None and choice.step == 2
     check(choice.path, 2)
-    if choice.damaged:  # otherwise it has no digest, and is temporary
-        assert choice.damaged == [newest] and "step 3 is damaged" in choice.notes[0]
+    if choice.passed_over:  # otherwise it has no digest, and is temporary
+        assert [c.path for c in choice.passed_over] == [
+            newest
+        ] and "step 3 is damaged" in choice.notes[0]
     else:
         assert name == "manifest.sha256"
     for resume in ("3", str(newest)):
         with pytest.raises(UserError):
-            load.choose_checkpoint(run, resume)
-    load.rename_damaged(choice, run)
+            choose.choose_checkpoint(run, resume)
+    choose.rename_damaged(choice, run)
     # and the step can be saved again
     assert not save_all(run / "checkpoints", 3, world=world, attempt="1").error
     assert step_seen(run) == 3
@@ -77,22 +79,22 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
 
 def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run, tmp_path):
     write_ledger(Run(run), *({"kind": "eval", "step": step, "loss": step} for step in (1, 2, 3)))
-    assert load.choose_checkpoint(run, "best").step == 1  # type: ignore[union-attr]
+    assert choose.choose_checkpoint(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
-    choice = load.choose_checkpoint(run, "best")
+    choice = choose.choose_checkpoint(run, "best")
     assert choice is not None and choice.step == 2 and "step 1 is damaged" in choice.notes[0]
-    load.rename_damaged(choice, tmp_path)  # not where it is another run's
+    choose.rename_damaged(choice, tmp_path)  # not where it is another run's
     assert (run / "checkpoints" / "step-00000001").is_dir()
     for step in (2, 3):
         flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
     with refused(*(f"step {step} is damaged" for step in (1, 2, 3))):
-        load.choose_checkpoint(run)
+        choose.choose_checkpoint(run)
 
 
 def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000003")
     shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
-    choice = load.choose_checkpoint(run)
+    choice = choose.choose_checkpoint(run)
     assert choice is not None and choice.step == 2
     assert "the checkpoint of step 1 under another name" in choice.notes[0]
 
@@ -106,6 +108,6 @@ def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_complet
     (directory / "step-00000002" / "extra.pkl").write_bytes(b"anything")
     (directory / "step-00000003" / "manifest.sha256").unlink()
     assert step_seen(run) == 2
-    assert "step-00000003" in load.recover(directory)[0]
+    assert "step-00000003" in choose.recover(directory)[0]
     assert step_seen(run) == 2 and (directory / "notes.txt").exists()
     assert not (directory / "step-00000009").exists() and not (directory / "step-00000003").exists()

@@ -27,9 +27,9 @@ from saving import (
 )
 
 from helpers import wait_for
-from windlass.checkpoint.load import recover
+from windlass.checkpoint.choose import recover
 from windlass.checkpoint.retention import Policy
-from windlass.checkpoint.save import Saver
+from windlass.checkpoint.save import Writer
 from windlass.fileio import Files
 
 
@@ -158,13 +158,13 @@ def test_at_random_moments_under_load(scratch: Path, kills: int) -> None:
 
     def train(first: int, attempt: int) -> None:
         options = {"attempt": str(attempt), "policy": Policy(last=3), "piece_bytes": 128}
-        saver = Saver(run / "checkpoints", **options)
+        writer = Writer(run / "checkpoints", **options)
         recover(run / "checkpoints")
         begun.touch()
         for step in range(first, first + 1000):
             for turn in range(1 + step % 2):
-                saver.save(step, state(step), {"step": step})
-                for outcome in saver.wait():
+                writer.write(step, state(step), {"step": step})
+                for outcome in writer.wait():
                     assert not outcome.error
                     note = committed.with_suffix(f".{attempt}.{outcome.step}.{turn}")
                     os.symlink(str(outcome.step), note)

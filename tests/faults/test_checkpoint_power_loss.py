@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from saving import GRID, SCENES, hidden, prepared, save, save_all, step_seen, tally
 
-from windlass.checkpoint.format import list_entries
-from windlass.checkpoint.load import Choice, choose_checkpoint, recover
+from windlass.checkpoint.choose import choose_checkpoint, recover
+from windlass.checkpoint.load import Checkpoint, checkpoints_in
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
@@ -158,7 +158,7 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk, world: int = 1) -> 
         assert seen in ({step} if name == "the end" else possible), name
         recover(left / "checkpoints")
         assert step_seen(left) == seen and not hidden(left / "checkpoints"), name
-        assert all(not e.problem for e in list_entries(left / "checkpoints")), name
+        assert all(not e.problem for e in checkpoints_in(left / "checkpoints")), name
         tried += 1
     return tried
 
@@ -196,12 +196,12 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
             assert not save(run.checkpoints_dir, step).error
         disk.adopt(scratch / "home")
         longer = recipe.replace("train.steps=24")
-        choice = Choice(run.checkpoints_dir / "step-00000001", 1)
+        choice = Checkpoint(run.checkpoints_dir / "step-00000001", 1, None)
         plan = StartPlan(longer, run, resuming=True, finished=False, extends_from=12)
         write_start(plan, choice, disk)
     elif scene == "branch":
         assert not save(scratch / "origin" / "checkpoints", 3).error
-        choice = Choice(scratch / "origin" / "checkpoints" / "step-00000003", 3)
+        choice = Checkpoint(scratch / "origin" / "checkpoints" / "step-00000003", 3, None)
         write_start(replace(old, branch_from=choice.path), choice, disk)
     else:
         write_start(old, None, disk)

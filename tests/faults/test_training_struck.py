@@ -16,7 +16,7 @@ from saving import tally
 
 import helpers
 from windlass import train
-from windlass.checkpoint.load import choose_checkpoint
+from windlass.checkpoint.choose import choose_checkpoint
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted

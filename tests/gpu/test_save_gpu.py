@@ -35,21 +35,23 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     import torch
 
     from windlass import Callback, train
-    from windlass.checkpoint.image import Copy
     from windlass.checkpoint.load import open_checkpoint
+    from windlass.checkpoint.save import Writer
     from windlass.checkpoint.state_dict import named_state
 
-    trainers, begin, finish = record_trainers(monkeypatch), Copy.begin, Copy.finish
+    trainers, copy, write = record_trainers(monkeypatch), Writer._copy, Writer._write
     snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
 
-    def begin_late(self: Copy, stream: Any, boxes: Any) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # about 0.1 s
-        begin(self, stream, boxes)
+    def copy_late(self: Writer, save: Any) -> None:
+        if device == "cuda":
+            self._stream = self._stream or torch.cuda.Stream()
+            with torch.cuda.stream(self._stream):
+                torch.cuda._sleep(200_000_000)  # about 0.1 s
+        copy(self, save)
 
-    def finish_late(self: Copy) -> None:
+    def write_late(self: Writer, *job: Any) -> None:
         assert two_steps_later.wait(60)
-        finish(self)
+        write(self, *job)
 
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
@@ -62,8 +64,8 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
             if now.step == 6:
                 two_steps_later.set()
 
-    monkeypatch.setattr(Copy, "begin", begin_late)
-    monkeypatch.setattr(Copy, "finish", finish_late)
+    monkeypatch.setattr(Writer, "_copy", copy_late)
+    monkeypatch.setattr(Writer, "_write", write_late)
     settings = (
         f"train.precision={precision}",
         f"parallel.strategy={strategy}",
@@ -81,7 +83,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     ]
     assert len(changed) > len(snapshots[4]) / 2
     if device == "cuda":
-        assert trainers[0].saver._buffer._bytes.is_pinned()
+        assert trainers[0].saver._host.is_pinned()
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from windlass.checkpoint import load
 from windlass.checkpoint.format import Chunk, TensorInfo
 from windlass.checkpoint.load import open_checkpoint, strips
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import Slice, State, boxes, divide_rows
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import Box, Shard, boxes_of, divide_rows
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
 @st.composite
-def shapes_and_boxes(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
+def shapes_and_boxes(draw: Any) -> tuple[tuple[int, ...], list[Place]]:
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
     drawn = []
     for _ in range(draw(st.integers(0, 4))):
@@ -29,13 +29,13 @@ def shapes_and_boxes(draw: Any) -> tuple[tuple[int, ...], list[Box]]:
     return shape, drawn
 
 
-def place(box: Box) -> tuple[slice, ...]:
+def place(box: Place) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
 
 
 @given(shapes_and_boxes())
 @settings(max_examples=300, deadline=None)
-def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Box]]) -> None:
+def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Place]]) -> None:
     shape, drawn = case
     counts = np.zeros(shape, dtype=int)
     for box in drawn:
@@ -48,7 +48,7 @@ def test_boxes_are_valid_if_they_hold_each_element_once(case: tuple[Any, list[Bo
         assert ("missing" in problem) == (counts == 0).any() and "twice" not in problem
 
 
-def grid(cuts: tuple[list[int], ...]) -> list[Box]:
+def grid(cuts: tuple[list[int], ...]) -> list[Place]:
     cells = itertools.product(*(list(itertools.pairwise(ends)) for ends in cuts))
     boxes = [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in cells]
     return boxes[::-1]
@@ -70,10 +70,10 @@ def test_any_box_is_read_from_any_boxes(tmp_path, monkeypatch, cuts, short, piec
     monkeypatch.setattr(load, "PIECE_BYTES", piece)
     shape = tuple(ends[-1] for ends in cuts)
     whole = torch.randn(shape, dtype=torch.float64)
-    saver = Saver(tmp_path / "checkpoints", background=False)
-    slices = [Slice("x", whole[place(box)], shape, box[0]) for box in grid(cuts)]
-    saver.save(1, State(slices, {}, whole.nbytes), {})
-    [outcome] = saver.poll()
+    writer = Writer(tmp_path / "checkpoints", background=False)
+    boxes = [Box("x", whole[place(box)], shape, box[0]) for box in grid(cuts)]
+    writer.write(1, Shard(boxes, {}, whole.nbytes), {})
+    [outcome] = writer.poll()
     assert not outcome.error
     checkpoint = open_checkpoint(outcome.path)
     assert torch.equal(checkpoint.tensor("x"), whole)
@@ -112,6 +112,7 @@ def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
 def test_a_local_tensor_of_several_runs_is_several_boxes() -> None:
     """Rows 2, 3, 8, 9 and columns 1, 5 of a whole tensor; local rows 1 to 3."""
     local = torch.arange(8).reshape(4, 2)
-    found = boxes(local[1:4], [[(2, 2), (8, 2)], [(1, 1), (5, 1)]], first=1)
+    runs = [[range(2, 4), range(8, 10)], [range(1, 2), range(5, 6)]]
+    found = boxes_of(local[1:4], runs, first=1)
     expected = {(3, 1): [[2]], (3, 5): [[3]], (8, 1): [[4], [6]], (8, 5): [[5], [7]]}
     assert {offsets: box.tolist() for offsets, box in found} == expected

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from helpers import refused
+from windlass.checkpoint import choose
 from windlass.checkpoint import format as format_
-from windlass.checkpoint import load
 from windlass.checkpoint.format import Damaged
-from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import state_of
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import shard_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]
@@ -30,10 +30,10 @@ FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha2
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    saver = Saver(tmp_path / "run" / "checkpoints", background=False)
-    state = state_of({"model/x": torch.arange(12.0).reshape(4, 3)})
-    saver.save(4, state, {"step": 4}, {"loss": float("nan")})
-    return saver.poll()[0].path
+    writer = Writer(tmp_path / "run" / "checkpoints", background=False)
+    state = shard_of({"model/x": torch.arange(12.0).reshape(4, 3)})
+    writer.write(4, state, {"step": 4}, {"loss": float("nan")})
+    return writer.poll()[0].path
 
 
 def seal(path: Path, manifest: bytes) -> None:
@@ -129,7 +129,7 @@ def test_ranks_together_verify_every_file_and_each_about_as_much(checkpoint: Pat
     for name, info in files.items():
         data = (checkpoint / name).read_bytes()
         (checkpoint / name).write_bytes(b"?" * info["size"])
-        problems = [format_.Entry(checkpoint, 4, manifest).verify(rank, 3) for rank in range(3)]
+        problems = [Checkpoint(checkpoint, 4, manifest).verify(rank, 3) for rank in range(3)]
         (checkpoint / name).write_bytes(data)
         [rank] = [rank for rank, problem in enumerate(problems) if problem]
         assert name in problems[rank]
@@ -172,7 +172,7 @@ def test_no_file_is_ever_run(checkpoint, tmp_path, name, kind, sealed):
             opened.tensor(tensor)
         assert opened.counters
 
-    for attempt in (lambda: load.choose_checkpoint(tmp_path / "run"), read_everything):
+    for attempt in (lambda: choose.choose_checkpoint(tmp_path / "run"), read_everything):
         try:
             attempt()
         except (UserError, Damaged, ValueError):

@@ -12,20 +12,20 @@ import torch
 
 from helpers import kept, refused
 from windlass import cli
-from windlass.checkpoint.load import choose_checkpoint, find_checkpoint, list_checkpoints
+from windlass.checkpoint.choose import choose_checkpoint, find_checkpoint, list_checkpoints
 from windlass.checkpoint.retention import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import state_of
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
 
 
 def saved(run: Path, *steps: int) -> Path:
-    saver = Saver(run / "checkpoints", background=False)
+    writer = Writer(run / "checkpoints", background=False)
     for step in steps:
-        saver.save(step, state_of({"model/x": torch.ones(50)}), {"step": step})
-        assert not saver.poll()[0].error
+        writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
+        assert not writer.poll()[0].error
     return run
 
 
@@ -107,7 +107,7 @@ def test_where_all_of_a_lineage_is_damaged_the_one_it_started_from_is_left(tmp_p
     damage(at(saved(run, 4), 4))
     choice = choose_checkpoint(run)
     assert choice is not None
-    assert (choice.step, choice.damaged) == (3, [at(run, 4)])
+    assert (choice.step, [c.path for c in choice.passed_over]) == (3, [at(run, 4)])
     assert "step 4" in choice.notes[0]
     shutil.rmtree(at(run, 3))
     shutil.rmtree(at(run, 4))
@@ -161,7 +161,7 @@ def test_temporary_directories_are_listed_and_do_not_count(run: Path, capsys: An
     (run / "checkpoints" / ".saving-00000040-a-1").mkdir()
     (run / "checkpoints" / "bad-step-00000005").mkdir()
     listed = list_checkpoints(run)
-    assert [row.step for row in listed.checkpoints] == [10, 20]
+    assert [row["step"] for row in listed.checkpoints] == [10, 20]
     assert listed.temporary == [".saving-00000040-a-1", "step-00000030"]
     assert listed.bad == ["bad-step-00000005"]
     code, text = invoke(capsys, run)

@@ -1,7 +1,7 @@
 """Which checkpoints stay, as examples and as properties."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,6 @@ from windlass.checkpoint.retention import (
     EMERGENCY,
     FINAL,
     PERIODIC,
-    Committed,
     Lineage,
     Policy,
     Scores,
@@ -26,10 +25,18 @@ from windlass.recipe.settings import CheckpointSettings
 NAN, INF = float("nan"), float("inf")
 
 
-def row(*steps: int, stops: Sequence[int] = (), final: int = 0) -> list[Committed]:
+class Saved(NamedTuple):
+    """What retention reads of a checkpoint."""
+
+    serial: int
+    step: int
+    reason: str
+
+
+def row(*steps: int, stops: Sequence[int] = (), final: int = 0) -> list[Saved]:
     """Checkpoints in the order of their commits."""
     reasons = dict.fromkeys(stops, EMERGENCY) | {final: FINAL}
-    return [Committed(i, step, reasons.get(step, PERIODIC)) for i, step in enumerate(steps, 1)]
+    return [Saved(i, step, reasons.get(step, PERIODIC)) for i, step in enumerate(steps, 1)]
 
 
 STOPS = 23, 27, 29
@@ -95,7 +102,7 @@ def test_a_suite_of_ones_own_says_whether_less_is_better() -> None:
 
 
 saved = st.builds(
-    Committed,
+    Saved,
     st.integers(1, 50),
     st.integers(0, 9),
     st.sampled_from([PERIODIC, EMERGENCY, FINAL, "best"]),

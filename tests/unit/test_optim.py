@@ -209,7 +209,7 @@ def test_stacks_make_the_same_update_with_fewer_kernels():
     parts = [(rows,) for rows, _ in shapes]
     parts[-2] = (5, 7)
     results, counts = [], []
-    for at_once in (0, 20, 2**25):  # 20 numbers: fewer than a matrix has
+    for at_once in (1, 20, 2**25):  # 20 numbers: fewer than a matrix has
         parameters = [nn.Parameter(x.clone()) for x in whole]
         group = {"params": parameters, "muon": True, "parts": parts, "lr": 0.1, "weight_decay": 0.1}
         optimizer = MuonAdamW([group])

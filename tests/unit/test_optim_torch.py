@@ -13,21 +13,17 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.optim.build import build_optimizer, check_cut_matrices, library_optimizer
-from windlass.optim.state import from_tensors, to_tensors
+from windlass.optim.build import build_optimizer
+from windlass.optim.library import ELEMENTWISE, from_tensors, library_optimizer, to_tensors
 from windlass.recipe import Recipe, RecipeError
 from windlass.recipe.settings import OptimSettings
 
 OPTIONS = {
     "torch.optim.SGD": {"optim__options__momentum": 0.9},
     "torch.optim.Adam": {"optim__options__amsgrad": True},
-    # New bases in every second step; the embedding has too many rows for a basis of them.
-    "pytorch_optimizer.SOAP": {
-        "optim__options": {"precondition_frequency": 2, "max_precondition_dim": 100}
-    },
 }
 TORCH = ("SGD", "Adam", "Adafactor", "NAdam", "Adagrad", "ASGD", "Rprop")
-LIBRARY = ("SOAP", "AdEMAMix", "Lion", "SPlus")
+LIBRARY = ("AdEMAMix", "Lion", "LaProp")  # LaProp has numbers in its state
 library = pytest.mark.skipif(
     not installed("pytorch_optimizer"), reason="pytorch_optimizer is not installed"
 )
@@ -90,14 +86,14 @@ def test_what_torch_does_not_have_or_take_is_one_message(kind, options, words, c
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("SOAPP", {}, ("optim.kind", "did you mean SOAP")),
-        ("SOAP", {"eqs": 1e-8}, ("optim.options", "did you mean eps")),
-        ("SOAP", {"precondition_frequency": 0}, ("optim.options", "rejects them")),
+        ("Lionn", {}, ("optim.kind", "did you mean Lion")),
+        ("AdEMAMix", {"eqs": 1e-8}, ("optim.options", "did you mean eps")),
+        ("AdEMAMix", {"eps": -1.0}, ("optim.options", "rejects them")),
         ("SAM", {}, ("optim.options", "base_optimizer")),
         ("ScheduleFreeAdamW", {}, ("optim.kind", "ScheduleFreeAdamW that can be used")),
-        # Its group has tensors; a draw from torch's generator.
-        ("Prodigy", {}, ("optim.kind", "cannot save the state")),
-        ("Kron", {}, ("optim.kind", "cannot save the state")),
+        ("Prodigy", {}, ("optim.kind", "cannot hold the state", "the parameter group")),
+        ("SOAP", {}, ("optim.kind", "cannot hold the state", "GG is a list")),
+        ("EmoFact", {}, ("optim.kind", "cannot hold the state", "belongs to no parameter")),
     ],
 )
 def test_what_the_library_does_not_have_or_cannot_resume_is_one_message(name, options, words):
@@ -106,39 +102,70 @@ def test_what_the_library_does_not_have_or_cannot_resume_is_one_message(name, op
         library_optimizer(settings)
 
 
-@library
-def test_ranks_cannot_divide_matrices_that_an_optimizer_needs_whole() -> None:
-    with refused("optim.kind", "whole matrices", "parallel.tensor=1"):
-        check_cut_matrices(OptimSettings(kind="pytorch_optimizer.SOAP"))
-    check_cut_matrices(OptimSettings(kind="pytorch_optimizer.Lion"))
+@pytest.mark.parametrize(
+    "kind",
+    [f"torch.optim.{name}" for name in ELEMENTWISE["torch.optim"].split()]
+    + [
+        pytest.param(f"pytorch_optimizer.{name}", marks=library)
+        for name in ELEMENTWISE["pytorch_optimizer"].split()
+    ],
+)
+def test_ranks_may_divide_what_is_updated_by_element(kind: str) -> None:
+    """Steps on some rows of a matrix update them as steps on the whole do."""
+    settings = OptimSettings(kind=kind)
+    optimizer = library_optimizer(settings, divided=True)
+    draw = torch.Generator().manual_seed(0)
+    whole, *grads = torch.randn(4, 4, 6, generator=draw, dtype=torch.float64)
+    updated = []
+    for rows in (slice(0, 4), slice(0, 2)):
+        parameter = torch.nn.Parameter(whole[rows].clone())
+        built = optimizer([parameter], lr=settings.lr)
+        for grad in grads:
+            parameter.grad = grad[rows].clone()
+            built.step()
+        updated.append(parameter.detach()[:2])
+    torch.testing.assert_close(*updated, rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "torch.optim.Adafactor",
+        "torch.optim.Muon",
+        pytest.param("pytorch_optimizer.Lamb", marks=library),
+    ],
+)
+def test_ranks_cannot_divide_what_an_optimizer_may_need_whole(kind: str) -> None:
+    settings = OptimSettings(kind=kind)
+    library_optimizer(settings)
+    with refused("optim.kind", kind, "parallel.tensor=1"):
+        library_optimizer(settings, divided=True)
 
 
 def test_a_missing_library_is_one_message_before_anything_starts(monkeypatch, corpus, tmp_path):
     monkeypatch.setattr(errors, "installed", lambda package: package != "pytorch_optimizer")
-    with refused('optim.kind = "pytorch_optimizer.SOAP"', "pip install pytorch_optimizer"):
-        train(tiny_recipe(corpus, tmp_path / "run", optim__kind="pytorch_optimizer.SOAP"))
+    with refused('optim.kind = "pytorch_optimizer.Lion"', "pip install pytorch_optimizer"):
+        train(tiny_recipe(corpus, tmp_path / "run", optim__kind="pytorch_optimizer.Lion"))
     assert not (tmp_path / "run").exists()
 
 
 def test_state_of_every_kind_has_a_name_and_comes_back() -> None:
-    matrix = torch.arange(6.0).view(2, 3)
-    state = {"exp_avg": matrix, "Q": [matrix, [], matrix + 1], "beta": 0.95, "every": 10}
+    matrix, step = torch.arange(6.0).view(2, 3), torch.tensor(7.0)
+    state = {"exp_avg": matrix, "step": step, "beta": 0.95, "every": 10}
     group = {"params": [], "lr": 0.1, "step": 7, "name": "decay"}
     tensors = to_tensors(state, group, {"lr": 1.0})
-    names = {"exp_avg", "Q[0]", "Q[1]:none", "Q[2]", "beta:float", "every:int", "group.step"}
-    assert set(tensors) == names
+    assert set(tensors) == {"exp_avg", "step", "beta", "every", "group.step"}
     back: dict = {}
     from_tensors(dict(sorted(tensors.items())), back, other := {"lr": 0.1})
     assert other == {"lr": 0.1, "step": 7}
-    assert (back["beta"], back["every"], back["Q"][1]) == (0.95, 10, [])
-    assert type(back["every"]) is int and len(back["Q"]) == 3
-    assert torch.equal(back["exp_avg"], matrix) and torch.equal(back["Q"][2], matrix + 1)
+    assert (back["beta"], back["every"]) == (0.95, 10) and type(back["every"]) is int
+    assert torch.equal(back["exp_avg"], matrix) and back["step"] is step
 
 
 def test_a_kind_that_is_none_and_options_of_our_own_are_refused_by_the_recipe() -> None:
     with refused("optim.kind", "torch.optim.SGD", error=RecipeError):
         Recipe.load("quickstart", ["optim.kind=sgd"])
-    with refused("optim.kind", "pytorch_optimizer.SOAP", error=RecipeError):
+    with refused("optim.kind", "pytorch_optimizer.Lion", error=RecipeError):
         Recipe.load("quickstart", ["optim.kind=soap"])
     with refused("optim.kind", "of a library", error=RecipeError):  # nothing else is imported
         Recipe.load("quickstart", ["optim.kind=antigravity.SGD"])

@@ -21,11 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint.choose import discard
 from windlass.checkpoint.format import (
     DIGEST,
     MANIFEST,
     STATE,
     Damaged,
+    Manifest,
     digest_line,
     is_whole,
     names_in,
@@ -33,30 +35,16 @@ from windlass.checkpoint.format import (
     read_manifest,
     step_dir,
 )
-from windlass.checkpoint.load import discard
 from windlass.errors import first_line
-from windlass.fileio import PAGE, PIECE_BYTES, Files, to_json
+from windlass.fileio import to_json
 
 PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
 SLOWEST_POLL_SECONDS = 0.25
-DIRECT_BYTES = 2**20  # files from this size on are written past the page cache
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
 
 
 class GivenUp(OSError):
     """A save that cannot be completed: a full disk, a failed rank, or a part that came too late."""
-
-
-@dataclass
-class SavingRank:
-    """A rank that saves: where, one of how many, and with which limits."""
-
-    directory: Path  # the run's `checkpoints`, on a file system that all ranks share
-    rank: int = 0
-    world: int = 1
-    files: Files = field(default_factory=Files)
-    deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
-    piece_bytes: int = PIECE_BYTES  # per write
 
 
 @dataclass
@@ -66,18 +54,15 @@ class Save:
     Without an `error` the checkpoint at `path` is then durable and visible.
     """
 
-    saver: SavingRank
+    writer: Any  # the `Writer`, with what all its saves have in common
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    aliases: Mapping[str, str]
-    total_bytes: int  # of the state, over all ranks
+    shard: Any  # the `Shard` that this rank writes
     meta: Mapping[str, Any]
     counters: bytes = b"{}"
-    # This rank's file, as bytes or a `StateFile`: header length, header, numbers.
-    image: Any = b""
+    image: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
-    copy: Any = None  # of the state into `image`, until it is complete
     error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
     warning: str = ""  # a problem that did not fail the save
     waited_s: float = 0.0  # the step waited for the save before this one
@@ -85,24 +70,24 @@ class Save:
     write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement
 
     def __post_init__(self) -> None:
-        saver = self.saver
-        self.directory, self.files = saver.directory, saver.files
-        self.rank, self.world = saver.rank, saver.world
+        writer = self.writer
+        self.directory, self.files = writer.directory, writer.files
+        self.rank, self.world = writer.rank, writer.world
         self.path = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
         self.tombstone = self.directory / f".failed-{self.save_id}"
 
-    def run(self, serial: int) -> None:
-        """Write, agree, and commit as number `serial` of the run (rank 0's counts).
+    def run(self, serial: int) -> Manifest | None:
+        """Write, agree, and commit as number `serial` of the run; rank 0 returns the manifest.
 
         The checkpoint is durable when rank 0 returns. Raises OSError: nothing of the save remains.
         """
         try:
             self._write_part()
             if self.rank == 0:
-                self._commit(self._collect_parts(), serial)
-            else:
-                self._await_commit()
+                return self._commit(self._collect_parts(), serial)
+            self._await_commit()
+            return None
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
@@ -119,16 +104,15 @@ class Save:
             files.make_dir(folder)
         if self.rank == 0:
             what = f"checkpoint {self.path.name}"
-            if short := shortage(self.directory, self.total_bytes, what):
+            if short := shortage(self.directory, self.shard.total_bytes, what):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.error:
             raise GivenUp(self.error)
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data, piece_bytes = self.image, self.saver.piece_bytes
-            direct = len(data) >= DIRECT_BYTES and piece_bytes % PAGE == 0
-            with files.create(self.temporary / name, direct) as output:
+            data, piece_bytes = self.image, self.writer.piece_bytes
+            with files.create(self.temporary / name) as output:
                 for at in range(0, len(data), piece_bytes):
                     digest.update(data[at : at + piece_bytes])
                     output.write(data[at : at + piece_bytes])
@@ -139,7 +123,7 @@ class Save:
     def _collect_parts(self) -> list[dict[str, Any]]:
         """Rank 0: every rank's part. GivenUp if one reports an error, or at the deadline."""
         parts: dict[int, dict[str, Any]] = {}
-        for _ in _polls(self.saver.deadline):
+        for _ in _polls(self.writer.deadline):
             names = set(names_in(self.temporary))
             for rank in set(range(self.world)) - parts.keys():
                 if PART.format(rank) in names:
@@ -150,14 +134,14 @@ class Save:
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        problem = f"no part came from rank {late} within {self.saver.deadline:g} s"
+        problem = f"no part came from rank {late} within {self.writer.deadline:g} s"
         raise GivenUp(f"{problem}; is {self.directory} on a file system that all ranks share?")
 
-    def _commit(self, parts: list[dict[str, Any]], serial: int) -> None:
+    def _commit(self, parts: list[dict[str, Any]], serial: int) -> Manifest:
         """Rank 0: counters, manifest and digest, then the name."""
         files = self.files
         manifest = self._manifest(parts, serial)
-        parse(manifest)  # the parts of other ranks are checked like any manifest
+        content = parse(manifest)  # the parts of other ranks are checked like any manifest
         files.write_bytes(self.temporary / STATE, self.counters)
         files.write_bytes(self.temporary / MANIFEST, manifest)
         for rank in range(self.world):
@@ -187,6 +171,7 @@ class Save:
         except OSError as error:
             problem = f"the disk did not confirm it: {explain(error)}"
             self.warning = f"the checkpoint is committed, but {problem}"
+        return content
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:
         """The manifest of the parts of all ranks."""
@@ -210,7 +195,7 @@ class Save:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "world": self.world,
             "meta": self.meta,
-            "aliases": self.aliases,
+            "aliases": self.shard.aliases,
             "tensors": dict(sorted(tensors.items())),
             "files": written,
         }
@@ -218,7 +203,7 @@ class Save:
 
     def _await_commit(self) -> None:
         """Other ranks: wait, longer than rank 0 does, until rank 0 has committed or given up."""
-        for _ in _polls(2 * self.saver.deadline + 60.0):
+        for _ in _polls(2 * self.writer.deadline + 60.0):
             names = names_in(self.directory)
             if self.tombstone.name in names:
                 raise GivenUp("rank 0 gave the save up")

@@ -23,6 +23,7 @@ no code, and a manifest can only name plain files inside the directory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -30,7 +31,6 @@ import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -156,6 +156,11 @@ class Manifest(BaseModel):
     files: dict[FileName, FileInfo]
 
     @property
+    def reason(self) -> str:
+        """Why it was saved (see retention.py)."""
+        return str(self.meta.get("reason", ""))
+
+    @property
     def bytes(self) -> int:
         return sum(f.size for f in self.files.values())
 
@@ -177,30 +182,6 @@ class Manifest(BaseModel):
             if name not in self.tensors or alias in self.tensors:
                 raise ValueError(f"{alias} cannot be an alias of {name}")
         return self
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A whole checkpoint of a run. `manifest` is None if it is damaged, and `problem` says how."""
-
-    path: Path
-    step: int
-    manifest: Manifest | None
-    problem: str = ""
-
-    @property
-    def serial(self) -> int:
-        """The number of its commit in the run; 0 if the manifest is damaged."""
-        return self.manifest.serial if self.manifest else 0
-
-    def verify(self, rank: int = 0, world: int = 1) -> str:
-        """Hash this rank's share of the files, of `world` ranks; the damage, or an empty string."""
-        try:
-            if self.manifest is not None:
-                verify_files(self.path, self.manifest, rank, world)
-        except Damaged as error:
-            return str(error)
-        return self.problem
 
 
 def parse(data: bytes) -> Manifest:
@@ -236,7 +217,19 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         name = Path(error.filename or MANIFEST).name
         raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+    if (match := STEP_DIR.match(path.name)) and int(match[1]) != manifest.step:
+        raise Damaged(f"it is the checkpoint of step {manifest.step} under another name")
     return manifest
+
+
+def manifests_in(directory: Path) -> dict[Path, Manifest]:
+    """The manifests of a run's whole checkpoints, without damaged ones."""
+    manifests = dict[Path, Manifest]()
+    for path in (directory / name for name in names_in(directory) if STEP_DIR.match(name)):
+        with contextlib.suppress(Damaged):
+            if is_whole(path):
+                manifests[path] = read_manifest(path)
+    return manifests
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
@@ -280,24 +273,3 @@ def names_in(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def read_entry(path: Path) -> Entry:
-    """One whole checkpoint, checked by its manifest and the sizes of its files."""
-    match = STEP_DIR.match(path.name)
-    step = int(match[1]) if match else 0
-    try:
-        manifest = read_manifest(path)
-    except Damaged as error:
-        return Entry(path, step, None, str(error))
-    if match and manifest.step != step:
-        renamed = f"it is the checkpoint of step {manifest.step} under another name"
-        return Entry(path, step, None, renamed)
-    return Entry(path, manifest.step, manifest)
-
-
-def list_entries(directory: Path) -> list[Entry]:
-    """Every whole checkpoint of a run: damaged ones first, then by commit, newest first."""
-    paths = [directory / name for name in names_in(directory) if STEP_DIR.match(name)]
-    entries = [read_entry(path) for path in paths if is_whole(path)]
-    return sorted(entries, key=lambda e: (-e.serial if e.manifest else -math.inf, -e.step))

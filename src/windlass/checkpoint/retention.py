@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.checkpoint.format import Count, list_entries
+from windlass.checkpoint.format import Count, Manifest, manifests_in
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Horizon, Recipe
@@ -28,24 +28,6 @@ PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
 LOSS = "loss"
 SAME_ITEMS = ("samples", "items", "items_hash")
 """The fields of an `eval` line that identify the measured items."""
-
-
-@dataclass(frozen=True)
-class Committed:
-    """A committed checkpoint, for retention."""
-
-    serial: int  # number of the commit in the run; the highest is the newest
-    step: int
-    reason: str = PERIODIC
-
-
-def committed(directory: Path) -> dict[Path, Committed]:
-    """The checkpoints in a run's `checkpoints` whose manifests can be read."""
-    return {
-        e.path: Committed(e.serial, e.step, str(e.manifest.meta.get("reason", PERIODIC)))
-        for e in list_entries(directory)
-        if e.manifest
-    }
 
 
 @dataclass(frozen=True)
@@ -115,9 +97,7 @@ def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [x for x in lines if all(x.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]
 
 
-def retain(
-    checkpoints: Iterable[Committed], policy: Policy, scores: Scores
-) -> dict[int, list[str]]:
+def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
     """Why each checkpoint stays, by serial number; one with an empty list may be deleted.
 
     These stay:
@@ -176,7 +156,8 @@ class Lineage(BaseModel):
 
 def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
     """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
-    serial = max((saved.serial for saved in committed(run / "checkpoints").values()), default=0)
+    saved = manifests_in(run / "checkpoints").values()
+    serial = max((manifest.serial for manifest in saved), default=0)
     before = read_lineage(run) or Lineage()
     kept: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
     if checkpoint is None:

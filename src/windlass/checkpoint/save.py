@@ -1,10 +1,10 @@
-"""Saving: the state is copied to the host while the next step computes; a thread writes the copy.
+"""Writing: the state is copied to the host while the next step computes; a thread writes the copy.
 
-`Saver.save` begins to copy this rank's boxes into a buffer with the layout of the file
-(`HostBuffer`) and returns; before the state changes, `Saver.settle` is called. A thread hashes and
-writes the buffer, and agrees with the other ranks through the file system (`Save.run`). Rank 0 then
-deletes the checkpoints that retention does not keep. `poll` and `wait` return the saves that have
-ended, and `Saver` knows the step from which a restart resumes.
+`Writer.write` begins to copy this rank's boxes into host memory with the layout of the file and
+returns; before the state changes, `Writer.settle` is called. A thread hashes and writes the copy,
+and agrees with the other ranks through the file system (`Save.run`). Rank 0 then deletes the
+checkpoints that retention does not keep. `poll` and `wait` return the saves that have ended, and
+`Writer` knows the step from which a restart resumes.
 
 The thread uses no process group: its calls would cross the training's collectives, and it could not
 give them up if a rank is dead.
@@ -21,28 +21,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from windlass.checkpoint.commit import Save, SavingRank, explain
-from windlass.checkpoint.format import names_in
-from windlass.checkpoint.image import HostBuffer, StateFile, cuda_device, describe, layout
-from windlass.checkpoint.load import discard
-from windlass.checkpoint.retention import (
-    PERIODIC,
-    Committed,
-    Policy,
-    Scores,
-    committed,
-    read_lineage,
-    retain,
-)
-from windlass.checkpoint.state_dict import State
+from windlass.checkpoint.choose import discard
+from windlass.checkpoint.commit import Save, explain
+from windlass.checkpoint.format import Manifest, manifests_in, names_in
+from windlass.checkpoint.retention import PERIODIC, Policy, Scores, read_lineage, retain
+from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
-from windlass.fileio import to_json
+from windlass.fileio import PIECE_BYTES, Files, to_json
 
 POLL_SECONDS = 0.1
 # Of the writer, so that it takes the time that computing threads leave. More would let a program
@@ -52,14 +43,18 @@ TEMPORARY = re.compile(r"^\.(?:saving|failed)-\d+-(\w+)-(\d+)$")
 
 
 @dataclass
-class Saver(SavingRank):
-    """Saves the state of one rank. Every rank makes the same saves in the same order."""
+class Writer:
+    """Writes the checkpoints of one rank. Every rank makes the same saves in the same order."""
 
+    directory: Path  # the run's `checkpoints`, on a file system that all ranks share
+    rank: int = 0
+    world: int = 1
+    files: Files = field(default_factory=Files)
+    deadline: float = 600.0  # seconds; how long rank 0 waits for the other ranks after its own part
+    piece_bytes: int = PIECE_BYTES  # per write
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
     policy: Policy = field(default_factory=Policy)
-    device: torch.device | None = None  # of the state
-    background: bool = True  # False: `save` returns after the commit
-    deferred: bool = False  # the state changes only after a call of `settle`
+    background: bool = True  # False: `write` returns after the commit
 
     def __post_init__(self) -> None:
         self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed
@@ -68,13 +63,15 @@ class Saver(SavingRank):
         self.last_seconds: float | None = None  # of the last committed save, with the copy
         self._began = 0.0
         self._started = self._reported = 0  # saves
-        self._buffer = HostBuffer()
-        self._unsettled: Save | None = None
-        self._known: dict[Path, Committed] = {}  # rank 0's writer reads each manifest once
+        self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
+        self._warning = ""  # why memory for CUDA is not page-locked
+        self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
         self._ended: deque[Save] = deque()
         self._reserving = threading.Thread()  # makes room for the first save
         # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()
 
     @property
     def busy(self) -> bool:
@@ -92,82 +89,111 @@ class Saver(SavingRank):
         """Training starts from, or has returned to, the committed checkpoint of `step`."""
         self.newest = self.committed = step
 
-    def reserve(self, state: State) -> None:
-        """Make room for saves of this state in the background, so that the first one need not."""
+    def reserve(self, shard: Shard) -> None:
+        """Make room for saves of this shard in the background, so that the first one need not."""
 
         def make_room() -> None:
             # A save tries again and reports the failure.
             with contextlib.suppress(MemoryError, OSError, RuntimeError):
-                _, _, size = layout(state.slices, self.rank)
-                self._buffer.reserve(size, cuda_device(state.slices))
+                self._allocate(shard.layout(self.rank)[2], shard.device)
 
         self._reserving = threading.Thread(target=make_room, name="checkpoint-memory", daemon=True)
         self._reserving.start()
 
-    def save(
+    def write(
         self,
         step: int,
-        state: State,
+        shard: Shard,
         counters: Mapping[str, Any],
         meta: Mapping[str, Any] | None = None,
         scores: Scores | None = None,
         while_waiting: Callable[[], None] | None = None,
-        still: bool = False,
     ) -> None:
-        """Begin to save the state; `poll` returns the save when it has ended.
+        """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
-        The state may then change, if the saver is `deferred` only after `settle`.
+        After `settle` the state may change; a forward pass may come before.
 
         Args:
             step: Names the checkpoint; replaces a committed one of the same step.
-            state: This rank's boxes.
+            shard: This rank's boxes.
             counters: Other numbers that a resume needs (JSON), from rank 0.
             meta: `reason` (see retention) and other facts (JSON); a non-finite float becomes null.
             scores: Values of `policy.measure` by step, from the run's ledger.
             while_waiting: Called every POLL_SECONDS until the save before this one has ended.
-            still: The state does not change before this save has ended. Then the writer reads it,
-                and a state on the host needs no second one in memory.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
         if self._reserving.ident is not None:
             self._reserving.join()
         begin = time.perf_counter()
-        name = f"{step:08d}-{self.attempt}-{self._started + 1}"
         facts = {"reason": PERIODIC} | {k: _finite(v) for k, v in (meta or {}).items()}
-        save = Save(self, step, name, state.aliases, state.total_bytes, facts)
+        save = Save(self, step, f"{step:08d}-{self.attempt}-{self._started + 1}", shard, facts)
         try:
             save.counters = to_json(dict(counters))
-            if still and cuda_device(state.slices) is None:
-                header, places, size = layout(state.slices, self.rank)
-                save.image, save.tensors = StateFile(header, places, size), describe(places)
-            else:
-                self._buffer.fill(save, state.slices, state.passing)
+            warned = self._warning
+            self._copy(save)
+            save.warning = "" if warned else self._warning
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"
-        save.warning, self._buffer.warning = self._buffer.warning, ""
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
-        job = save, scores or Scores()
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
-        self._unsettled = save
-        if not self.deferred:
-            self.settle()
-        if not self.background:
-            self._write(*job)
-            return
-        self._thread = threading.Thread(
-            target=self._write_behind, args=job, name="checkpoint-writer", daemon=True
-        )
+        job = save, scores or Scores(), self._copied
+        name = "checkpoint-writer"
+        self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
         self._thread.start()
+        if not self.background:
+            self._until_idle(None, while_waiting)
+
+    def _copy(self, save: Save) -> None:
+        """Begin to copy the boxes of a save into host memory, as its file.
+
+        From CUDA a stream of its own copies them, as they are after all that was launched so far.
+        But a forward pass waits for the boxes that it may change.
+        """
+        header, places, size = save.shard.layout(self.rank)
+        device, passing = save.shard.device, save.shard.passing
+        self._allocate(size, device)
+        image = memoryview(self._host.numpy())[:size]
+        image[: len(header)] = header
+        save.image, save.tensors, self._copied = image, describe(places), None
+
+        def copy(some: list[tuple[Box, int]]) -> None:
+            for box, at in some:
+                source = box.tensor.detach()
+                target = self._host[at : at + source.nbytes].view(source.dtype).view(source.shape)
+                target.copy_(source, non_blocking=True)
+
+        copy([place for place in places if place[0].name in passing])
+        places = [place for place in places if place[0].name not in passing]
+        if device is None:
+            copy(places)
+            return
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            copy(places)
+            self._copied = self._stream.record_event()
 
     def settle(self) -> None:
-        """Called before the state changes: see `Copy.settle`."""
-        save, self._unsettled = self._unsettled, None
-        if save is not None and (copy := save.copy) is not None:
-            begin = time.perf_counter()
-            copy.settle()
-            save.staged_s += time.perf_counter() - begin
+        """Called before the state changes: the stream of this thread waits for the copy."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def _allocate(self, size: int, device: torch.device | None) -> None:
+        """Make room for `size` bytes, page-locked for copies from a CUDA device."""
+        if self._host.numel() >= size:
+            return
+        self._host = torch.empty(0, dtype=torch.uint8)  # frees the smaller memory first
+        if device is not None and not self._warning:
+            try:
+                with torch.cuda.device(device):
+                    self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                return
+            except RuntimeError as error:  # such memory is scarce; without it the save still works
+                problem = f"no page-locked memory: {explain(error)}"
+                self._warning = f"saves block the step longer: {problem}"
+        self._host = torch.empty(size, dtype=torch.uint8)
 
     def poll(self) -> list[Save]:
         """The saves that have ended since the last call, without waiting."""
@@ -192,36 +218,32 @@ class Saver(SavingRank):
     def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self.busy and (left := end - time.monotonic()) > 0:
-            assert self._thread is not None
             self._thread.join(min(POLL_SECONDS, left))
             assert self._thread.is_alive() or not self.busy, "the checkpoint writer has died"
             if while_waiting is not None:
                 while_waiting()
 
-    def _write_behind(self, *job: Any) -> None:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            if sys.platform == "linux":  # elsewhere it is the priority of the whole process
-                os.nice(NICENESS)
-        self._write(*job)
-
-    def _write(self, save: Save, scores: Scores) -> None:
+    def _write(self, save: Save, scores: Scores, copied: torch.cuda.Event | None) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
+        if self.background and sys.platform == "linux":  # elsewhere it is the whole process's
+            with contextlib.suppress(OSError):  # a sandbox may forbid it
+                os.nice(NICENESS)
         try:
-            if self.device is not None and self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # a new thread would make a context on device 0
-            if save.copy is not None:
-                save.copy.finish()
-            save.run(serial := self._next_serial())
-            if self.rank == 0:
-                self._known[save.path] = Committed(serial, save.step, str(save.meta["reason"]))
+            if copied is not None and (device := save.shard.device) is not None:
+                torch.cuda.set_device(device)  # a new thread would make a context on device 0
+                copied.synchronize()
+            content = save.run(self._next_serial())
+            if content is not None:
+                # Retention does not need the tensors, of which a large world has many.
+                self._known[save.path] = content.model_copy(update={"tensors": {}})
                 try:
                     self._clean_up(scores)
                 except Exception as problem:
                     save.warning = f"old checkpoints could not be removed: {explain(problem)}"
         except Exception as problem:
             save.error = explain(problem)
-        save.image, save.copy = b"", None  # the next save reuses the memory
+        save.image, save.shard = b"", replace(save.shard, boxes=[])  # free the state
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s
@@ -231,9 +253,9 @@ class Saver(SavingRank):
         """The number of the next commit; only rank 0's counts."""
         if self.rank == 0:
             names = names_in(self.directory)
-            known = self._known or committed(self.directory)
-            self._known = {path: entry for path, entry in known.items() if path.name in names}
-        serials = [entry.serial for entry in self._known.values()]
+            known = self._known or manifests_in(self.directory)
+            self._known = {path: saved for path, saved in known.items() if path.name in names}
+        serials = [saved.serial for saved in self._known.values()]
         with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
             if lineage := read_lineage(self.directory.parent):
                 serials.append(lineage.serial)
@@ -248,9 +270,19 @@ class Saver(SavingRank):
             ):
                 self.files.remove_tree(self.directory / name)
         why = retain(self._known.values(), self.policy, scores)
-        for path in [path for path, entry in self._known.items() if not why[entry.serial]]:
+        for path in [path for path, saved in self._known.items() if not why[saved.serial]]:
             discard(path, self.files)
             del self._known[path]
+
+
+def describe(places: list[tuple[Box, int]]) -> dict[str, dict[str, Any]]:
+    """The boxes of a file, as in `Save.tensors`."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for box, at in places:
+        about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.shape)}
+        chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
+        chunks.append([at, list(box.offsets), list(box.tensor.shape)])
+    return tensors
 
 
 def _finite(value: Any) -> Any:

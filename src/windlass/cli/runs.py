@@ -83,12 +83,12 @@ def checkpoints(
 ) -> None:
     """List the checkpoints of a run: step, time, size, loss, reason to keep it, state. Exit 1 if
     one is damaged."""
+    from windlass.checkpoint.choose import list_checkpoints
     from windlass.checkpoint.commit import format_bytes
-    from windlass.checkpoint.load import list_checkpoints
     from windlass.telemetry.terminal import print_table
 
     listing = list_checkpoints(Path(run), verify)
-    rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row.problem]
+    rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row["problem"]]
     if json_:
         print_json(asdict(listing))
     elif not rows:
@@ -98,18 +98,18 @@ def checkpoints(
         good = "every byte good" if verify else "whole"
         cells = []
         for row in rows:
-            saved = (row.time or "")[:19].replace("T", " ")
-            size = "" if row.bytes is None else format_bytes(row.bytes)
-            scores = [row.scores[measure] for measure in measures]
+            saved = (row["time"] or "")[:19].replace("T", " ")
+            size = "" if row["bytes"] is None else format_bytes(row["bytes"])
+            scores = [row["scores"][measure] for measure in measures]
             shown = ("" if score is None else f"{score:.4f}" for score in scores)
-            kept = ", ".join(REASONS[why] for why in row.kept)
-            state = "BAD" if row.problem else good
-            cells.append((f"{row.step:,}", saved, size, *shown, kept, state))
+            kept = ", ".join(REASONS[why] for why in row["kept"])
+            state = "BAD" if row["problem"] else good
+            cells.append((f"{row['step']:,}", saved, size, *shown, kept, state))
         head = ("step", "saved (UTC)", "size", *measures, "kept because", "state")
         print_table(head, cells, text=("saved (UTC)", "kept because", "state"))
         for row in bad:
-            say(f"step {row.step} is bad: {row.problem}")
-        total = format_bytes(sum(row.bytes or 0 for row in rows))
+            say(f"step {row['step']} is bad: {row['problem']}")
+        total = format_bytes(sum(row["bytes"] or 0 for row in rows))
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for name in listing.temporary:

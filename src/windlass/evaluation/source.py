@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from windlass import hub
-from windlass.checkpoint import load
-from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint import choose
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.chat import Template
 from windlass.data.tokenizer import FOLDER, Tokenizer
@@ -61,7 +61,7 @@ class Source:
     def open_checkpoint(self) -> Checkpoint:
         """The checkpoint, which `find_source` has verified, with the source's weights."""
         assert self.checkpoint is not None, "the weights are in a directory of `transformers`"
-        return load.open_checkpoint(self.checkpoint, deep=False).with_weights(self.weights)
+        return open_checkpoint(self.checkpoint, deep=False).with_weights(self.weights)
 
 
 def alone(device: str | torch.device | None = None) -> Ranks:
@@ -90,7 +90,7 @@ def find_source(
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
     if not foreign or Run(path).exists:
-        choice = load.find_checkpoint(path if path.exists() else name)
+        choice = choose.find_checkpoint(path if path.exists() else name)
         run = Run(choice.path.parent.parent)
         if not run.exists:
             problem = f"{choice.path} is not in a run directory"

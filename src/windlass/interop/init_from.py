@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.checkpoint.load import find_checkpoint, open_checkpoint
+from windlass.checkpoint.choose import find_checkpoint
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError, require
 from windlass.model import convert

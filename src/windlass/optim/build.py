@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 from typing import Any
 
@@ -11,16 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.errors import UserError, did_you_mean, first_line, require
+from windlass.errors import UserError
 from windlass.model.share import cut_of, is_sharded, whole_shape, with_cut
+from windlass.optim.library import library_optimizer
 from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
-from windlass.optim.state import from_tensors, is_savable, to_tensors
 from windlass.recipe.settings import OptimSettings
 
 # With PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster.
 FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
-PROBE_STEPS = 26  # SOAP renews its bases every 10 steps
 ParameterGroup = dict[str, Any]
 """`name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` if the optimizer is Muon."""
 
@@ -76,148 +73,15 @@ def build_optimizer(
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
 
 
-def library_optimizer(settings: OptimSettings) -> type[Any] | None:
-    """The class in `torch.optim` or `pytorch_optimizer`; None for our own.
-
-    UserError for a bad name or option, a missing package, and an optimizer that a resume would not
-    continue bit for bit. A recipe names no other package: importing one would run its code.
-    """
-    library, _, name = settings.kind.rpartition(".")
-    if not library:
-        return None
-    if library != "torch.optim":
-        require(library, f'optim.kind = "{settings.kind}"')
-    # The base; needs a closure; needs sparse gradients; evaluates other weights than it trains.
-    excluded = ("Optimizer", "LBFGS", "SparseAdam", "ScheduleFree")
-    optimizers: dict[str, Any] = {
-        name: one
-        for name, one in vars(importlib.import_module(library)).items()
-        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)
-        if not name.startswith(excluded)
-    }
-    if (optimizer := optimizers.get(name)) is None:
-        instead = did_you_mean(name, optimizers, cutoff=0.3)
-        raise UserError(f"optim.kind: {library} has no {name} that can be used here; {instead}")
-    parameters = inspect.signature(optimizer).parameters.values()
-    taken = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
-    taken -= {"params", "lr", "weight_decay"}
-    for option in settings.options:
-        if option not in taken:
-            instead = did_you_mean(option, taken)
-            raise UserError(f"optim.options: {settings.kind} takes no {option}; {instead}")
-    try:  # the class checks the values
-        one_step(optimizer([nn.Parameter(torch.zeros(3, 2))], lr=settings.lr, **settings.options))
-    except Exception as error:  # a library may raise anything
-        text = first_line(error)
-        raise UserError(f"optim.options: {settings.kind} rejects them: {text}") from None
-    try:
-        exact = resumes_exactly(optimizer, settings)
-    except Exception:  # it lacks what was not saved
-        exact = False
-    if not exact:
-        problem = f"Windlass cannot save the state of {settings.kind}"
-        raise UserError(f"optim.kind: {problem}: write another optimizer")
-    return optimizer
-
-
-def resumes_exactly(optimizer: type[Any], settings: OptimSettings) -> bool:
-    """Whether its saved state continues bit for bit, on a small matrix."""
-
-    def build(values: Tensor) -> tuple[nn.Parameter, Any]:
-        parameter = nn.Parameter(values.clone())
-        group = {"params": [parameter], "lr": settings.lr, "weight_decay": settings.weight_decay}
-        return parameter, optimizer([group], lr=settings.lr, **settings.options)
-
-    def step(parameter: nn.Parameter, built: Any, grad: Tensor) -> None:
-        parameter.grad = grad.clone()
-        built.step()
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, *grads = torch.randn(PROBE_STEPS + 1, 3, 2)
-        one, built = build(start)
-        before = dict(built.param_groups[0])
-        for grad in grads[: PROBE_STEPS // 2]:
-            step(one, built, grad)
-        whole = len(built.state) <= 1  # some keep state that belongs to no parameter
-        if not whole or not is_savable(built.state[one], built.param_groups[0], before):
-            return False
-        other, continued = build(one.detach())
-        saved = to_tensors(built.state[one], built.param_groups[0], built.defaults)
-        saved = {key: tensor.clone() for key, tensor in saved.items()}
-        from_tensors(saved, continued.state[other], continued.param_groups[0])
-        for grad in grads[PROBE_STEPS // 2 :]:
-            step(one, built, grad)
-        torch.manual_seed(1)  # a draw from torch's generator would differ after a resume
-        for grad in grads[PROBE_STEPS // 2 :]:
-            step(other, continued, grad)
-    return torch.equal(one, other)
-
-
-def one_step(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of its state after one step with a gradient of zero."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    group, defaults = optimizer.param_groups[0], optimizer.defaults
-    states = (
-        to_tensors(state, group, defaults)
-        for state in optimizer.state.values()
-        if hasattr(state, "items")
-    )
-    return [tensor for state in states for tensor in state.values()]
-
-
-def check_cut_matrices(settings: OptimSettings) -> None:
-    """Raise UserError if an optimizer of a library needs matrices that ranks divide."""
-    optimizer = library_optimizer(settings)
-    if optimizer is not None and not is_elementwise(optimizer, settings):
-        why = f"{settings.kind} needs whole matrices, and parallel.tensor divides them"
-        raise UserError(f"optim.kind: {why}: write another optimizer, or parallel.tensor=1")
-
-
-def is_elementwise(optimizer: Any, settings: OptimSettings) -> bool:
-    """Whether two steps of an optimizer on a part of a matrix update it as two on the whole."""
-    draw = torch.Generator().manual_seed(0)
-    whole, *grads = torch.randn(3, 4, 6, generator=draw, dtype=torch.float64)
-    updated = []
-    for rows in (slice(0, 4), slice(0, 2)):
-        parameter = nn.Parameter(whole[rows].clone())
-        try:
-            built = optimizer([parameter], lr=settings.lr, **settings.options)
-        except ValueError:
-            return False
-        for grad in grads:
-            parameter.grad = grad[rows].clone()
-            built.step()
-        updated.append(parameter.detach()[:2])
-    return torch.allclose(*updated, rtol=1e-9, atol=0.0)
-
-
 def build_library_optimizer(
     groups: list[ParameterGroup], settings: OptimSettings
 ) -> torch.optim.Optimizer:
-    """An optimizer of a library; UserError if only its state cannot be sharded."""
-    optimizer: Any = library_optimizer(settings)
+    """An optimizer of a library; UserError if it does not take these parameters."""
     parameters = [p for g in groups for p in g["params"]]
-    if any(map(cut_of, parameters)):
-        check_cut_matrices(settings)
-    sharded = next((p for p in parameters if is_sharded(p) and p.dim()), None)
-    if is_sharded(sharded) and sharded.device_mesh.size() > 1:
-        from torch.distributed.tensor import DTensor
-
-        some, mesh = torch.zeros(3, 2, device=sharded.device), sharded.device_mesh
-        probe = nn.Parameter(DTensor.from_local(some, mesh, sharded.placements, run_check=False))
-        try:
-            state = one_step(optimizer([probe], lr=settings.lr, **settings.options))
-            shapes = {tensor.shape for tensor in state}
-        except RuntimeError:  # torch lacks one of its operations for sharded tensors
-            shapes = {torch.Size([0])}
-        if shapes - {torch.Size(), probe.shape}:  # rows of a matrix do not determine its factors
-            why = f"{settings.kind} needs whole parameters, and here each rank updates rows of them"
-            advice = 'write parallel.strategy = "ddp", or another optimizer'
-            raise UserError(f"optim.kind: {why}: {advice}")
+    divided = any(
+        cut_of(p) is not None or (is_sharded(p) and p.device_mesh.size() > 1) for p in parameters
+    )
+    optimizer: Any = library_optimizer(settings, divided)
     try:
         built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
     except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone

@@ -1,15 +1,14 @@
 """Muon on matrices and AdamW on everything else, as one optimizer.
 
 Muon replaces the momentum of a matrix by the nearest matrix whose singular values are all about one
-(K. Jordan et al., https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982). "About":
-five steps of an odd quintic polynomial, x -> a x + b x^3 + c x^5 on every singular value, with
-coefficients that trade exactness for a fast rise at zero.
+(K. Jordan et al., https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982), by five
+steps of an odd polynomial, x -> a x + b x^3 + c x^5, on every singular value.
 
 That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
-pieces of its own matrices, orthogonalises them and sends the pieces back. The ranks share the work.
+pieces of its own matrices, orthogonalises them and sends the pieces back.
 
-Equal shapes are orthogonalised as one stack, because the kernels of a small matrix take less time
-than their start on a GPU (not run on one), and threads of a CPU share a stack better than a matrix.
+Equal shapes are orthogonalised as one stack: a small matrix takes less time than the start of its
+kernels on a GPU, and threads of a CPU share a stack better than a matrix.
 """
 
 from __future__ import annotations
@@ -32,75 +31,53 @@ NEWTON_SCHULZ_STEPS = 5
 AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
 gains nothing from a stack."""
-GRAM_FROM = 2
-"""How much longer than wide a matrix must be for the steps to run on its gram matrix."""
 Matrix = tuple[Any, tuple[int, ...]]
 """A parameter, and the rows of each of the matrices that lie in it."""
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`.
-
-    A step multiplies x by p = a + b g + c g^2 of its gram matrix g = x x^T. For a long x it is
-    cheaper to multiply all p first, and to follow g: the next one is p g p. In half precision the
-    small eigenvalues of g would be lost.
-    """
+    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
-    if tall:
-        x = x.mT  # so that the gram matrix is taken on the shorter side
+    x = x.mT if tall else x  # so that the gram matrix is taken on the shorter side
     # The Frobenius norm is an upper bound of the largest singular value.
     norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=1e-7)
     add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
-    if x.size(-1) >= GRAM_FROM * x.size(-2) and dtype in (torch.float32, torch.float64):
-        gram, product = x @ x.mT, None
-        for step in range(NEWTON_SCHULZ_STEPS):
-            factor = add_product(gram, gram, gram, beta=b, alpha=c)
-            factor.diagonal(dim1=-2, dim2=-1).add_(a)
-            product = factor if product is None else factor @ product
-            if step < NEWTON_SCHULZ_STEPS - 1:
-                gram = factor @ gram @ factor
-        x = product @ x
-        return x.mT if tall else x
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def orthogonalise_all(
-    matrices: Sequence[Matrix], values: Sequence[Tensor], dtype: torch.dtype, stacked: bool
-) -> list[Tensor]:
-    """The values of matrices, orthogonalised in `dtype`; equal shapes in one stack, or one by one.
+def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
+    """The values of matrices, orthogonalised; equal shapes in one stack.
 
     The ranks of `tp` gather each matrix that they cut, and each keeps its part of the result.
     """
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
     for (p, parts), x in zip(matrices, values, strict=True):
-        cut, low = cut_of(p), x.to(dtype)
-        pieces += (cut.gather(low) if cut else low).split(list(parts))
+        cut = cut_of(p)
+        pieces += (cut.gather(x) if cut else x).split(list(parts))
     for i, x in enumerate(pieces):
-        by_shape.setdefault((*sorted(x.shape), *[i] * (not stacked)), []).append(i)
+        by_shape.setdefault((min(x.shape), max(x.shape)), []).append(i)
     for same in by_shape.values():
         if len(same) == 1:
-            pieces[same[0]] = orthogonalise(pieces[same[0]], dtype)
+            pieces[same[0]] = orthogonalise(pieces[same[0]], pieces[same[0]].dtype)
             continue
-        stack = torch.stack([wide(pieces[i]) for i in same])  # [matrices, short side, long side]
-        for i, x in zip(same, orthogonalise(stack, dtype), strict=True):
-            pieces[i] = x if pieces[i].shape == x.shape else x.T
+        tall = [pieces[i].size(0) > pieces[i].size(1) for i in same]
+        stack = torch.stack(
+            [pieces[i].T if t else pieces[i] for i, t in zip(same, tall, strict=True)]
+        )
+        for i, t, x in zip(same, tall, orthogonalise(stack, stack.dtype), strict=True):
+            pieces[i] = x.T if t else x
     left, results = iter(pieces), list[Tensor]()
     for p, parts in matrices:
         own, cut = list(islice(left, len(parts))), cut_of(p)
         x = torch.cat(own) if len(own) > 1 else own[0]
         results.append(cut.take(x) if cut else x)
     return results
-
-
-def wide(x: Tensor) -> Tensor:
-    """A matrix, or its transpose, with at least as many columns as rows."""
-    return x.T if x.size(0) > x.size(1) else x
 
 
 def update_scale(shape: Sequence[int]) -> float:
@@ -163,19 +140,19 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for g in self.param_groups:
-            if g["muon"]:
-                if self.grad_scale is not None:
-                    grads = [local_part(p.grad) for p in g["params"] if p.grad is not None]
-                    torch._foreach_mul_(grads, 1 / self.grad_scale)
-                pairs = zip(g["params"], g["parts"], strict=True)
-                self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
-            elif parameters := [p for p in g["params"] if p.grad is not None]:
+            parameters = [p for p in g["params"] if p.grad is not None]
+            for p in parameters:
+                if not self.state[p]:
+                    self.state[p] = new_state(p, g)
+            if not g["muon"]:
                 self._adamw(g, parameters)
+                continue
+            if self.grad_scale is not None:
+                torch._foreach_mul_([local_part(p.grad) for p in parameters], 1 / self.grad_scale)
+            pairs = zip(g["params"], g["parts"], strict=True)
+            self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
 
     def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = new_state(p, g)
         how = {key: g[key] for key in ("lr", "weight_decay", "eps")}
         how |= {"beta1": g["betas"][0], "beta2": g["betas"][1]}
         how |= {"amsgrad": False, "maximize": False}
@@ -210,8 +187,6 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _momentum(self, p: Tensor, g: dict[str, Any], bad: Tensor | None) -> Tensor:
         """Move this rank's part of a momentum towards the gradient, and look one step ahead."""
-        if not self.state[p]:
-            self.state[p] = new_state(p, g)
         rate = g["momentum"]
         gradient, momentum = local_part(p.grad), local_part(self.state[p]["momentum_buffer"])
         gradient = unless(bad, gradient, momentum)  # the momentum stays
@@ -242,7 +217,7 @@ class MuonAdamW(torch.optim.Optimizer):
             elif world > 1:
                 yield from self._replicated(batch, values, *place)
             else:
-                yield from orthogonalise_all(batch, values, dtype, bool(self.at_once))
+                yield from orthogonalise_all(batch, values)
 
     def _sharded(
         self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup, rank: int
@@ -268,7 +243,7 @@ class MuonAdamW(torch.optim.Optimizer):
         wholes = [
             torch.cat(received[i :: len(mine)]).view(p.shape) for i, (p, _) in enumerate(mine)
         ]
-        new = orthogonalise_all(mine, wholes, sent.dtype, bool(self.at_once))
+        new = orthogonalise_all(mine, wholes)
         split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
         returned = [one[r] for r in range(world) for one in split]
         dist.all_to_all_single(back, torch.cat([flat[:0], *returned]), out, into, group=group)
@@ -285,8 +260,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
         world, works = dist.get_world_size(group), list[Any]()
         updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
-        own, stacked = values[rank::world], bool(self.at_once)
-        new = orthogonalise_all(batch[rank::world], own, values[0].dtype, stacked)
+        new = orthogonalise_all(batch[rank::world], values[rank::world])
         updates[rank::world] = [x.contiguous() for x in new]
         for i, x in enumerate(updates):
             works.append(dist.broadcast(x, group=group, group_src=i % world, async_op=True))

@@ -11,12 +11,10 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
             final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
             1 / sqrt(1 + (i - w) / timescale)               (inverse-sqrt; arXiv 1706.03762)
 
-The fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps
-before the end for `wsd` (arXiv 2404.06395), whose shape is `decay_shape`. `inverse-sqrt` falls from
-the end of the warm-up on and has no final value; it is that of transformers and, with the default
-timescale, of fairseq. `start` and `final` are the values that the line would
-have one update before the first and one after the last. So neither a warm-up from 0 nor a decay to
-0 spends an update on a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
+The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
+(which has no final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
+is `decay_shape`. `start` and `final` are the values one update before the first and one after the
+last: no update has a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
 from __future__ import annotations

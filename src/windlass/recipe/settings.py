@@ -137,7 +137,7 @@ class OptimSettings(Section):
     kind: str = "adamw"
     """`adamw` (arXiv 1711.05101, fused); `muon` for the blocks' matrices, with AdamW for the rest;
     or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
-    `pytorch_optimizer.SOAP` (arXiv 2409.11321), with the library's defaults and `options`."""
+    `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
@@ -168,7 +168,7 @@ class OptimSettings(Section):
         if value not in ("adamw", "muon") and not (library in OPTIMIZER_LIBRARIES and name):
             raise ValueError(
                 'it is "adamw", "muon", or an optimizer of a library by its name, as '
-                '"torch.optim.SGD", "pytorch_optimizer.SOAP"'
+                '"torch.optim.SGD", "pytorch_optimizer.Lion"'
             )
         return value
 

@@ -74,7 +74,7 @@ def train(
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
         Stopped: A signal stopped the run, which can be resumed.
     """
-    from windlass.optim.build import library_optimizer
+    from windlass.optim.library import library_optimizer
     from windlass.training.callbacks import UserCode
 
     env = detect_env()
@@ -125,11 +125,9 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
         problem = f"{layout.layout}: Windlass divides its own GPT only"
         raise UserError(f"{problem}, not your module: use data parallelism")
     if "." in kind:
-        from windlass.optim.build import check_cut_matrices, library_optimizer
+        from windlass.optim.library import library_optimizer
 
-        library_optimizer(recipe.optim)  # raises for an optimizer that the library lacks
-        if layout.tensor > 1:
-            check_cut_matrices(recipe.optim)
+        library_optimizer(recipe.optim, divided=layout.tensor > 1)  # raises for a wrong one
 
 
 def finished_run(plan: StartPlan) -> Run:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.load import Choice, candidates, rename_damaged
+from windlass.checkpoint.choose import candidates, rename_damaged
+from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import left_out
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
@@ -29,7 +30,7 @@ MAX_REWINDS = 3  # to the same checkpoint
 SPIKE_MIN = 16  # fewer losses say too little about their deviation
 
 
-def choose_rewind(recorder: Recorder, reason: str) -> Choice:
+def choose_rewind(recorder: Recorder, reason: str) -> Checkpoint:
     """The newest good checkpoint, for a rewind; or RunFailed."""
     ranks, path = recorder.ranks, recorder.run.path
     choice = choose_undamaged(ranks, lambda: candidates(path))

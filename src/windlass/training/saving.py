@@ -1,8 +1,9 @@
-"""The checkpoints of a training: saves, their commits and reports, and the save before a stop."""
+"""The saves of a training: what they hold, their commits and reports, and the save before a stop."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import nn
 
 from windlass import processes
 from windlass.checkpoint.commit import Save
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, gather_state
+from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import Shard
+from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
-from windlass.training import setup
+from windlass.parallel.dist import Ranks
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
@@ -25,12 +27,11 @@ from windlass.training.stop import StopSignals, event_of
 TRACKER_RESERVE_SECONDS = 2.0  # of the grace after a signal, after the trackers have finished
 
 
-class Checkpoints:
+class Saver(Writer):
     """Saves the state of a training. Every rank calls each method at the same step."""
 
     def __init__(
         self,
-        saver: Saver,
         recorder: Recorder,
         callbacks: Callbacks,
         model: nn.Module,
@@ -40,35 +41,41 @@ class Checkpoints:
         average: Average,
         meta: dict[str, Any],
         micro_batch: int,
+        attempt: str,
+        custom: bool,
     ):
-        """`meta`: the meta data of every checkpoint, beside its reason and the micro-batch."""
-        self.saver, self.recorder, self.callbacks = saver, recorder, callbacks
-        self.ranks, self.state = recorder.ranks, recorder.state
-        self.settings, self.telemetry = (
-            recorder.plan.recipe.checkpoint,
-            recorder.plan.recipe.telemetry,
+        """`meta`: of every checkpoint, beside its reason and the micro-batch; `attempt`: the name of
+        this start; `custom`: a user's own module, whose forward pass may change weights."""
+        plan, self.ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
+        self.settings, self.telemetry = plan.recipe.checkpoint, plan.recipe.telemetry
+        # `keep_every` as a fraction of the run meant other steps before the run was extended.
+        lengths = {horizon.steps, plan.extends_from or horizon.steps}
+        horizons = [replace(horizon, steps=steps) for steps in lengths]
+        super().__init__(
+            plan.run.checkpoints_dir,
+            self.ranks.rank,
+            self.ranks.world,
+            attempt=attempt,
+            policy=policy_of(self.settings, horizons, read_lineage(plan.run.path)),
+            background=self.settings.background,
         )
+        self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
-        self.average, self.meta, self.micro_batch = average, meta, micro_batch
+        self.average, self.meta, self.micro_batch, self.custom = average, meta, micro_batch, custom
         self._warned = False  # of a save that takes longer than the grace
 
-    def use_micro_batch(self, size: int) -> None:
-        """Note this size of the micro-batches in later checkpoints."""
-        self.micro_batch = size
-
-    def tensors(self, average: bool = True) -> State:
-        """This rank's share of model, optimizer and, if asked, the average; of equal replicas one
-        rank has the tensor."""
+    def shard(self, average: bool = True) -> Shard:
+        """The part of model, optimizer and, if asked, the average that this rank writes."""
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
         averages = self.average.tensors if average else {}
-        state = gather_state(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
-        return state if stages == 1 else setup.add_stages(state, ranks)
+        shard = gather_shard(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
+        return shard if stages == 1 else add_stages(shard, ranks)
 
-    def save(self, reason: str = PERIODIC, still: bool = False) -> None:
-        """Save in the background; `still`: the state does not change before the save has ended."""
+    def save(self, reason: str = PERIODIC) -> None:
+        """Begin to save; before the state changes, `settle` is called."""
         state, recorder = self.state, self.recorder
         recorder.ledger.check()
-        reason = FINAL if state.step == self.recorder.horizon.steps else reason  # is never deleted
+        reason = FINAL if state.step == recorder.horizon.steps else reason  # is never deleted
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
             self.losses.read()
@@ -78,24 +85,26 @@ class Checkpoints:
                 state.loss_scale, state.scale_good_steps = 0.0, 0
             state.averaged = self.average.begun(state.step)
             meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
-            counters, scores = state.to_json(), recorder.scores
-            tensors = self.tensors(average=state.averaged > 0)
-            self.saver.save(state.step, tensors, counters, meta, scores, recorder.beat, still)
+            shard = self.shard(average=state.averaged > 0)
+            scores = recorder.scores
+            self.write(state.step, shard, state.to_json(), meta, scores, recorder.beat)
+            if self.custom:
+                self.settle()
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def finish(self, timeout: float | None = None) -> bool:
         """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
         with self.recorder.outside("save"):
-            committed = self.report(self.saver.wait(timeout, self.recorder.beat))
-        return committed and not self.saver.busy
+            committed = self.report(self.wait(timeout, self.recorder.beat))
+        return committed and not self.busy
 
     def commit(self, reason: str) -> bool:
         """Commit the present step: wait for a save in progress, and repeat a failed one."""
         step = self.state.step
-        if self.saver.newest == step:
-            self.wait()
-        if any(self.ranks.all_gather_object("unsaved", self.saver.newest != step)):
-            self.save(reason, still=True)
-        return self.wait() and self.saver.newest == step
+        if self.newest == step:
+            self.finish()
+        if any(self.ranks.all_gather_object("unsaved", self.newest != step)):
+            self.save(reason)
+        return self.finish() and self.newest == step
 
     def report(self, saves: list[Save]) -> bool:
         """Report the saves that have ended; whether all of them were committed."""
@@ -103,7 +112,7 @@ class Checkpoints:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
                 self.report_seconds(save.write_s + save.staged_s)
-                self.saver.settle()  # a callback may change what it gets
+                self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
         return not any(save.error for save in saves)
 
@@ -131,17 +140,17 @@ class Checkpoints:
         step, recorder = self.state.step, self.recorder
         own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
-        mine = self.saver.expected_seconds(step), self.grace
+        mine = self.expected_seconds(step), self.grace
         needed, grace = self.ranks.broadcast_object("needed", mine)
         signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
         reason = next(filter(None, (*names, *asked)), "request")
         if signalled and needed > left:
-            self.wait(max(0.0, left))  # a save in progress may still be committed
+            self.finish(max(0.0, left))  # a save in progress may still be committed
             recorder.emit(event_of(reason), reason=reason, saved=False)
             why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
-            newest = self.ranks.broadcast_object("newest", self.saver.committed)
+            newest = self.ranks.broadcast_object("newest", self.committed)
             lost = plural(step - newest, "step")
             problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
             text = f"stopped by {reason} at step {step}: {problem}"
@@ -165,3 +174,10 @@ class Checkpoints:
             raise Stopped(text)
         recorder.console.event(text)
         return False
+
+
+def add_stages(shard: Shard, ranks: Ranks) -> Shard:
+    """A shard with the bytes of all stages of a pipeline."""
+    every = ranks.all_gather_object("bytes", shard.total_bytes)
+    total = sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
+    return replace(shard, total_bytes=total)

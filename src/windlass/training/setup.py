@@ -6,18 +6,17 @@ import itertools
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from windlass.checkpoint.choose import recover, rename_damaged
 from windlass.checkpoint.commit import shortage
-from windlass.checkpoint.load import Choice, open_checkpoint, recover, rename_damaged
-from windlass.checkpoint.retention import left_out, policy_of, read_lineage
-from windlass.checkpoint.save import Saver
-from windlass.checkpoint.state_dict import State, named_state, restore
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.retention import left_out
+from windlass.checkpoint.state_dict import named_state, restore
 from windlass.data.loader import Loader
 from windlass.data.locate import data_dirs
 from windlass.data.mixture import (
@@ -77,7 +76,7 @@ class RunPlace(NamedTuple):
 
     attempt: int  # the number of this start
     name: str  # of this start, different from all others
-    choice: Choice | None  # the checkpoint to start from; None: step 0
+    choice: Checkpoint | None  # the checkpoint to start from; None: step 0
     skipped: list[tuple[int, int]]  # samples that rewinds to it have left out
     notes: list[str]  # warnings
 
@@ -127,7 +126,7 @@ def open_run_directory(
     ranks.mark(0, "load")
     console.begin("looking for a checkpoint, and verifying it")
 
-    def choose() -> Choice | None:
+    def choose() -> Checkpoint | None:
         return choose_undamaged(ranks, lambda: candidate_checkpoints(plan, horizon))
 
     # The checkpoint of a new run (a branch, a path) is verified before anything changes, the
@@ -162,7 +161,7 @@ def lock_directory(plan: StartPlan, stack: ExitStack) -> tuple[int, str, list[st
     return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
 
-def begin_run(plan: StartPlan, data: Data, choice: Choice | None) -> None:
+def begin_run(plan: StartPlan, data: Data, choice: Checkpoint | None) -> None:
     """Write the start of a new run or lineage. On rank 0."""
     run = plan.run
     if choice is not None:
@@ -182,7 +181,7 @@ def prepare_model(
     data: Data,
     model: nn.Module,
     custom: bool,
-    choice: Choice | None,
+    choice: Checkpoint | None,
     compiles: bool,
 ) -> tuple[nn.Module, ModelFacts]:
     """Parallelize the model, with its initial weights; a user's module keeps its own weights."""
@@ -337,28 +336,6 @@ def open_profile(plan: StartPlan, ranks: Ranks, horizon: Horizon, stack: ExitSta
     return profile
 
 
-def open_saver(
-    plan: StartPlan, ranks: Ranks, horizon: Horizon, attempt: str, custom: bool
-) -> Saver:
-    """The saver of this rank's file; every rank writes one, whatever it computes.
-
-    A user's own module (`custom`) may change weights in its forward pass.
-    """
-    settings, lengths = plan.recipe.checkpoint, {horizon.steps, plan.extends_from or horizon.steps}
-    # `keep_every` as a fraction of the run meant other steps before the run was extended.
-    horizons = [replace(horizon, steps=steps) for steps in lengths]
-    return Saver(
-        plan.run.checkpoints_dir,
-        ranks.rank,
-        ranks.world,
-        attempt=attempt,
-        policy=policy_of(settings, horizons, read_lineage(plan.run.path)),
-        device=ranks.device,
-        background=settings.background,
-        deferred=not custom,
-    )
-
-
 def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[str, Any]:
     """The meta data of every checkpoint of this start."""
     return {
@@ -440,13 +417,6 @@ def describe_costs(model: nn.Module, batch: BatchPlan) -> list[str]:
     size = f"{logits * network.vocab / 1e9:.2g} GB in fp32"
     problem = f"the loss needs all logits of a micro-batch at once ({size})"
     return [f"{problem}, because the head of {name} is not one matrix (train.micro_batch)"]
-
-
-def add_stages(state: State, ranks: Ranks) -> State:
-    """A state with the bytes of all stages of a pipeline."""
-    every = ranks.all_gather_object("bytes", state.total_bytes)
-    total = sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
-    return replace(state, total_bytes=total)
 
 
 def optimizer_groups(

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from windlass.checkpoint.format import list_entries, step_dir
-from windlass.checkpoint.load import Choice, candidates, first_undamaged, open_checkpoint
+from windlass.checkpoint.choose import candidates, first_undamaged
+from windlass.checkpoint.format import step_dir
+from windlass.checkpoint.load import Checkpoint, checkpoints_in, open_checkpoint
 from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record, write_lineage
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument, plural
@@ -84,7 +85,7 @@ class StartPlan:
     @property
     def from_checkpoint(self) -> bool:
         """Whether the start continues a training, whose prepared data it needs as they were."""
-        resumes = self.resuming and bool(list_entries(self.run.checkpoints_dir))
+        resumes = self.resuming and bool(checkpoints_in(self.run.checkpoints_dir))
         return resumes or self.branch_from is not None
 
     @property
@@ -230,7 +231,7 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         step = int(which)
     checkpoint = step_dir(origin.checkpoints_dir, step)
     if not checkpoint.is_dir():
-        present = sorted(entry.step for entry in list_entries(origin.checkpoints_dir))
+        present = sorted(entry.step for entry in checkpoints_in(origin.checkpoints_dir))
         raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     advice, same = "undo the changes", {"init_from": ""}
@@ -312,7 +313,7 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
     return value  # type: ignore[return-value]
 
 
-def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Choice | None:
+def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
     """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
     paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
     return first_undamaged([Path(path) for path in paths], ranks)
@@ -445,7 +446,7 @@ def hash_without_steps(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def write_start(plan: StartPlan, choice: Choice | None, files: Files | None = None) -> None:
+def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
     files, run = files or Files(), plan.run
     if not plan.resuming:

@@ -60,7 +60,7 @@ from windlass.training.compiling import resolve_compile
 from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
-from windlass.training.saving import Checkpoints
+from windlass.training.saving import Saver
 from windlass.training.start import StartPlan, decide_on_rank_0
 from windlass.training.state import LossScaler, TrainState, step_seed
 from windlass.training.stop import StopSignals, event_of
@@ -135,15 +135,13 @@ class Trainer:
         )
         # Every part that a user's input can break has worked, so the run begins.
         decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
-        self.saver = setup.open_saver(plan, ranks, self.horizon, place.name, custom)
         facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
         self.recorder = recorder = Recorder(
             plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
         )
         self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
         stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-        self.checkpoints = Checkpoints(
-            self.saver,
+        self.saver = Saver(
             recorder,
             self.callbacks,
             self.model,
@@ -153,6 +151,8 @@ class Trainer:
             self.average,
             setup.describe_checkpoints(recipe, data, self.facts),
             self.batch.micro_batch,
+            place.name,
+            custom,
         )
         suites, micro_batch = self.callbacks.suites(), self.batch.micro_batch
         self.evaluator = Evaluator(
@@ -166,7 +166,7 @@ class Trainer:
         self, plan: StartPlan, place: setup.RunPlace, custom: bool, source: str
     ) -> None:
         """Report the start, and write the settings that a resume has changed."""
-        notes, step, size = [*place.notes], self.state.step, self.checkpoints.tensors().total_bytes
+        notes, step, size = [*place.notes], self.state.step, self.saver.shard().total_bytes
         if self.ranks.main:
             # torch's optimizers have no state before their first step.
             size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
@@ -190,7 +190,7 @@ class Trainer:
         try:
             self.begin()
             if 0 < self.stop_at <= self.state.step < self.horizon.steps:
-                self.checkpoints.stop_run(self.stop)
+                self.saver.stop_run(self.stop)
             elif self.loop_within_memory():
                 self.finish()
         except BaseException as error:
@@ -198,7 +198,7 @@ class Trainer:
                 if isinstance(error, Exception):  # a save in progress is good
                     others_live = self.ranks.world == 1 or isinstance(error, UserError)
                     limit = max(FAILING_SAVE_SECONDS, 2 * (self.saver.last_seconds or 0.0))
-                    self.checkpoints.wait(None if others_live else limit)
+                    self.saver.finish(None if others_live else limit)
                 if not isinstance(error, Stopped):
                     phase = self.ranks.status.phase
                     self.recorder.emit("failed", reason=first_line(error), phase=phase)
@@ -233,7 +233,7 @@ class Trainer:
             self.losses.reset()
             memory.release_memory(self.facts.compiles)
             self.evaluator.use_micro_batch(self.batch.micro_batch)
-            self.checkpoints.use_micro_batch(self.batch.micro_batch)
+            self.saver.micro_batch = self.batch.micro_batch
             memory.report_smaller(self.recorder, self.batch.micro_batch)
             self.recorder.restart_counts()
 
@@ -268,7 +268,7 @@ class Trainer:
                     recorder.write_profile(self.profile)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    self.saver.reserve(self.checkpoints.tensors())
+                    self.saver.reserve(self.saver.shard())
                     self.buffers.find_changing()
                     if ranks.device.type == "cpu":
                         keep_freed_memory(every_size=True)
@@ -300,18 +300,18 @@ class Trainer:
                     sources = self.losses.take_sources(samples)
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
-                    self.checkpoints.save()
+                    self.saver.save()
                 complete = not evaluation_due or self.evaluate()
                 if complete and evaluator.sample_due:
                     complete = evaluator.sample()
-                self.checkpoints.report(self.saver.poll())
+                self.saver.report(self.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
                     advice = "see above; checkpoint.max_failed_saves"
                     raise RunFailed(f"{failed_saves} saves in a row failed ({advice})")
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
-                    return self.checkpoints.stop_run(self.stop)
+                    return self.saver.stop_run(self.stop)
         finally:
             loader.close()
             if owns_collector:
@@ -410,9 +410,9 @@ class Trainer:
             if self.ranks.status.phase != "data":
                 self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
-                self.checkpoints.stop_run(self.stop)
-            if self.stop.seconds_since() > self.checkpoints.grace:
-                self.checkpoints.wait(FAILING_SAVE_SECONDS)
+                self.saver.stop_run(self.stop)
+            if self.stop.seconds_since() > self.saver.grace:
+                self.saver.finish(FAILING_SAVE_SECONDS)
                 lost = f"{plural(step - self.saver.committed, 'step')} lost"
                 late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
                 raise RunFailed(f"stopped by {self.stop.name} at step {step}: {late}; {lost}")
@@ -437,7 +437,7 @@ class Trainer:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
         if unsaved and recorder.scores.best == state.step:
-            self.checkpoints.save(BEST)
+            self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
         if last or not recorder.stops_improving():
@@ -450,7 +450,7 @@ class Trainer:
     def rewind(self, reason: str, stop_sample: int) -> None:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
-        self.checkpoints.wait()
+        self.saver.finish()
         choice = choose_rewind(recorder, reason)
         self.losses.reset()
         checkpoint = open_checkpoint(choice.path, deep=False)
@@ -473,7 +473,7 @@ class Trainer:
         """The last checkpoint, the summary, the end of the trackers."""
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
-        if not self.checkpoints.commit(FINAL):
+        if not self.saver.commit(FINAL):
             problem = "the last checkpoint could not be saved (see above)"
             raise RunFailed(f"{problem}; train again to try once more")
         recorder.log(self.callbacks.take_logged())

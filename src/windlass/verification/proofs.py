@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from windlass.checkpoint.load import choose_checkpoint, open_checkpoint
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
 from windlass.data.open import open_data
 from windlass.data.order import Order
 from windlass.errors import UserError, first_line, installed, needs, plural

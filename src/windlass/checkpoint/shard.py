@@ -1,0 +1,231 @@
+"""The part of a training's state that a rank writes: its boxes, and their file.
+
+Each rank holds a box of each tensor, or the whole tensor. Ranks that hold the same box divide its
+rows, so that each writes about the same number of bytes. A reader asks for boxes of its own layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.checkpoint.format import DTYPES, REAL
+from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+
+TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
+ALIGNMENT = 64  # bytes, of the first number in a file
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a tensor."""
+
+    name: str
+    tensor: Tensor  # the box, a view of the tensor on its device
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the box in it
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The boxes that this rank writes, and what all ranks have in common."""
+
+    boxes: list[Box]
+    aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
+    total_bytes: int  # of the whole state, each tensor once
+    passing: frozenset[str] = frozenset()  # the tensors that a forward pass may change: buffers
+
+    @property
+    def device(self) -> torch.device | None:
+        """The CUDA device of the boxes; None if they are on the host."""
+        return next((box.tensor.device for box in self.boxes if box.tensor.is_cuda), None)
+
+    def layout(self, rank: int) -> tuple[bytes, list[tuple[Box, int]], int]:
+        """The header of this rank's file, the place of each box, and the size of the file."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", "windlass": f"rank {rank}"}}
+        places, end = list[tuple[Box, int]](), 0
+        for box in sorted(self.boxes, key=lambda box: -box.tensor.element_size()):  # all aligned
+            begin, end = end, end + box.tensor.nbytes
+            name = box.name  # further boxes of a tensor need names of their own
+            while name in header:
+                name = f"{box.name}@{','.join(map(str, box.offsets))}"
+            dtype, shape = TYPE_NAMES[box.tensor.dtype], list(box.tensor.shape)
+            if dtype in REAL:
+                dtype, shape = REAL[dtype], [*shape, 2]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+            places.append((box, begin))
+        text = json.dumps(header, separators=(",", ":")).encode()
+        start = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+        text = text.ljust(start - 8)  # the format allows spaces after the header's JSON
+        head = len(text).to_bytes(8, "little") + text
+        return head, [(box, start + begin) for box, begin in places], start + end
+
+
+def shard_of(
+    tensors: Mapping[str, Tensor],
+    aliases: Mapping[str, str] | None = None,
+    rank: int = 0,
+    world: int = 1,
+    stages: int = 1,
+    passing: Iterable[str] = (),
+) -> Shard:
+    """The part of named tensors that `rank` of `world` writes."""
+    boxes = divide(tensors, rank, world, stages)
+    return Shard(boxes, dict(aliases or {}), total_bytes(tensors), frozenset(passing))
+
+
+def total_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of whole tensors, over all ranks."""
+    return sum(math.prod(whole_shape(t)) * t.element_size() for t in tensors.values())
+
+
+def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1) -> list[Box]:
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank.
+
+    The ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors.
+    """
+    first_rank = rank - rank % (world // stages)
+    peers = range(first_rank, first_rank + world // stages)
+    groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    known: dict[Any, tuple[int, ...]] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
+        key = (*place, cut_of(tensor) is not None)
+        if key not in known:
+            known[key] = holders(tensor, peers)
+        groups.setdefault(known[key], {})[name] = tensor
+    boxes = []
+    for ranks, held in groups.items():
+        local = {name: local_part(tensor) for name, tensor in held.items()}
+        for name, tensor in held.items():
+            if not tensor.numel() and rank == ranks[0]:  # its type and shape are saved all the same
+                whole = tuple(whole_shape(tensor))
+                boxes.append(Box(name, local[name], whole, (0,) * tensor.dim()))
+        for name, (first, last) in divide_rows(local, ranks.index(rank), len(ranks)).items():
+            rows, whole = local[name], tuple(whole_shape(held[name]))
+            rows = rows[first:last] if rows.dim() else rows
+            for offsets, box in boxes_of(rows, held_runs(held[name]), first):
+                boxes.append(Box(name, box, whole, offsets))
+    return boxes
+
+
+def divide_rows(
+    tensors: Mapping[str, Tensor], index: int, count: int
+) -> dict[str, tuple[int, int]]:
+    """The rows [first, last) of each tensor that number `index` of `count` ranks writes.
+
+    The tensors, laid end to end, make `count` pieces of equal size. A row belongs to the piece in
+    which it begins, so few tensors are cut. A scalar is one row.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
+    at, result = 0, dict[str, tuple[int, int]]()
+    for name, tensor in tensors.items():
+        if sizes[name]:
+            rows = tensor.shape[0] if tensor.dim() else 1
+            row_bytes = sizes[name] // rows
+            first, last = (min(max(-(-(end - at) // row_bytes), 0), rows) for end in (low, high))
+            if last > first:
+                result[name] = (first, last)
+            at += sizes[name]
+    return result
+
+
+def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
+    """The ranks of `peers` that hold the same box of a tensor as this rank, in order.
+
+    A mesh may be a part of the peers, which then consist of copies of this mesh.
+    """
+    cut = cut_of(tensor)
+    alike = peers[cut.peers.rank :: cut.peers.size] if cut else peers  # neighbours differ in `tp`
+    if not is_sharded(tensor):
+        return tuple(alike)
+    mesh = tensor.device_mesh
+    places = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
+    own = tuple(index if is_cut(placement) else slice(None) for index, placement in places)
+    ranks, free, same = mesh.mesh.reshape(-1).tolist(), set(peers), list[int]()
+    while free:  # the lowest rank that is left is the lowest rank of another copy
+        shift = min(free) - min(ranks)
+        if not (copy := {rank + shift for rank in ranks}) <= free:
+            raise NotImplementedError(f"a checkpoint of {peers} with the mesh {mesh}")
+        free -= copy
+        same += [rank + shift for rank in mesh.mesh[own].reshape(-1).tolist()]
+    return tuple(sorted(rank for rank in same if rank in alike))
+
+
+def is_cut(placement: Any) -> bool:
+    if placement.is_replicate():
+        return False
+    if not placement.is_partial() and hasattr(placement, "dim"):  # Shard, _StridedShard
+        return True
+    raise NotImplementedError(f"a checkpoint of a tensor with the placement {placement}")
+
+
+def held_runs(tensor: Tensor) -> list[list[range]]:
+    """For each dimension, the indices of the whole tensor that this rank holds, in local order.
+
+    Uneven pieces are cut as torch.chunk cuts them: the last ranks may have fewer indices, or none.
+    """
+    held = [[range(size)] for size in tensor.shape]
+    if is_sharded(tensor):
+        mesh = tensor.device_mesh
+        places = zip(mesh.get_coordinate() or (), mesh.shape, tensor.placements, strict=True)
+        for index, size, placement in places:
+            if is_cut(placement):
+                parts = getattr(placement, "split_factor", 1)
+                strides = (piece(held[placement.dim], i, parts) for i in range(parts))
+                held[placement.dim] = joined(r for s in strides for r in piece(s, index, size))
+        shape = tuple(sum(map(len, runs)) for runs in held)
+        assert shape == tensor.to_local().shape, f"{tensor.placements}: {shape}"
+    if cut := cut_of(tensor):
+        held[cut.dim] = joined(r for run in held[cut.dim] for r in window(cut.ranges, run))
+    return held
+
+
+def window(runs: Iterable[range], places: range) -> Iterator[range]:
+    """The indices of some runs at these places."""
+    start, stop = places.start, places.stop
+    for run in runs:
+        if part := run[max(start, 0) : max(stop, 0)]:
+            yield part
+        start, stop = start - len(run), stop - len(run)
+
+
+def piece(runs: Sequence[range], index: int, count: int) -> list[range]:
+    """Piece `index` of `count` equal ones, of which the last may be shorter or empty."""
+    each = -(-sum(map(len, runs)) // count)
+    return list(window(runs, range(index * each, (index + 1) * each)))
+
+
+def joined(runs: Iterable[range]) -> list[range]:
+    joined: list[range] = []
+    for run in runs:
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
+        else:
+            joined.append(run)
+    return joined
+
+
+def boxes_of(
+    rows: Tensor, runs: Sequence[Sequence[range]], first: int = 0
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Local rows from number `first` on as boxes: offsets in the whole tensor, and a view.
+
+    Several boxes exist only if a dimension was cut into several runs.
+    """
+    if runs:
+        runs = [list(window(runs[0], range(first, first + rows.shape[0]))), *runs[1:]]
+    ends = [list(itertools.accumulate(map(len, of_dim))) for of_dim in runs]
+    for places in itertools.product(
+        *(zip(*pair, strict=True) for pair in zip(runs, ends, strict=True))
+    ):
+        local = tuple(slice(end - len(run), end) for run, end in places)
+        yield tuple(run.start for run, _ in places), rows[local]
