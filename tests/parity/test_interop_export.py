@@ -384,6 +384,63 @@ def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind
     assert asked == chat.prompt_tokens(talk[:2], source.template, source.tokenizer)
 
 
+EDITED = tokenizer_fixtures.MARKED.replace("<|im_start|>assistant", "<|im_start|>cat")
+WORD_OF_END = "<|im_end|>"
+
+
+def always(model: Any, token: int) -> Any:
+    """Make a model of `transformers` choose one token, whatever it reads."""
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: output.index_fill(-1, torch.tensor([token]), 1e4)
+    )
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
+@pytest.mark.parametrize("kind", ["gpt", "hf", "adapter", "scratch"])
+def test_an_export_stops_at_every_end_and_has_the_template_of_the_training(kind, tmp_path):
+    """The base ends texts with another token than its template ends turns."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    base = tokenizer_fixtures.save("marked", hf_fixtures.save("llama", tmp_path / "base"))
+    ends = {"eos_token_id": [0, 3], "pad_token_id": 0, "max_length": 50}
+    (base / "generation_config.json").write_text(json.dumps(ends))
+    edited = tokenizer_fixtures.save("marked", tmp_path / "edited")
+    config = json.loads((edited / "tokenizer_config.json").read_text())
+    changed = config | {"chat_template": EDITED}
+    (edited / "tokenizer_config.json").write_text(json.dumps(changed))
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
+    talks = {"data__format": "chat", "data__source": str(tmp_path / "talk.jsonl")}
+    talks["data__tokenizer"] = f"hf:{edited}"
+    if kind == "gpt":
+        run = trained(tmp_path, **talks)
+    elif kind == "scratch":
+        run = fine_tuned(tmp_path, base, **talks, model__from_scratch=True)
+    else:
+        run = fine_tuned(tmp_path, base, **talks, model__lora__rank=2 * (kind == "adapter"))
+    out = export(run, tmp_path / "out", adapter=kind == "adapter")
+    source, tokenizer = find_source(str(run)), AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template(TALK[:2], tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nthe mat<|im_end|>\n<|im_start|>user\n the cat sat? <|im_end|>\n"
+        "<|im_start|>cat\n"
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(base if kind == "adapter" else out)
+    if kind == "adapter":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, out)
+        model.generation_config = GenerationConfig.from_pretrained(out)
+    else:
+        stored = model.config.eos_token_id
+        assert set(stored) == set(model.generation_config.eos_token_id)
+    always(model, end := source.tokenizer.special[WORD_OF_END])
+    ids = tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_tensors="pt")
+    [text] = model.generate(**ids, max_new_tokens=5, do_sample=False).tolist()
+    assert text[len(ids["input_ids"][0]) :] == [end]
+    known = {0, 3} if kind in ("hf", "adapter") else {0}
+    assert set(model.generation_config.eos_token_id) == known | {end}
+
+
 def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path: Path) -> None:
     run = trained(tmp_path, train__steps=3)
     old = os.umask(0o022)

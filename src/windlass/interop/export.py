@@ -41,6 +41,7 @@ CODE = Path(__file__).with_name("modeling_windlass.py")
 OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
@@ -115,29 +116,26 @@ def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
 
 def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
-    bos = start_of(tokenizer)
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
-    generation: dict[str, Any] = {}
-    if eot is not None:
-        ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
-        eos = ends if len(ends) > 1 else eot
-        generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
+    ends = _ids([eot], stop_tokens(tokenizer, source.template))
+    special = {"bos_token_id": start_of(tokenizer), "eos_token_id": ends}
+    generation = {} if eot is None else {**special, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
-    _write_json(directory / "generation_config.json", generation)
+    _write_json(directory / GENERATION_CONFIG, generation)
 
     def read(name: str) -> Tensor:
         return checkpoint.tensor(MODEL + name).float()
 
     if convert.export_note(settings):  # no architecture computes it
-        config = convert.own_config(settings, rows, eot)
+        config = convert.own_config(settings, rows)
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
         save_weights(((name, read(name)) for name in names), directory, dtype)
     else:
-        config = convert.config(settings, rows, eot)
+        config = convert.config(settings, rows)
         save_weights(convert.to_hf(settings, read), directory, dtype)
-    _write_json(directory / "config.json", config | {"dtype": DTYPES[dtype], "bos_token_id": bos})
+    _write_json(directory / "config.json", config | special | {"dtype": DTYPES[dtype]})
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
@@ -155,22 +153,43 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if dtype != "fp32":
         network.to(getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
-    _write_tokenizer(source, model, directory)
-    files = [model.directory / "generation_config.json"]
     if source.recipe.model.trust_remote_code:
-        files += model.directory.glob(hf_files.CODE_FILES)
-    _copy(files, directory)
+        _copy(model.directory.glob(hf_files.CODE_FILES), directory)
+    _write_text_files(source, model, directory)
 
 
-def _write_tokenizer(source: Source, model: Any, directory: Path) -> None:
-    """The files of the base model's tokenizer, or of the training's if it is another one."""
+def _write_text_files(source: Source, model: Any, directory: Path) -> None:
+    """The tokenizer, the chat template and the tokens that end a text, of base and training."""
     files = [
         path for name in hf_files.TOKENIZER_FILES if (path := model.directory / name).is_file()
     ]
-    if files and same_tokenizer(source, model.directory):
+    template = source.template
+    if not files or not same_tokenizer(source, model.directory):
+        save_tokenizer(source.tokenizer, template, model.context, directory)
+    elif source.recipe.data.format != "chat" or template == Template.of_directory(model.directory):
         _copy(files, directory)
-    else:
-        save_tokenizer(source.tokenizer, source.template, model.context, directory)
+    else:  # the ids of the base, laid out in another way
+        _copy([file for file in files if not file.name.startswith("chat_template")], directory)
+        config = read_json(directory / TOKENIZER_CONFIG) | dict(template.tokens)
+        config["chat_template"] = template.source or None
+        _write_json(directory / TOKENIZER_CONFIG, config)
+    _copy([model.directory / GENERATION_CONFIG], directory)
+    names = (GENERATION_CONFIG, *["config.json"] * (directory / "config.json").is_file())
+    entries = {name: read_json(directory / name) for name in names}
+    known = [entry.get("eos_token_id") for entry in entries.values()]
+    more: dict[str, Any] = {}
+    if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
+        known, more = [], {"bos_token_id": start_of(source.tokenizer)}
+    ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
+    more["eos_token_id"] = _ids(ends, stop_tokens(source.tokenizer, template))
+    for name, entry in entries.items():
+        _write_json(directory / name, entry | more)
+
+
+def _ids(first: Iterable[int | None], more: Iterable[int]) -> int | list[int] | None:
+    """Token ids as a configuration has them: a number for one, a list for several."""
+    ids = [i for i in dict.fromkeys([*first, *sorted(more)]) if i is not None]
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _copy(files: Iterable[Path], directory: Path) -> None:
@@ -195,7 +214,7 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     inner = get_peft_model_state_dict(model.model)
     weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
-    _write_tokenizer(source, model, directory)
+    _write_text_files(source, model, directory)
 
 
 def save_weights(
@@ -241,7 +260,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     }
     if template.source:
         config["chat_template"] = template.source
-    _write_json(directory / "tokenizer_config.json", config)
+    _write_json(directory / TOKENIZER_CONFIG, config)
 
 
 def _write_plain_template(source: Source, directory: Path) -> None:
