@@ -170,6 +170,21 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "chatml"])
+def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Path) -> None:
+    """No tokenizer here writes a BOS, and characters have no special token at all."""
+    own = tokenizer
+    if tokenizer == "chatml":  # its own model has a BOS, which the training does not use
+        folder = tokenizer_fixtures.save(tokenizer, tmp_path / "tokenizer")
+        (folder / "config.json").write_text(json.dumps({"bos_token_id": 5}))
+        own = f"hf:{folder}"
+    run = trained(tmp_path, data__tokenizer=own, train__steps=8)
+    out = export(run, tmp_path / "out")
+    how: dict[str, Any] = {"device": "cpu", "max_tokens": 20, "seed": 1}
+    texts = ["".join(piece for _, piece in sample(str(place), **how)) for place in (run, out)]
+    assert texts[0] == texts[1] != ""
+
+
 def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path):
     directory = export(trained(tmp_path, model__vocab=300), tmp_path / "out")
     exported, tokenizer = loaded(directory)

@@ -118,7 +118,8 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     ends = _ids([eot], stop_tokens(tokenizer, source.template))
-    special = {"bos_token_id": start_of(tokenizer), "eos_token_id": ends}
+    # what `sample` reads first for an empty prompt
+    special = {"bos_token_id": tokenizer.prompt("")[0], "eos_token_id": ends}
     generation = {} if eot is None else {**special, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
@@ -179,7 +180,7 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     known = [entry.get("eos_token_id") for entry in entries.values()]
     more: dict[str, Any] = {}
     if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
-        known, more = [], {"bos_token_id": start_of(source.tokenizer)}
+        known, more = [], {"bos_token_id": source.tokenizer.prompt("")[0]}
     ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
     more["eos_token_id"] = _ids(ends, stop_tokens(source.tokenizer, template))
     for name, entry in entries.items():
