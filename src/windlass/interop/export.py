@@ -146,6 +146,7 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     for name, layer in list(network.named_modules()):
         if isinstance(layer, Linear4bit):
             network.set_submodule(name, layer.plain())
+    _untie_adapted(network)
     # Adapters of two parameters of one module are nested: the inner one first.
     for name, layer in reversed(list(network.named_modules())):
         if hasattr(layer, "get_base_layer"):  # adapted
@@ -157,6 +158,17 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if source.recipe.model.trust_remote_code:
         _copy(model.directory.glob(hf_files.CODE_FILES), directory)
     _write_text_files(source, model, directory)
+
+
+def _untie_adapted(network: Any) -> None:
+    """Give head and embedding a matrix each, if they share one and an adapter changes one use."""
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    shared = ends[0].weight is ends[1].weight
+    if shared and any(hasattr(end, "get_base_layer") for end in ends):
+        head = getattr(ends[1], "base_layer", ends[1])
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        for config in (network.config, network.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _write_text_files(source: Source, model: Any, directory: Path) -> None:
@@ -212,7 +224,7 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     config.inference_mode = True
     config.save_pretrained(directory)
     # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
-    inner = get_peft_model_state_dict(model.model)
+    inner = get_peft_model_state_dict(model.model, save_embedding_layers=False)
     weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
     _write_text_files(source, model, directory)

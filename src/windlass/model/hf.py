@@ -455,7 +455,9 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
         exclude_modules=["out_proj"] if every and is_mamba else None,
     )
     try:
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # a merged export unties an adapted head
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
         linear = ("Linear", "Linear4bit", "Conv1D")
         names = ", ".join(sorted({name for name, kind in layers if kind in linear}))
