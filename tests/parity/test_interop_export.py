@@ -2,6 +2,7 @@
 text.
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -337,6 +338,36 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
         (adapter / "adapter_config.json").write_text(json.dumps(config | entries))
         with refused(word, str(adapter)):
             ours_of(adapter)
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 64}
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 5e5, "rope_scaling": SCALED},
+    "phi": {"rope_theta": 2e4, "partial_rotary_factor": 0.5},
+    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt2": {"n_ctx": 128},
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_configuration_has_the_names_of_transformers_4_too(kind, own, tmp_path):
+    """With the base in the old form (`own`) or the new one."""
+    changes = {} if kind == "gpt2" else copy.deepcopy(FORMS[kind])  # a configuration changes it
+    base = hf_fixtures.save_tokenizer([WORDS], hf_fixtures.save(kind, tmp_path / "base", **changes))
+    if own:
+        config = json.loads((base / "config.json").read_text())
+        config.pop("rope_parameters", None)
+        (base / "config.json").write_text(json.dumps(config | FORMS[kind]))
+    out = export(fine_tuned(tmp_path, base), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert {name: config.get(name) for name in FORMS[kind]} == FORMS[kind]
+    (model, _), (plain, _) = loaded(out), loaded(base)
+    for name in ("rope_parameters", "max_position_embeddings"):
+        assert getattr(model.config, name, None) == getattr(plain.config, name, None)
+    assert difference(ours_of(tmp_path / "run"), model) < 1e-4
 
 
 # -- init_from

@@ -42,6 +42,10 @@ OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+OLDER_NAMES = (
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"),
+    *("rotary_pct", "rotary_emb_base", "original_max_position_embeddings", "n_ctx"),
+)
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
@@ -155,9 +159,33 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if dtype != "fp32":
         network.to(getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
+    config, base = (read_json(d / "config.json") for d in (directory, model.directory))
+    if "text_config" in config:
+        config["text_config"] |= older_names(config["text_config"], base.get("text_config", {}))
+    _write_json(directory / "config.json", config | older_names(config, base))
     if source.recipe.model.trust_remote_code:
         _copy(model.directory.glob(hf_files.CODE_FILES), directory)
     _write_text_files(source, model, directory)
+
+
+def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a configuration under the names of `transformers` 4, which other programs read.
+
+    They are the base's own, or follow from the entries of `transformers` 5.
+    """
+    rope, kind = config.get("rope_parameters") or {}, str(config.get("model_type"))
+    names = ("rope_theta", "partial_rotary_factor")
+    entries: dict[str, Any] = {}
+    if kind.startswith("gemma3") and "sliding_attention" in rope:
+        entries["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_type" in rope:  # of all layers alike
+        entries |= {name: rope[name] for name in names if name in rope}
+        if rope["rope_type"] != "default":
+            entries["rope_scaling"] = {k: v for k, v in rope.items() if k not in names}
+    if kind == "gpt2":
+        entries["n_ctx"] = config["n_positions"]
+    return entries | {name: base[name] for name in OLDER_NAMES if name in base}
 
 
 def _untie_adapted(network: Any) -> None:

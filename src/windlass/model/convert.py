@@ -252,7 +252,8 @@ def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     entries |= {"model_type": kind, "architectures": [causal], "initializer_range": m.init_std}
     if kind == "gpt2":
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)
-        return entries | dropout | {"activation_function": ACTIVATIONS[m.activation]}
+        more = {"activation_function": ACTIVATIONS[m.activation], "n_ctx": m.context}
+        return entries | dropout | more
     return entries | {
         "head_dim": m.width // m.heads,
         "hidden_act": ACTIVATIONS.get(m.activation, "silu"),
