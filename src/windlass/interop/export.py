@@ -163,8 +163,9 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if "text_config" in config:
         config["text_config"] |= older_names(config["text_config"], base.get("text_config", {}))
     _write_json(directory / "config.json", config | older_names(config, base))
-    if source.recipe.model.trust_remote_code:
-        _copy(model.directory.glob(hf_files.CODE_FILES), directory)
+    patterns = [hf_files.CODE_FILES] * source.recipe.model.trust_remote_code
+    for pattern in (*hf_files.PROCESSOR_FILES, *patterns):
+        _copy(model.directory.glob(pattern), directory)
     _write_text_files(source, model, directory)
 
 

@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "tokenizer.model", "spiece.model"),
     *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_*_config.json")
 CODE_FILES = "*.py"
 VECTOR = "lora_magnitude_vector"  # of DoRA; `peft` saves it without `.weight`
 ADAPTER = "adapter_config.json"  # marks the directory of an adapter
@@ -246,7 +247,7 @@ def save_origin(model: Any, run: Path) -> None:
     partial = run / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for pattern in (*CONFIG_FILES, *TOKENIZER_FILES, CODE_FILES):
+    for pattern in (*CONFIG_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES, CODE_FILES):
         for file in model.directory.glob(pattern):
             shutil.copyfile(file, partial / file.name)
     (partial / RECORD).write_bytes(to_json(describe_origin(model)))
