@@ -370,6 +370,29 @@ def test_a_configuration_has_the_names_of_transformers_4_too(kind, own, tmp_path
     assert difference(ours_of(tmp_path / "run"), model) < 1e-4
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
+def test_the_precision_of_an_export_is_that_of_its_base_unless_one_is_named(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    whole = hf_fixtures.save("glm4_moe", tmp_path / "whole")
+    base = hf_fixtures.save_tokenizer([WORDS], tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16).save_pretrained(base)
+    stored = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+    exact = {name for name, tensor in stored.items() if tensor.dtype == torch.float32}
+    assert 0 < len(exact) < len(stored)  # the architecture keeps the router's bias in float32
+    run = fine_tuned(tmp_path, base, model__lora__rank=2, model__lora__targets=["q_proj"])
+    out = export(run, tmp_path / "out")
+    weights = load_file(out / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in weights.items()} == {
+        name: tensor.dtype for name, tensor in stored.items()
+    }
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    named = load_file(export(run, tmp_path / "named", dtype="fp32") / "model.safetensors")
+    adapter = export(run, tmp_path / "adapter", adapter=True) / "adapter_model.safetensors"
+    for tensors in (named, load_file(adapter)):
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
 # -- init_from
 
 

@@ -150,7 +150,9 @@ def export(
     directory: Path = Argument(..., metavar="DIR", help="A new directory."),
     adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
-    dtype: str = Option("fp32", metavar="fp32|bf16|fp16", help="Precision of the weights."),
+    dtype: str = Option(
+        "auto", metavar="fp32|bf16|fp16", help="Precision of the weights; default: the base's."
+    ),
     weights: Weights = "raw",
 ) -> None:
     """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model

@@ -54,7 +54,7 @@ def export(
     directory: str | Path,
     adapter: bool = False,
     push: str = "",
-    dtype: str = "fp32",
+    dtype: str = "auto",
     weights: str = "raw",
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
@@ -66,14 +66,15 @@ def export(
         directory: A new or empty directory.
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
-        dtype: Precision of the weights: `fp32` as in training, or `bf16` or `fp16`.
+        dtype: Precision of the weights: `fp32`, `bf16` or `fp16`. `auto`: of a merged model as its
+            base's, else `fp32` as in training.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
         UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"{argument('dtype', dtype)}: write {', '.join(DTYPES)}")
+    if dtype not in ("auto", *DTYPES):
+        raise UserError(f"{argument('dtype', dtype)}: write auto, {', '.join(DTYPES)}")
     if push:
         hub.check_push(push)
     source, directory = find_source(run, weights=weights), Path(directory)
@@ -83,6 +84,9 @@ def export(
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
+    whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
+    if dtype == "auto" and not whole_hf:
+        dtype = "fp32"
     with new_directory(directory) as partial:
         if source.own_model:
             _write_own(source, checkpoint, partial, dtype)
@@ -156,10 +160,14 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
         if hasattr(layer, "get_base_layer"):  # adapted
             layer.merge()
             network.set_submodule(name, layer.get_base_layer())
-    if dtype != "fp32":
-        network.to(getattr(torch, DTYPES[dtype]))
+    base = read_json(model.directory / "config.json")
+    if dtype == "auto":
+        stored = base.get("dtype") or base.get("torch_dtype")
+        dtypes = {name: short for short, name in DTYPES.items()}
+        dtype = "fp32" if model.settings.from_scratch else dtypes.get(stored, "fp32")
+    _cast(network, getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
-    config, base = (read_json(d / "config.json") for d in (directory, model.directory))
+    config = read_json(directory / "config.json")
     if "text_config" in config:
         config["text_config"] |= older_names(config["text_config"], base.get("text_config", {}))
     _write_json(directory / "config.json", config | older_names(config, base))
@@ -167,6 +175,17 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     for pattern in (*hf_files.PROCESSOR_FILES, *patterns):
         _copy(model.directory.glob(pattern), directory)
     _write_text_files(source, model, directory)
+
+
+def _cast(network: Any, dtype: torch.dtype) -> None:
+    """Round the weights, except those that the architecture keeps in float32."""
+    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    exact = {name for attribute in lists for name in getattr(network, attribute, None) or ()}
+    for tensors in (network.named_parameters(), network.named_buffers()):
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not any(part in name for part in exact):
+                tensor.data = tensor.data.to(dtype)
+    network.config.dtype = dtype
 
 
 def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
