@@ -15,7 +15,7 @@ import hf_fixtures
 from helpers import refused, windlass
 from windlass import train
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
 from windlass.evaluation.suites import evaluate
 from windlass.interop.export import export
 from windlass.recipe import Recipe
@@ -134,6 +134,12 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
     model, tokens = open_model(sources(base, REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
+    output = windlass("sample", base, REMOTE, "--prompt", "the", "--max-tokens", "1").stdout
+    assert output.startswith("the")
+    with torch.no_grad():
+        assert torch.equal(
+            load_model(base, overrides=[REMOTE], device="cpu")(tokens), model(tokens)
+        )
     run = recipe(base, "run", trust_remote_code=True).replace("train.steps=1")
     train(run)
     out = export(run.run_dir, base.parent / "out")

@@ -84,6 +84,7 @@ def evaluate(
 
 def sample(
     run: Model,
+    overrides: Overrides,
     prompt: str = Option("", help="Beginning of the text; - reads it from standard input."),
     n: int = Option(1, "--n", min=1, help="Number of texts."),
     max_tokens: int = Option(256, "--max-tokens", min=1, help="Most tokens to generate."),
@@ -108,7 +109,7 @@ def sample(
 
     settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
-    source = find_source(run, weights=weights)
+    source = find_source(run, overrides, weights=weights)
     typer.echo(f"# {source.title}", err=True)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:

@@ -162,7 +162,7 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
             network.set_submodule(name, layer.get_base_layer())
     base = read_json(model.directory / "config.json")
     if dtype == "auto":
-        stored = base.get("dtype") or base.get("torch_dtype")
+        stored = str(base.get("dtype") or base.get("torch_dtype"))
         dtypes = {name: short for short, name in DTYPES.items()}
         dtype = "fp32" if model.settings.from_scratch else dtypes.get(stored, "fp32")
     _cast(network, getattr(torch, DTYPES[dtype]))
