@@ -163,6 +163,11 @@ def test_text_alone_trains_a_model_of_images_and_leaves_the_rest_alone(lora, tmp
     (tmp_path / "recipe.toml").write_text(wanted.toml())
     output = windlass("train", tmp_path / "recipe.toml", "--world", "2").stdout
     assert "model.vision_tower, model.multi_modal_projector" in output
+    halves = json.loads(
+        (export(wanted.run_dir, tmp_path / "bf16", dtype="bf16") / "config.json").read_text()
+    )
+    parts = halves, halves["text_config"], halves["vision_config"]
+    assert [part["dtype"] for part in parts] == ["bfloat16"] * 3
     out = export(wanted.run_dir, tmp_path / "out")
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes()

@@ -179,13 +179,16 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
 
 def _cast(network: Any, dtype: torch.dtype) -> None:
     """Round the weights, except those that the architecture keeps in float32."""
-    lists = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    exact = {name for attribute in lists for name in getattr(network, attribute, None) or ()}
+    exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        exact |= set(getattr(network, "_keep_in_fp32_modules", None) or ())
     for tensors in (network.named_parameters(), network.named_buffers()):
         for name, tensor in tensors:
             if tensor.is_floating_point() and not any(part in name for part in exact):
                 tensor.data = tensor.data.to(dtype)
-    network.config.dtype = dtype
+    parts = [getattr(network.config, name, None) for name in network.config.sub_configs]
+    for config in (network.config, *filter(None, parts)):
+        config.dtype = dtype
 
 
 def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -211,9 +214,9 @@ def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 def _untie_adapted(network: Any) -> None:
     """Give head and embedding a matrix each, if they share one and an adapter changes one use."""
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
-    shared = ends[0].weight is ends[1].weight
-    if shared and any(hasattr(end, "get_base_layer") for end in ends):
-        head = getattr(ends[1], "base_layer", ends[1])
+    first, last = (getattr(end, "weight", None) for end in ends)
+    if first is last and any(hasattr(end, "get_base_layer") for end in ends):
+        head = ends[1].get_base_layer() if hasattr(ends[1], "get_base_layer") else ends[1]
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
         for config in (network.config, network.config.get_text_config()):
             config.tie_word_embeddings = False
