@@ -45,6 +45,23 @@ def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
     return AutoConfig.for_model(kind, **{"vocab_size": vocab, **fields, **special, **changes})
 
 
+def save_gemma3(directory: Path) -> Path:
+    """A tiny model with a vision tower, which text does not reach, and its processor's files."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    tokens = {"image_token_index": 510, "boi_token_index": 508, "eoi_token_index": 509}
+    tokens |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    text = config("gemma3_text").to_dict()
+    parts = {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(Gemma3Config(**parts, **tokens)).save_pretrained(directory)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (directory / name).write_text('{"processor_class": "Gemma3Processor"}')
+    return directory
+
+
 def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A tiny model with random weights, saved as `transformers` saves it."""
     from transformers import AutoModelForCausalLM

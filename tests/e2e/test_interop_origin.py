@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import hf_fixtures
-from helpers import refused
+from helpers import refused, windlass
 from windlass import train
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
 from windlass.evaluation.suites import evaluate
 from windlass.interop.export import export
 from windlass.recipe import Recipe
@@ -134,6 +134,12 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
     model, tokens = open_model(sources(base, REMOTE), alone("cpu")), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         assert (model(tokens) - 2 * plain(tokens).logits).abs().max() < 1e-5
+    output = windlass("sample", base, REMOTE, "--prompt", "the", "--max-tokens", "1").stdout
+    assert output.startswith("the")
+    with torch.no_grad():
+        assert torch.equal(
+            load_model(base, overrides=[REMOTE], device="cpu")(tokens), model(tokens)
+        )
     run = recipe(base, "run", trust_remote_code=True).replace("train.steps=1")
     train(run)
     out = export(run.run_dir, base.parent / "out")
@@ -142,6 +148,45 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
     with torch.no_grad():
         ours = open_model(sources(run.run_dir), alone("cpu"))(tokens)
         assert (exported(tokens).logits - ours).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from peft
+@pytest.mark.parametrize("lora", [0, 4])
+def test_text_alone_trains_a_model_of_images_and_leaves_the_rest_alone(lora, tmp_path):
+    """On two ranks, because DDP rejects parameters without gradient."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = hf_fixtures.save_tokenizer([TEXT], hf_fixtures.save_gemma3(tmp_path / "base"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    wanted = recipe(base, "run", lora={"rank": lora}).replace("train.steps=2", "optim.lr=1e-2")
+    (tmp_path / "recipe.toml").write_text(wanted.toml())
+    output = windlass("train", tmp_path / "recipe.toml", "--world", "2").stdout
+    assert "model.vision_tower, model.multi_modal_projector" in output
+    halves = json.loads(
+        (export(wanted.run_dir, tmp_path / "bf16", dtype="bf16") / "config.json").read_text()
+    )
+    parts = halves, halves["text_config"], halves["vision_config"]
+    assert [part["dtype"] for part in parts] == ["bfloat16"] * 3
+    out = export(wanted.run_dir, tmp_path / "out")
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    plain, exported = (AutoModelForCausalLM.from_pretrained(d).eval() for d in (base, out))
+    after = exported.state_dict()
+    changed = {n for n, value in plain.state_dict().items() if not torch.equal(value, after[n])}
+    assert changed and not [n for n in changed if "vision" in n or "projector" in n]
+    tokens, models = torch.tensor([[1, 2, 3]]), [exported]
+    if lora:
+        adapter = export(wanted.run_dir, tmp_path / "adapter", adapter=True)
+        models += [PeftModel.from_pretrained(plain, adapter).eval()]
+        assert not any(
+            "vision" in name for name, _ in models[1].named_parameters() if "lora" in name
+        )
+    with torch.no_grad():
+        places = [wanted.run_dir, out, *([adapter] if lora else [])]
+        expected, *others = [open_model(sources(place), alone("cpu"))(tokens) for place in places]
+        for logits in (*others, *(model(tokens).logits for model in models)):
+            assert (logits - expected).abs().max() < 1e-5
 
 
 def test_quantised_weights_are_refused_by_name(base):

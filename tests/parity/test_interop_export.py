@@ -2,6 +2,7 @@
 text.
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -170,6 +171,21 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
+@pytest.mark.parametrize("tokenizer", ["byte", "char", "chatml"])
+def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Path) -> None:
+    """No tokenizer here writes a BOS, and characters have no special token at all."""
+    own = tokenizer
+    if tokenizer == "chatml":  # its own model has a BOS, which the training does not use
+        folder = tokenizer_fixtures.save(tokenizer, tmp_path / "tokenizer")
+        (folder / "config.json").write_text(json.dumps({"bos_token_id": 5}))
+        own = f"hf:{folder}"
+    run = trained(tmp_path, data__tokenizer=own, train__steps=8)
+    out = export(run, tmp_path / "out")
+    how: dict[str, Any] = {"device": "cpu", "max_tokens": 20, "seed": 1}
+    texts = ["".join(piece for _, piece in sample(str(place), **how)) for place in (run, out)]
+    assert texts[0] == texts[1] != ""
+
+
 def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path):
     directory = export(trained(tmp_path, model__vocab=300), tmp_path / "out")
     exported, tokenizer = loaded(directory)
@@ -324,6 +340,59 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
             ours_of(adapter)
 
 
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED |= {"original_max_position_embeddings": 64}
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 5e5, "rope_scaling": SCALED},
+    "phi": {"rope_theta": 2e4, "partial_rotary_factor": 0.5},
+    "gemma3_text": {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt2": {"n_ctx": 128},
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_configuration_has_the_names_of_transformers_4_too(kind, own, tmp_path):
+    """With the base in the old form (`own`) or the new one."""
+    changes = {} if kind == "gpt2" else copy.deepcopy(FORMS[kind])  # a configuration changes it
+    base = hf_fixtures.save_tokenizer([WORDS], hf_fixtures.save(kind, tmp_path / "base", **changes))
+    if own:
+        config = json.loads((base / "config.json").read_text())
+        config.pop("rope_parameters", None)
+        (base / "config.json").write_text(json.dumps(config | FORMS[kind]))
+    out = export(fine_tuned(tmp_path, base), tmp_path / "out")
+    config = json.loads((out / "config.json").read_text())
+    assert {name: config.get(name) for name in FORMS[kind]} == FORMS[kind]
+    (model, _), (plain, _) = loaded(out), loaded(base)
+    for name in ("rope_parameters", "max_position_embeddings"):
+        assert getattr(model.config, name, None) == getattr(plain.config, name, None)
+    assert difference(ours_of(tmp_path / "run"), model) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
+def test_the_precision_of_an_export_is_that_of_its_base_unless_one_is_named(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    whole = hf_fixtures.save("glm4_moe", tmp_path / "whole")
+    base = hf_fixtures.save_tokenizer([WORDS], tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(whole, dtype=torch.bfloat16).save_pretrained(base)
+    stored = {k: v for file in base.glob("*.safetensors") for k, v in load_file(file).items()}
+    exact = {name for name, tensor in stored.items() if tensor.dtype == torch.float32}
+    assert 0 < len(exact) < len(stored)  # the architecture keeps the router's bias in float32
+    run = fine_tuned(tmp_path, base, model__lora__rank=2, model__lora__targets=["q_proj"])
+    out = export(run, tmp_path / "out")
+    weights = load_file(out / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in weights.items()} == {
+        name: tensor.dtype for name, tensor in stored.items()
+    }
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    named = load_file(export(run, tmp_path / "named", dtype="fp32") / "model.safetensors")
+    adapter = export(run, tmp_path / "adapter", adapter=True) / "adapter_model.safetensors"
+    for tensors in (named, load_file(adapter)):
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
 # -- init_from
 
 
@@ -382,6 +451,63 @@ def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind
     assert tokenizer.apply_chat_template(talk)["input_ids"] == ids
     asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True)["input_ids"]
     assert asked == chat.prompt_tokens(talk[:2], source.template, source.tokenizer)
+
+
+EDITED = tokenizer_fixtures.MARKED.replace("<|im_start|>assistant", "<|im_start|>cat")
+WORD_OF_END = "<|im_end|>"
+
+
+def always(model: Any, token: int) -> Any:
+    """Make a model of `transformers` choose one token, whatever it reads."""
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, __, output: output.index_fill(-1, torch.tensor([token]), 1e4)
+    )
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
+@pytest.mark.parametrize("kind", ["gpt", "hf", "adapter", "scratch"])
+def test_an_export_stops_at_every_end_and_has_the_template_of_the_training(kind, tmp_path):
+    """The base ends texts with another token than its template ends turns."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    base = tokenizer_fixtures.save("marked", hf_fixtures.save("llama", tmp_path / "base"))
+    ends = {"eos_token_id": [0, 3], "pad_token_id": 0, "max_length": 50}
+    (base / "generation_config.json").write_text(json.dumps(ends))
+    edited = tokenizer_fixtures.save("marked", tmp_path / "edited")
+    config = json.loads((edited / "tokenizer_config.json").read_text())
+    changed = config | {"chat_template": EDITED}
+    (edited / "tokenizer_config.json").write_text(json.dumps(changed))
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
+    talks = {"data__format": "chat", "data__source": str(tmp_path / "talk.jsonl")}
+    talks["data__tokenizer"] = f"hf:{edited}"
+    if kind == "gpt":
+        run = trained(tmp_path, **talks)
+    elif kind == "scratch":
+        run = fine_tuned(tmp_path, base, **talks, model__from_scratch=True)
+    else:
+        run = fine_tuned(tmp_path, base, **talks, model__lora__rank=2 * (kind == "adapter"))
+    out = export(run, tmp_path / "out", adapter=kind == "adapter")
+    source, tokenizer = find_source(str(run)), AutoTokenizer.from_pretrained(out)
+    assert tokenizer.apply_chat_template(TALK[:2], tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nthe mat<|im_end|>\n<|im_start|>user\n the cat sat? <|im_end|>\n"
+        "<|im_start|>cat\n"
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(base if kind == "adapter" else out)
+    if kind == "adapter":
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, out)
+        model.generation_config = GenerationConfig.from_pretrained(out)
+    else:
+        stored = model.config.eos_token_id
+        assert set(stored) == set(model.generation_config.eos_token_id)
+    always(model, end := source.tokenizer.special[WORD_OF_END])
+    ids = tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_tensors="pt")
+    [text] = model.generate(**ids, max_new_tokens=5, do_sample=False).tolist()
+    assert text[len(ids["input_ids"][0]) :] == [end]
+    known = {0, 3} if kind in ("hf", "adapter") else {0}
+    assert set(model.generation_config.eos_token_id) == known | {end}
 
 
 def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 weights in 4 bits.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,16 @@ from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
 
 
+def base_of(folder: Path, **changes: Any) -> Path:
+    text = "the cat sat on the mat and the dog ran after the cat " * 40
+    (folder / "text.txt").write_text(text)
+    base = hf_fixtures.save("llama", folder / "base", hidden_size=64, head_dim=16, **changes)
+    return hf_fixtures.save_tokenizer([text], base)
+
+
 def recipe_of(folder: Path, run: str = "run", **model: Any) -> Recipe:
     if not (folder / "base").exists():
-        text = "the cat sat on the mat and the dog ran after the cat " * 40
-        (folder / "text.txt").write_text(text)
-        hf_fixtures.save("llama", folder / "base", hidden_size=64, head_dim=16)
-        hf_fixtures.save_tokenizer([text], folder / "base")
+        base_of(folder)
     tree: dict[str, Any] = {
         "preset": "small",
         "model": {"kind": "hf", "name": str(folder / "base"), "context": 32, **model},
@@ -106,6 +111,42 @@ def test_variants_of_lora_are_those_of_peft(variant: str, tmp_path: Path) -> Non
         assert (base()(ids).logits - ours).abs().max() > 1e-3
         for model in models:
             assert (model.eval()(ids).logits - ours).abs().max() < 2e-5
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word")
+@pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens", "q_proj"]])
+def test_an_adapter_on_a_tied_head_or_embedding_changes_one_use(
+    targets: list[str], tmp_path: Path
+) -> None:
+    """Merged, the matrices differ; alone, it loads in peft and here, also as peft saves it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base_of(tmp_path, tie_word_embeddings=True)
+    recipe = recipe_of(tmp_path, lora={"rank": 4, "targets": targets}).replace("optim.lr=1e-1")
+    train(recipe)
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    merged = AutoModelForCausalLM.from_pretrained(export(recipe.run_dir, tmp_path / "merged"))
+    adapter = export(recipe.run_dir, tmp_path / "adapter", adapter=True)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = base(ids).logits
+    peft = PeftModel.from_pretrained(base, adapter).eval()
+    peft.save_pretrained(tmp_path / "by-peft")  # with the matrix of the adapted layer
+    with torch.no_grad():
+        ours = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+        assert (plain - ours).abs().max() > 1e-2
+        for model in (merged.eval(), peft):
+            assert (model(ids).logits - ours).abs().max() < 1e-4
+        for directory in (adapter, tmp_path / "by-peft"):
+            again = open_model(find_source(str(directory)), alone("cpu"))
+            assert (again(ids) - ours).abs().max() < 1e-5
+    assert not merged.config.tie_word_embeddings and merged.lm_head.weight.shape[0] == 512
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tied = config | {"ensure_weight_tying": True}
+    (adapter / "adapter_config.json").write_text(json.dumps(tied))
+    with refused("ensure_weight_tying", "merge_and_unload"):
+        find_source(str(adapter))
 
 
 @PEFT

@@ -60,7 +60,7 @@ def ours(settings: dict[str, Any]) -> GPT:
 def reference_of(model: GPT) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = convert.config(model.settings, VOCAB, None)
+    config = convert.config(model.settings, VOCAB)
     other = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     assert type(other).__name__ == config["architectures"][0]
     missing, unexpected = other.load_state_dict(weights_of(model), strict=False)
@@ -75,7 +75,7 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
 
 def write(folder: Path, model: GPT, weights: dict[str, Tensor], **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    config = convert.config(model.settings, VOCAB, None) | changes
+    config = convert.config(model.settings, VOCAB) | changes
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: value.contiguous() for name, value in weights.items()}
     save_file(tensors, folder / "model.safetensors")

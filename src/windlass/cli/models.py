@@ -84,6 +84,7 @@ def evaluate(
 
 def sample(
     run: Model,
+    overrides: Overrides,
     prompt: str = Option("", help="Beginning of the text; - reads it from standard input."),
     n: int = Option(1, "--n", min=1, help="Number of texts."),
     max_tokens: int = Option(256, "--max-tokens", min=1, help="Most tokens to generate."),
@@ -108,7 +109,7 @@ def sample(
 
     settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
-    source = find_source(run, weights=weights)
+    source = find_source(run, overrides, weights=weights)
     typer.echo(f"# {source.title}", err=True)
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:
@@ -150,7 +151,9 @@ def export(
     directory: Path = Argument(..., metavar="DIR", help="A new directory."),
     adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
-    dtype: str = Option("fp32", metavar="fp32|bf16|fp16", help="Precision of the weights."),
+    dtype: str = Option(
+        "auto", metavar="fp32|bf16|fp16", help="Precision of the weights; default: the base's."
+    ),
     weights: Weights = "raw",
 ) -> None:
     """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model

@@ -166,6 +166,7 @@ def load_model(
     model: nn.Module | None = None,
     device: str = "",
     weights: str = "raw",
+    overrides: Changes = (),
 ) -> nn.Module:
     """A saved model in evaluation mode: `load_model(run)(tokens)` returns logits [B, T, V].
 
@@ -176,11 +177,12 @@ def load_model(
             it.
         device: `cpu` or `cuda`; default: cuda if available.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
+        overrides: Settings of its recipe to change, as `model.trust_remote_code=true`.
 
     Raises:
         UserError: The model does not exist, is damaged, or needs `model`.
     """
-    return open_model(find_source(run, (), model, weights), alone(device or None)).eval()
+    return open_model(find_source(run, overrides, model, weights), alone(device or None)).eval()
 
 
 @contextmanager

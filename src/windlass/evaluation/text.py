@@ -15,6 +15,7 @@ from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate_events, in_order, prompt_ids
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.parallel.parallelize import autocast, unwrap
+from windlass.recipe import Changes
 from windlass.run import Run
 
 
@@ -28,10 +29,11 @@ class TextSampler:
         *,
         model: nn.Module | None = None,
         weights: str = "raw",
+        overrides: Changes = (),
         **settings: Any,
     ):
         if not isinstance(run, Source):
-            run = find_source(run, module=model, weights=weights)
+            run = find_source(run, overrides, model, weights)
         self.source = run
         default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
         self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
@@ -72,6 +74,7 @@ def sample(
     *,
     model: nn.Module | None = None,
     weights: str = "raw",
+    overrides: Changes = (),
     **settings: Any,
 ) -> Iterator[tuple[int, str]]:
     """`n` texts after a prompt, as (number of the text, next piece); a function of the seed.
@@ -85,13 +88,15 @@ def sample(
         model: An instance of your own class, for a run that trains it; the weights are loaded into
             it.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
+        overrides: Settings of its recipe to change, as `model.trust_remote_code=true`.
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
             `top_p`, `seed` (the run's).
 
     Raises:
         UserError: The model does not exist, or a setting is out of its range.
     """
-    sampler = TextSampler(run, device, model=model, weights=weights, **settings)
+    how: dict[str, Any] = {"model": model, "weights": weights, "overrides": overrides}
+    sampler = TextSampler(run, device, **how, **settings)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())
 
@@ -104,11 +109,12 @@ def generate(
     *,
     model: nn.Module | None = None,
     weights: str = "raw",
+    overrides: Changes = (),
     **settings: Any,
 ) -> str | list[str]:
     """The text that continues a prompt, or with `n` a list of texts; arguments as in `sample`."""
     texts = [""] * (n or 1)
-    how = {"model": model, "weights": weights, **settings}
+    how = {"model": model, "weights": weights, "overrides": overrides, **settings}
     for number, piece in sample(run, prompt, n or 1, device, **how):
         texts[number] += piece
     return texts[0] if n is None else texts

@@ -41,6 +41,11 @@ CODE = Path(__file__).with_name("modeling_windlass.py")
 OWN_MODEL = Path(__file__).with_name("own_model.md")
 CARD = Path(__file__).with_name("card.md")  # a template of jinja
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+OLDER_NAMES = (
+    *("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq"),
+    *("rotary_pct", "rotary_emb_base", "original_max_position_embeddings", "n_ctx"),
+)
 FILE_BYTES = 4 * 10**9  # of weights in one file, at most
 
 
@@ -49,7 +54,7 @@ def export(
     directory: str | Path,
     adapter: bool = False,
     push: str = "",
-    dtype: str = "fp32",
+    dtype: str = "auto",
     weights: str = "raw",
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
@@ -61,14 +66,15 @@ def export(
         directory: A new or empty directory.
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
-        dtype: Precision of the weights: `fp32` as in training, or `bf16` or `fp16`.
+        dtype: Precision of the weights: `fp32`, `bf16` or `fp16`. `auto`: of a merged model as its
+            base's, else `fp32` as in training.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
         UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"{argument('dtype', dtype)}: write {', '.join(DTYPES)}")
+    if dtype not in ("auto", *DTYPES):
+        raise UserError(f"{argument('dtype', dtype)}: write auto, {', '.join(DTYPES)}")
     if push:
         hub.check_push(push)
     source, directory = find_source(run, weights=weights), Path(directory)
@@ -78,6 +84,9 @@ def export(
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
+    whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
+    if dtype == "auto" and not whole_hf:
+        dtype = "fp32"
     with new_directory(directory) as partial:
         if source.own_model:
             _write_own(source, checkpoint, partial, dtype)
@@ -115,29 +124,27 @@ def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
 
 def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
     settings, tokenizer, eot = source.recipe.model, source.tokenizer, source.tokenizer.eot
-    bos = start_of(tokenizer)
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
-    generation: dict[str, Any] = {}
-    if eot is not None:
-        ends = [eot, *sorted(stop_tokens(tokenizer, source.template) - {eot})]
-        eos = ends if len(ends) > 1 else eot
-        generation = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eot}
+    ends = _ids([eot], stop_tokens(tokenizer, source.template))
+    # what `sample` reads first for an empty prompt
+    special = {"bos_token_id": tokenizer.prompt("")[0], "eos_token_id": ends}
+    generation = {} if eot is None else {**special, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
-    _write_json(directory / "generation_config.json", generation)
+    _write_json(directory / GENERATION_CONFIG, generation)
 
     def read(name: str) -> Tensor:
         return checkpoint.tensor(MODEL + name).float()
 
     if convert.export_note(settings):  # no architecture computes it
-        config = convert.own_config(settings, rows, eot)
+        config = convert.own_config(settings, rows)
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
         save_weights(((name, read(name)) for name in names), directory, dtype)
     else:
-        config = convert.config(settings, rows, eot)
+        config = convert.config(settings, rows)
         save_weights(convert.to_hf(settings, read), directory, dtype)
-    _write_json(directory / "config.json", config | {"dtype": DTYPES[dtype], "bos_token_id": bos})
+    _write_json(directory / "config.json", config | special | {"dtype": DTYPES[dtype]})
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
@@ -147,30 +154,106 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     for name, layer in list(network.named_modules()):
         if isinstance(layer, Linear4bit):
             network.set_submodule(name, layer.plain())
+    _untie_adapted(network)
     # Adapters of two parameters of one module are nested: the inner one first.
     for name, layer in reversed(list(network.named_modules())):
         if hasattr(layer, "get_base_layer"):  # adapted
             layer.merge()
             network.set_submodule(name, layer.get_base_layer())
-    if dtype != "fp32":
-        network.to(getattr(torch, DTYPES[dtype]))
+    base = read_json(model.directory / "config.json")
+    if dtype == "auto":
+        stored = str(base.get("dtype") or base.get("torch_dtype"))
+        dtypes = {name: short for short, name in DTYPES.items()}
+        dtype = "fp32" if model.settings.from_scratch else dtypes.get(stored, "fp32")
+    _cast(network, getattr(torch, DTYPES[dtype]))
     network.save_pretrained(directory)
-    _write_tokenizer(source, model, directory)
-    files = [model.directory / "generation_config.json"]
-    if source.recipe.model.trust_remote_code:
-        files += model.directory.glob(hf_files.CODE_FILES)
-    _copy(files, directory)
+    config = read_json(directory / "config.json")
+    if "text_config" in config:
+        config["text_config"] |= older_names(config["text_config"], base.get("text_config", {}))
+    _write_json(directory / "config.json", config | older_names(config, base))
+    patterns = [hf_files.CODE_FILES] * source.recipe.model.trust_remote_code
+    for pattern in (*hf_files.PROCESSOR_FILES, *patterns):
+        _copy(model.directory.glob(pattern), directory)
+    _write_text_files(source, model, directory)
 
 
-def _write_tokenizer(source: Source, model: Any, directory: Path) -> None:
-    """The files of the base model's tokenizer, or of the training's if it is another one."""
+def _cast(network: Any, dtype: torch.dtype) -> None:
+    """Round the weights, except those that the architecture keeps in float32."""
+    exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        exact |= set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for tensors in (network.named_parameters(), network.named_buffers()):
+        for name, tensor in tensors:
+            if tensor.is_floating_point() and not any(part in name for part in exact):
+                tensor.data = tensor.data.to(dtype)
+    parts = [getattr(network.config, name, None) for name in network.config.sub_configs]
+    for config in (network.config, *filter(None, parts)):
+        config.dtype = dtype
+
+
+def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Entries of a configuration under the names of `transformers` 4, which other programs read.
+
+    They are the base's own, or follow from the entries of `transformers` 5.
+    """
+    rope, kind = config.get("rope_parameters") or {}, str(config.get("model_type"))
+    names = ("rope_theta", "partial_rotary_factor")
+    entries: dict[str, Any] = {}
+    if kind.startswith("gemma3") and "sliding_attention" in rope:
+        entries["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if "rope_type" in rope:  # of all layers alike
+        entries |= {name: rope[name] for name in names if name in rope}
+        if rope["rope_type"] != "default":
+            entries["rope_scaling"] = {k: v for k, v in rope.items() if k not in names}
+    if kind == "gpt2":
+        entries["n_ctx"] = config["n_positions"]
+    return entries | {name: base[name] for name in OLDER_NAMES if name in base}
+
+
+def _untie_adapted(network: Any) -> None:
+    """Give head and embedding a matrix each, if they share one and an adapter changes one use."""
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    first, last = (getattr(end, "weight", None) for end in ends)
+    if first is last and any(hasattr(end, "get_base_layer") for end in ends):
+        head = ends[1].get_base_layer() if hasattr(ends[1], "get_base_layer") else ends[1]
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        for config in (network.config, network.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
+def _write_text_files(source: Source, model: Any, directory: Path) -> None:
+    """The tokenizer, the chat template and the tokens that end a text, of base and training."""
     files = [
         path for name in hf_files.TOKENIZER_FILES if (path := model.directory / name).is_file()
     ]
-    if files and same_tokenizer(source, model.directory):
+    template = source.template
+    if not files or not same_tokenizer(source, model.directory):
+        save_tokenizer(source.tokenizer, template, model.context, directory)
+    elif source.recipe.data.format != "chat" or template == Template.of_directory(model.directory):
         _copy(files, directory)
-    else:
-        save_tokenizer(source.tokenizer, source.template, model.context, directory)
+    else:  # the ids of the base, laid out in another way
+        _copy([file for file in files if not file.name.startswith("chat_template")], directory)
+        config = read_json(directory / TOKENIZER_CONFIG) | dict(template.tokens)
+        config["chat_template"] = template.source or None
+        _write_json(directory / TOKENIZER_CONFIG, config)
+    _copy([model.directory / GENERATION_CONFIG], directory)
+    names = (GENERATION_CONFIG, *["config.json"] * (directory / "config.json").is_file())
+    entries = {name: read_json(directory / name) for name in names}
+    known = [entry.get("eos_token_id") for entry in entries.values()]
+    more: dict[str, Any] = {}
+    if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
+        known, more = [], {"bos_token_id": source.tokenizer.prompt("")[0]}
+    ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
+    more["eos_token_id"] = _ids(ends, stop_tokens(source.tokenizer, template))
+    for name, entry in entries.items():
+        _write_json(directory / name, entry | more)
+
+
+def _ids(first: Iterable[int | None], more: Iterable[int]) -> int | list[int] | None:
+    """Token ids as a configuration has them: a number for one, a list for several."""
+    ids = [i for i in dict.fromkeys([*first, *sorted(more)]) if i is not None]
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _copy(files: Iterable[Path], directory: Path) -> None:
@@ -192,10 +275,10 @@ def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     config.inference_mode = True
     config.save_pretrained(directory)
     # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
-    inner = get_peft_model_state_dict(model.model)
+    inner = get_peft_model_state_dict(model.model, save_embedding_layers=False)
     weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
-    _write_tokenizer(source, model, directory)
+    _write_text_files(source, model, directory)
 
 
 def save_weights(
@@ -241,7 +324,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     }
     if template.source:
         config["chat_template"] = template.source
-    _write_json(directory / "tokenizer_config.json", config)
+    _write_json(directory / TOKENIZER_CONFIG, config)
 
 
 def _write_plain_template(source: Source, directory: Path) -> None:

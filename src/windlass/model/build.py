@@ -146,6 +146,8 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     config = getattr(model, "config", None)
     network = {} if config is None else hf_network(config.get_text_config())
+    if apart := getattr(model, "apart", ()):
+        network["apart"] = ", ".join(apart)
     vocab = int(getattr(model, "vocab", 0))  # a user's own model may lack it
     in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
     trained = sum(n for n, trained in sizes if trained)

@@ -226,35 +226,33 @@ def export_note(m: ModelSettings) -> str:
         return f"an export needs trust_remote_code=True, because {error}"
 
 
-def own_config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
+def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     """The `config.json` of an export with code (interop/modeling_windlass.py)."""
     classes = {"AutoConfig": "WindlassConfig", "AutoModelForCausalLM": "WindlassForCausalLM"}
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
-    entries = _entries(m, vocab, eot, {key: key for key in OWN_SETTINGS})
+    entries = _entries(m, vocab, {key: key for key in OWN_SETTINGS})
     entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
     entries |= {"multipliers": m.multipliers._asdict()}
     return entries | {"auto_map": auto_map}
 
 
-def _entries(
-    m: ModelSettings, vocab: int, eot: int | None, names: dict[str, str]
-) -> dict[str, Any]:
+def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, Any]:
     """The entries that both kinds of `config.json` have; `names`: our settings and their keys."""
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
     entries = {there: resolved[key] for key, there in names.items()}
-    tokens = {"vocab_size": vocab, "bos_token_id": eot, "eos_token_id": eot}
-    return entries | tokens | {"tie_word_embeddings": m.tie_head, "dtype": "float32"}
+    return entries | {"vocab_size": vocab, "tie_word_embeddings": m.tie_head}
 
 
-def config(m: ModelSettings, vocab: int, eot: int | None) -> dict[str, Any]:
+def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     """The `config.json` of a model that `transformers` knows."""
     kind = architecture(m)
     causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
-    entries = _entries(m, vocab, eot, SETTINGS[kind])
+    entries = _entries(m, vocab, SETTINGS[kind])
     entries |= {"model_type": kind, "architectures": [causal], "initializer_range": m.init_std}
     if kind == "gpt2":
         dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), m.dropout)
-        return entries | dropout | {"activation_function": ACTIVATIONS[m.activation]}
+        more = {"activation_function": ACTIVATIONS[m.activation], "n_ctx": m.context}
+        return entries | dropout | more
     return entries | {
         "head_dim": m.width // m.heads,
         "hidden_act": ACTIVATIONS.get(m.activation, "silu"),

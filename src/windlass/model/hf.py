@@ -65,6 +65,9 @@ class HfModel(nn.Module):
         # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self.plain = str(self.config._attn_implementation)  # attention without documents
+        self.apart = unreached(model)  # names of modules
+        for name in self.apart:
+            model.get_submodule(name).requires_grad_(False)
         self.head_form = head_form(model)
         body: Any = model.base_model
         self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
@@ -385,7 +388,8 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of the classes in `_no_split_modules`; else the longest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks, inside = list[nn.Module](), set[nn.Module]()
+    blocks = list[nn.Module]()
+    inside = {part for name in unreached(model) for part in model.get_submodule(name).modules()}
     for module in model.modules():
         # FSDP2 and torch.compile put a class of their own before the model's.
         if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
@@ -393,6 +397,21 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             inside |= set(module.modules())
     lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
     return blocks or max(lists, key=len, default=[])
+
+
+def unreached(model: Any) -> list[str]:
+    """The outermost modules that only images or sounds reach, as Gemma 3's vision tower."""
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config(decoder=True) is config:
+        return []
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    reached = {id(part) for module in text if module is not None for part in module.modules()}
+    outermost = list[str]()
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in outermost)
+        if not inside and not any(id(part) in reached for part in module.modules()):
+            outermost.append(name)
+    return outermost
 
 
 def head_form(model: Any) -> tuple[float, float] | None:
@@ -441,7 +460,20 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = [(n.rpartition(".")[2], type(module).__name__) for n, module in model.named_modules()]
-    every = lora.targets in ([], ["all-linear"])
+    every, linear = lora.targets in ([], ["all-linear"]), ("Linear", "Linear4bit", "Conv1D")
+    targets: Any = "all-linear" if every else lora.targets
+    if apart := tuple(f"{name}." for name in unreached(model)):
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        targets = [
+            name
+            for name, module in model.named_modules()
+            if not name.startswith(apart)
+            and (
+                module is not head and type(module).__name__ in linear
+                if every
+                else any(f".{name}".endswith(f".{target}") for target in lora.targets)
+            )
+        ]
     # Mamba's kernels read this weight without its layer, so `peft` rejects an adapter there.
     is_mamba = getattr(model.config, "model_type", "") in MAMBA
     config = LoraConfig(
@@ -451,13 +483,14 @@ def add_lora(model: nn.Module, lora: LoraSettings) -> None:
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         fan_in_fan_out=any(kind == "Conv1D" for _, kind in layers),  # transposed, as in GPT-2
-        target_modules="all-linear" if every else lora.targets,
+        target_modules=targets,
         exclude_modules=["out_proj"] if every and is_mamba else None,
     )
     try:
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():  # a merged export unties an adapted head
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        linear = ("Linear", "Linear4bit", "Conv1D")
         names = ", ".join(sorted({name for name, kind in layers if kind in linear}))
         problem = f"model.lora.targets: {first_line(error)}"
         raise UserError(f"{problem} This model's layers are named {names}") from None

@@ -32,13 +32,14 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "chat_template.json", "tokenizer.model", "spiece.model"),
     *("sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_*_config.json")
 CODE_FILES = "*.py"
 VECTOR = "lora_magnitude_vector"  # of DoRA; `peft` saves it without `.weight`
 ADAPTER = "adapter_config.json"  # marks the directory of an adapter
 UNLIKE_OURS = (
     *("lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
     *("layers_to_transform", "trainable_token_indices", "target_parameters", "layer_replication"),
-    *("use_qalora", "use_bdlora"),
+    *("use_qalora", "use_bdlora", "ensure_weight_tying"),
 )
 """Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
 
@@ -213,11 +214,13 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:
     """Fill a network's adapters from `adapter_model.safetensors`; UserError if they do not fit."""
     files = WeightFiles(directory, "adapter_model.safetensors")
-    adapters = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     own = {
         f"base_model.model.{name.replace('.default', '').replace(VECTOR + '.weight', VECTOR)}": p
-        for name, p in adapters.items()
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if ".lora_" in name or ".base_layer." in name
     }
+    # `peft` writes the matrix of an adapted embedding or head, too.
+    own = {name: p for name, p in own.items() if ".lora_" in name or name in files.files}
     if differ := sorted(set(own) ^ set(files.files)):
         problem = f"{directory}: the adapter does not fit the layers of its base"
         raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")
@@ -244,7 +247,7 @@ def save_origin(model: Any, run: Path) -> None:
     partial = run / f".{FOLDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for pattern in (*CONFIG_FILES, *TOKENIZER_FILES, CODE_FILES):
+    for pattern in (*CONFIG_FILES, *TOKENIZER_FILES, *PROCESSOR_FILES, CODE_FILES):
         for file in model.directory.glob(pattern):
             shutil.copyfile(file, partial / file.name)
     (partial / RECORD).write_bytes(to_json(describe_origin(model)))
