@@ -47,6 +47,7 @@ def report(
     plots: bool | None = None,
     pdf: bool = False,
     table: str = "",
+    law: str | Path = "",
 ) -> Report:
     """Report on a run, on several runs beside each other, or on a study.
 
@@ -60,10 +61,11 @@ def report(
             installed.
         pdf: Whether to draw every plot as PDF too.
         table: The published table to fill, by its preset's name; empty: the runs' own preset's.
+        law: A ladder: its law predicts the runs, and the report has both losses.
 
     Raises:
-        UserError: There is no run or no such table, a run is unreadable, or the directory cannot be
-            written.
+        UserError: There is no run or no such table, a run is unreadable or does not compare with
+            the law, or the directory cannot be written.
     """
     if plots or pdf:
         require("matplotlib", "a plot")
@@ -72,7 +74,7 @@ def report(
     target, drawn = Path(out) if out else place, dict[str, Path]()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        computed = Contents(seen, study, table)
+        computed = Contents(seen, study, table, str(law))
         first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
