@@ -1,5 +1,6 @@
-"""Published laws of scaling and a published small training, beside Windlass.
+"""A ladder, published laws of scaling and a published small training, beside Windlass.
 
+    python benchmarks/proofs.py ladder studies/cpu
     python benchmarks/proofs.py hoffmann svg_extracted_data.csv   # epoch-research/analyzing-chinchilla
     python benchmarks/proofs.py gadre scaling-law-runs.csv        # mlfoundations/scaling, as in tests
     python benchmarks/proofs.py names names.txt                   # karpathy/makemore, 3 minutes
@@ -14,6 +15,7 @@ import csv
 import itertools
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,8 @@ import torch
 
 from windlass import Recipe, train
 from windlass.data.open import Data
+from windlass.reports.law import error_table
+from windlass.study.ladder import open_ladder
 from windlass.study.law import FORMS, Observation, fit_law
 
 HUBER = 1e-3  # Hoffmann et al.
@@ -84,6 +88,14 @@ def gadre(path: str) -> None:
     table(["Form", "N counts", "δ", *(f"{each} (%)" for each in sets)], lines)
 
 
+def ladder(path: str) -> None:
+    """The runs of a ladder beside its law, without their names."""
+    seen = open_ladder(path)
+    runs = error_table(seen)
+    rows = sorted((row[1:] for row in runs.rows), key=lambda row: row[:2])
+    print(replace(runs, columns=runs.columns[1:], rows=rows).markdown())
+
+
 class Names:
     """A name in each row: 0, its letters, 0; the labels after its end are masked."""
 
@@ -101,7 +113,7 @@ class Names:
         return self.rows[indices, :-1], self.labels[indices]
 
 
-def names(path: str, seeds: Sequence[int] = (1, 2, 3)) -> None:
+def names(path: str, seeds: Sequence[int] = (1,)) -> None:
     """The validation loss of makemore's transformer: its settings, split and 1,000 test names."""
     words = Path(path).read_text(encoding="utf-8").split()
     letters, longest = "".join(sorted(set("".join(words)))), max(map(len, words))
@@ -132,7 +144,7 @@ def names(path: str, seeds: Sequence[int] = (1, 2, 3)) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = {each.__name__: each for each in (hoffmann, gadre, names)}
+    commands = {each.__name__: each for each in (ladder, hoffmann, gadre, names)}
     parser.add_argument("command", choices=commands)
     parser.add_argument("file")
     given = parser.parse_args()
