@@ -22,10 +22,12 @@ from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
 from windlass.model.gpt import GPT
+from windlass.model.size import count, flops_per_token
 from windlass.optim import build
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
 from windlass.run import STARTS, Run
+from windlass.training import setup
 
 
 def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:
@@ -72,6 +74,22 @@ def lines_of(run: Run, word: str) -> list[str]:
     """The lines of the log that have a word, without their time."""
     lines = run.log_path.read_text().splitlines()
     return [line.partition(" ")[2] for line in lines if word in line]
+
+
+def test_mfu_and_compute_optimal_steps_count_all_rows_of_the_model(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer has about ten tokens; the head multiplies by all 2,000 rows."""
+    monkeypatch.setattr(setup, "peak_flops", lambda *_, **__: 1e12)
+    optimum = {"train.steps": "compute-optimal", "train.tokens_per_parameter": 0.02}
+    recipe = recipe_of(corpus, tmp_path / "run", **{"model.vocab": 2000}, **optimum)
+    run, model = train(recipe), recipe.model
+    flops = flops_per_token(model, 2000)
+    assert flops > 2 * flops_per_token(model, 100)
+    for line in run.lines("train"):
+        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / 1e12)
+    tokens = 0.02 * count(model, 2000).total
+    assert run.summary["steps"] == int(tokens / model.context / recipe.train.global_batch)
 
 
 def test_the_log_has_the_ends_of_short_epochs_the_kernel_and_changed_files(corpus, tmp_path):

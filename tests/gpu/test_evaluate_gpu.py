@@ -63,13 +63,18 @@ def test_sampled_text_is_a_function_of_the_seed(run: Any, device: str) -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Callable[[str], Path]:
-    """`bare(kind)`: a directory with a tiny model of `transformers` and a tokenizer."""
+    """`bare(kind)`: a directory with a tiny model of `transformers` and a tokenizer.
+
+    GPT-2's default configuration has dropout, and a GPU draws other masks than a CPU.
+    """
     pytest.importorskip("transformers")
     import hf_fixtures
 
     def build(kind: str) -> Path:
         texts = ["def the function returns a list of the values"] * 20
-        return hf_fixtures.save_tokenizer(texts, hf_fixtures.save(kind, tmp_path / kind))
+        names = ("attn_pdrop", "embd_pdrop", "resid_pdrop") if kind == "gpt2" else ()
+        directory = hf_fixtures.save(kind, tmp_path / kind, **dict.fromkeys(names, 0.0))
+        return hf_fixtures.save_tokenizer(texts, directory)
 
     return build
 

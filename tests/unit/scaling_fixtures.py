@@ -17,7 +17,7 @@ from windlass.study.study import Study
 
 SETTINGS = [
     *"model.layers=2 model.width=64 model.heads=2 model.context=32 train.steps=20".split(),
-    *"train.global_batch=8 telemetry.every=5 train.micro_batch=1".split(),
+    *"model.vocab=0 train.global_batch=8 telemetry.every=5 train.micro_batch=1".split(),
 ]
 VOCAB = 100
 Step = Callable[[dict[str, Any]], Mapping[str, float]]

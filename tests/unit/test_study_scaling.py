@@ -406,6 +406,18 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(build):
     assert row.values["flops_per_device"] == work.flops_per_token * 8 * 32
 
 
+def test_a_model_with_spare_rows_computes_a_head_of_all_its_rows(build):
+    """`model.vocab` is larger than the tokenizer's vocabulary, which the ledger has."""
+    spare, measured = ["model.vocab=4000"], rates("1x2", "1x1")
+    study = build(Scaling("strong"), worlds(1, 2), 50.0, settings=spare, rates=measured, device=GPU)
+    one, two = read_setups(study)
+    model, layout = one.recipe.model, two.work.layout
+    assert one.work.flops_per_token == flops_per_token(model, 4000)
+    assert one.work.flops_per_token > 2 * flops_per_token(model, VOCAB)
+    step = slowest(model, 4000, layout, measured_speeds(measured["1x2"], find_device(GPU), layout))
+    assert two.values["predicted_ms"] == pytest.approx(1e3 * step.total)
+
+
 def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     study = build(Scaling("strong"), worlds(1), 50.0, device="NVIDIA X1")
 

@@ -326,5 +326,5 @@ def step_of_run(recipe: Recipe, start: Line, work: Work, machine: Mapping[str, A
     speeds = measured_speeds(machine, find_device(start["device"]), work.layout)
     how: dict[str, Any] = {"context": recipe.model.context, "bucket_mb": work.bucket_mb}
     how["trained"] = start["trained"] / start["parameters"]
-    vocab = start["data"].get("vocab", 0)
+    vocab = recipe.model.vocab or start["data"].get("vocab", 0)
     return slowest(model, vocab, work.layout, speeds, recipe.optim.kind, **how)

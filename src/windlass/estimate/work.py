@@ -83,7 +83,7 @@ class Work:
         if network:
             sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
             return Work.of_counted(sizes, layout, bucket_mb)
-        vocab = start["data"]["vocab"]
+        vocab = recipe.model.vocab or start["data"]["vocab"]
         if layout.model_ranks > 1:
             every = works(recipe.model, vocab, layout, bucket_mb)
             return max(every, key=lambda work: work.flops_per_token)

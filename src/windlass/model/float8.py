@@ -10,8 +10,8 @@ is computed anew in every pass, so a checkpoint has nothing to keep. Sums are fl
   does not depend on the rows beside it.
 - Without `train.compile` the rounding takes kernels of its own, and may cost what it saves.
 
-Not run on a GPU: there is `torch._scaled_mm`, and on a CPU, whose kernel for it is 1,000 times
-slower than float32's, a float32 product of the rounded numbers.
+A GPU multiplies with `torch._scaled_mm`. A CPU, whose kernel for it is 1,000 times slower than
+float32's, multiplies the rounded numbers in float32.
 """
 
 from __future__ import annotations

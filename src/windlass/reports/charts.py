@@ -69,7 +69,7 @@ def is_spread(lines: Iterable[Series]) -> bool:
     """Whether positive values span so much that only a logarithmic scale shows them all."""
     values = np.concatenate([[], *(one.y for one in lines if not one.diverged)])
     good = values[np.isfinite(values)]
-    return len(good) > 0 and good.min() > 0 and bool(good.max() / good.min() >= SPREAD)
+    return bool(len(good) and good.min() > 0 and good.max() / good.min() >= SPREAD)
 
 
 @dataclass(frozen=True)

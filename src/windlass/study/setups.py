@@ -483,7 +483,7 @@ def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
     )
     if more_layers == 1.0 and old.model_ranks == 1:
         return replace(work, layout=layout)
-    model, vocab = recipe.model, base.start["data"]["vocab"]
+    model, vocab = recipe.model, recipe.model.vocab or base.start["data"]["vocab"]
     grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
     if old.model_ranks > 1:
         every = works(grown, vocab, layout, parallel.bucket_mb)

@@ -3,7 +3,7 @@
 A rank that runs out of memory cannot ask the others for a smaller micro-batch, because they may
 wait for it in a collective of the model. So it writes the smaller micro-batch into the run
 directory and fails. The others end as after any failure, and the next start of all ranks reads the
-file. A single unsharded rank repeats the step instead. Nothing here was run on a GPU.
+file. A single unsharded rank repeats the step instead.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def prepare_model(
     counted = hf or bool(recipe.model.freeze)
     masked = masks_documents(data.train) and takes_documents(model)
     attended = getattr(data.train, "attended", None) if masked else None
-    own_flops = flops_per_token(recipe.model, data.vocab, attended)
+    own_flops = flops_per_token(recipe.model, rows, attended)
     flops = sizes.flops_per_token() if counted else own_flops
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     # FSDP2 gives the module another class.
