@@ -1,6 +1,7 @@
 """A ladder, published laws of scaling and a published small training, beside Windlass.
 
-    python benchmarks/proofs.py ladder studies/cpu
+    python benchmarks/proofs.py forms studies/cpu
+    python benchmarks/proofs.py runs studies/cpu
     python benchmarks/proofs.py hoffmann svg_extracted_data.csv   # epoch-research/analyzing-chinchilla
     python benchmarks/proofs.py gadre scaling-law-runs.csv        # mlfoundations/scaling, as in tests
     python benchmarks/proofs.py names names.txt                   # karpathy/makemore, 3 minutes
@@ -23,7 +24,7 @@ import torch
 
 from windlass import Recipe, train
 from windlass.data.open import Data
-from windlass.reports.law import error_table
+from windlass.reports.law import error_table, law_table
 from windlass.study.ladder import open_ladder
 from windlass.study.law import FORMS, Observation, fit_law
 
@@ -88,12 +89,17 @@ def gadre(path: str) -> None:
     table(["Form", "N counts", "δ", *(f"{each} (%)" for each in sets)], lines)
 
 
-def ladder(path: str) -> None:
+def forms(path: str) -> None:
+    """The error of each form on a ladder's largest size."""
+    print(law_table(open_ladder(path)).markdown())
+
+
+def runs(path: str) -> None:
     """The runs of a ladder beside its law, without their names."""
-    seen = open_ladder(path)
-    runs = error_table(seen)
-    rows = sorted((row[1:] for row in runs.rows), key=lambda row: row[:2])
-    print(replace(runs, columns=runs.columns[1:], rows=rows).markdown())
+    seen = error_table(open_ladder(path))
+    shown = [i for i, column in enumerate(seen.columns) if column.name not in ("run", "flops")]
+    rows = sorted(([row[i] for i in shown] for row in seen.rows), key=lambda row: row[:2])
+    print(replace(seen, columns=[seen.columns[i] for i in shown], rows=rows).markdown())
 
 
 class Names:
@@ -144,7 +150,7 @@ def names(path: str, seeds: Sequence[int] = (1,)) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    commands = {each.__name__: each for each in (ladder, hoffmann, gadre, names)}
+    commands = {each.__name__: each for each in (forms, runs, hoffmann, gadre, names)}
     parser.add_argument("command", choices=commands)
     parser.add_argument("file")
     given = parser.parse_args()
