@@ -17,7 +17,7 @@ from windlass.processes import WINDLASS
 from windlass.reports.law import predicted_table
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, open_ladder, shape_of
-from windlass.study.law import Observation, effective_tokens
+from windlass.study.law import Law, Observation, effective_tokens
 
 VOCAB = 50_304
 
@@ -147,6 +147,9 @@ def check_a_further_run(tmp_path: Path) -> None:
     assert float(row["error"]) == pytest.approx(before.loss(size, tokens) / measured - 1)
     assert "Predicted by the law of scaling" in written.page.read_text(encoding="utf-8")
     assert "Predicted by the law of scaling" in written.markdown.read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
+        report("lad", law="lad")
+    check_a_plan_with_repeated_tokens(before, start["data"]["train"]["tokens"])
 
     added = subprocess.run(
         [*WINDLASS, "ladder", "lad", "--add", "further"], capture_output=True, text=True
@@ -161,6 +164,16 @@ def check_a_further_run(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "further/report/predicted.csv") == [row]
     shutil.rmtree("further")
     assert open_ladder("lad").left_out == ["further: it is gone"]
+
+
+def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:
+    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
+    plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert plan["tokens"] > 8 * unique
+    size = plan["size"]["parameters" if law.embeddings else "non_embedding"]
+    loss = law.loss(size, effective_tokens(plan["tokens"], unique))
+    assert plan["law"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert plan["law"]["loss"] != pytest.approx(law.loss(size, plan["tokens"]), rel=1e-4)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -65,12 +65,15 @@ def report(
 
     Raises:
         UserError: There is no run or no such table, a run is unreadable or does not compare with
-            the law, or the directory cannot be written.
+            the law, the law is for a study, or the directory cannot be written.
     """
     if plots or pdf:
         require("matplotlib", "a plot")
     plots = pdf or (installed("matplotlib") if plots is None else plots)
     seen, study, place = _read(sources)
+    if law and study:
+        problem = f"a law predicts runs, and {study.study.path} is a study: name its runs"
+        raise UserError(f"{argument('law', law)}: {problem}")
     target, drawn = Path(out) if out else place, dict[str, Path]()
     try:
         target.mkdir(parents=True, exist_ok=True)
