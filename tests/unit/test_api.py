@@ -1,6 +1,7 @@
 """The public API: a function for every verb, typed results, and an import that costs nothing."""
 
 import ast
+import importlib
 import inspect
 import os
 import random
@@ -89,6 +90,21 @@ def test_a_run_from_preparation_to_export(tmp_path, corpus, monkeypatch):
     assert run.load_model(device="cpu")(tokens).argmax(-1)[0, -1] == first_token(run, prepared)
     exported = run.export(tmp_path / "hf")
     assert {"config.json", "model.safetensors"} <= {path.name for path in exported.iterdir()}
+
+
+def test_the_example_with_samples_of_its_own_learns_to_sort(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    sorting = importlib.import_module("sorting")
+    seen, held_out = sorting.Sorting(held_out=False), sorting.Sorting(held_out=True)
+    assert len(seen) + len(held_out) == 3**6
+    assert not {*map(tuple, seen.inputs)} & {*map(tuple, held_out.inputs)}
+    tokens, labels = held_out.read(np.arange(len(held_out)))
+    assert (labels[:, :5] == -100).all()
+    assert (labels[:, 5:] == np.sort(held_out.inputs, axis=1)).all()
+    assert (tokens[:, 6:] == labels[:, 5:-1]).all()
+    correct = sorting.main("train.steps=500", "optim.lr=2e-3", "eval.every=0")
+    assert correct["held out"] > 0.98
 
 
 def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:

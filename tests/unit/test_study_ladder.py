@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from helpers import write_corpus
-from windlass import Recipe, UserError, report
+from windlass import Recipe, Study, UserError, report, train
 from windlass.model.size import count
 from windlass.processes import WINDLASS
-from windlass.study.ladder import assignments, create_ladder, open_ladder, shape_of
+from windlass.reports.law import predicted_table
+from windlass.run import last_start
+from windlass.study.ladder import Ladder, assignments, create_ladder, open_ladder, shape_of
+from windlass.study.law import Law, Observation, effective_tokens
 
 VOCAB = 50_304
 
@@ -124,3 +129,75 @@ def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: p
         text=True,
     )
     assert "validation loss by the law of lad: " in plan.stdout, plan.stderr
+    check_a_further_run(tmp_path)
+
+
+def check_a_further_run(tmp_path: Path) -> None:
+    """A run that a ladder predicted: its report has both losses, and it joins the law."""
+    before = open_ladder("lad").law
+    run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
+    written = report(run, law="lad", plots=False)
+    (row,) = rows_of(tmp_path / "further/report/predicted.csv")
+    measured = [x for x in run.ledger() if x["kind"] == "eval"][-1]["loss"]
+    start = last_start(run.ledger())
+    tokens = effective_tokens(int(row["tokens"]), start["data"]["train"]["tokens"])
+    size = int(row["parameters"]) if before.embeddings else count(run.recipe.model, 0).non_embedding
+    assert float(row["measured"]) == pytest.approx(measured)
+    assert float(row["predicted"]) == pytest.approx(before.loss(size, tokens))
+    assert float(row["error"]) == pytest.approx(before.loss(size, tokens) / measured - 1)
+    assert "Predicted by the law of scaling" in written.page.read_text(encoding="utf-8")
+    assert "Predicted by the law of scaling" in written.markdown.read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
+        report("lad", law="lad")
+    check_a_plan_with_repeated_tokens(before, start["data"]["train"]["tokens"])
+
+    added = subprocess.run(
+        [*WINDLASS, "ladder", "lad", "--add", "further"], capture_output=True, text=True
+    )
+    assert added.returncode == 0, added.stderr
+    assert "Predicted by the law of scaling" in added.stdout
+    seen = open_ladder("lad")
+    assert [one.name for one in seen.observations][9:] == ["further"]
+    assert len(seen.law.fitted) == 10
+    # its own report still has the prediction without it
+    report(run, law="lad", plots=False)
+    assert rows_of(tmp_path / "further/report/predicted.csv") == [row]
+    shutil.rmtree("further")
+    assert open_ladder("lad").left_out == ["further: it is gone"]
+
+
+def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:
+    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
+    plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert plan["tokens"] > 8 * unique
+    size = plan["size"]["parameters" if law.embeddings else "non_embedding"]
+    loss = law.loss(size, effective_tokens(plan["tokens"], unique))
+    assert plan["law"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert plan["law"]["loss"] != pytest.approx(law.loss(size, plan["tokens"]), rel=1e-4)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
+def test_a_further_run_does_not_choose_the_law_that_predicts_it(tmp_path: Path):
+    grid = [(n, d) for n in (10**6, 4 * 10**6, 2 * 10**7) for d in (10**8, 10**9, 10**10)]
+    runs = [
+        Observation(f"{n}x{d}", n, n // 2, d, 1.8 + 480 / n**0.35 + 2100 / d**0.37) for n, d in grid
+    ]
+    rows = list[tuple[float, float]]()
+    for loss in (2.0, 3.0):
+        further = Observation("further", 10**8, 5 * 10**7, 10**10, loss, in_fit=False)
+        ladder = Ladder(Study(tmp_path, Recipe(), []), [*runs, further], [], "loss")
+        rows.append(table_row(ladder))
+    right = 1.8 + 480 / 1e8**0.35 + 2100 / 1e10**0.37
+    assert rows[0] == (pytest.approx(right, rel=0.01), 2.0)
+    assert rows[1] == (rows[0][0], 3.0)
+
+
+def table_row(ladder: Ladder) -> tuple[float, float]:
+    """The predicted and the measured loss of a ladder's further run."""
+    table = predicted_table(ladder)
+    names = [column.name for column in table.columns]
+    (row,) = table.rows
+    return row[names.index("predicted")], row[names.index("measured")]

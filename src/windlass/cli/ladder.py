@@ -60,22 +60,27 @@ def ladder(
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
     ladders.ladder(study, progress=progress, **options)
-    seen = ladders.open_ladder(study, [Run.open(path) for path in add])
+    added = [Run.open(path) for path in add]
+    seen = ladders.open_ladder(study, added)
     if hours or money:
         flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     if json_:
         print_json(_as_json(seen, flops))
     else:
         _show(seen, flops, progress)
+    if added:
+        ladders.join(study, added)
     return exit_code(study)
 
 
 def _show(seen: Ladder, flops: float, progress: Progress) -> None:
     """Print the law, the runs beside it, and the best size for `flops`, if there is a budget."""
-    from windlass.reports.law import error_table, law_table
+    from windlass.reports.law import error_table, law_table, predicted_table
     from windlass.telemetry.measures import short
 
-    for table in (law_table(seen), error_table(seen)):
+    tables = [law_table(seen), error_table(seen)]
+    tables += [predicted_table(seen)] if seen.further else []
+    for table in tables:
         progress.console.print(table.terminal(progress.console.width, table.title))
         for note in table.notes:
             progress.console.print(note)

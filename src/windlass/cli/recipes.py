@@ -219,10 +219,12 @@ def plan(
 def _by_law(path: str, plan: Plan) -> Range:
     """The loss of a plan by the law of a ladder; UserError if the plan lacks size or tokens."""
     from windlass.study.ladder import open_ladder
+    from windlass.study.law import effective_tokens
 
     law = open_ladder(path).law
     size = plan.size.parameters if law.embeddings else plan.size.non_embedding
     if not size or not plan.tokens:
         why = "; ".join(dict.fromkeys(plan.unknown.values())) or "the size has no count of blocks"
         raise UserError(f"--law {path}: size and tokens of the plan are unknown: {why}")
-    return law.predict(size, plan.tokens)
+    unique = plan.tokens / plan.epochs if plan.epochs else 0
+    return law.predict(size, effective_tokens(plan.tokens, unique))

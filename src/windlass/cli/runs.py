@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer import Argument, Option
@@ -126,6 +126,7 @@ def report(
     skip: int = Option(-1, min=-1, metavar="N", help="Steps to omit in the second loss plot."),
     plots: bool | None = Option(None, help="Draw plot files; default: if matplotlib is there."),
     table: str = Option("", metavar="NAME", help="A published table; default: the preset's."),
+    law: str = Option("", metavar="LADDER", help="Predict the loss by the law of a ladder."),
     pdf: bool = Option(False, "--pdf", help="Draw every plot as PDF too."),
     text: bool = Option(False, "--text", help="Also print loss curve, last sample and results."),
 ) -> None:
@@ -142,7 +143,8 @@ def report(
     if plots is None and not installed("matplotlib"):
         say(f"page and tables only: a PNG plot {needs('matplotlib')}")
     steps = None if skip < 0 else skip
-    written = write_report(paths, out or None, skip=steps, plots=plots, pdf=pdf, table=table)
+    which: dict[str, Any] = {"skip": steps, "plots": plots, "pdf": pdf, "table": table}
+    written = write_report(paths, out or None, **which, law=law)
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from windlass.reports import tables
 from windlass.reports.answers import BEST, divergence, head_of
 from windlass.reports.charts import Chart, looks
-from windlass.reports.law import LawView, is_ladder
+from windlass.reports.law import is_ladder, ladder_view, prediction_view
 from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
 from windlass.reports.scaling import ScalingView
@@ -23,13 +23,23 @@ CELL_PAGES = 200
 class Contents:
     """Everything in a report of some runs, or of a study with its started runs.
 
-    `table`: the published table to fill, empty for the preset's own.
+    Args:
+        views: The runs.
+        study: Their study, if they are one.
+        table: The published table to fill, empty for the preset's own.
+        law: A ladder whose law predicts the runs.
 
     Raises:
-        UserError: there is no such published table.
+        UserError: there is no such published table, or the law does not compare with the runs.
     """
 
-    def __init__(self, views: Sequence[RunView], study: StudyView | None = None, table: str = ""):
+    def __init__(
+        self,
+        views: Sequence[RunView],
+        study: StudyView | None = None,
+        table: str = "",
+        law: str = "",
+    ):
         self.views, self.study = views, study
         self.scaled = scaled = ScalingView(study) if study and study.study.scaling else None
         self.published = published(views, study, table, scaled.values if scaled else ())
@@ -43,15 +53,16 @@ class Contents:
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
         self.changed = [row for row in self.settings if row.changed and not row.differs]
-        self.law = LawView(study.study) if study and is_ladder(study.study) else None
+        self.law = ladder_view(study.study) if study and is_ladder(study.study) else None
+        self.law = prediction_view(law, [view.run for view in views]) if law else self.law
         self.study_charts = self.law.charts if self.law else self.study_charts
         self.head = head_of(views, study, scaled)
         single = len(views) == 1 and not study
         total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
-        shown = [tables.results(views[0], brief=True) if single else total]
-        if study:
-            above = scaled or self.law
-            shown = [*(above.tables if above else ()), *study_tables(study)]
+        above = scaled or self.law
+        shown = study_tables(study) if study else []
+        shown = shown or [tables.results(views[0], brief=True) if single else total]
+        shown = [*(above.tables if above else ()), *shown]
         keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
         for view, suites in zip(views, evals, strict=True):

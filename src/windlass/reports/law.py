@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
+from windlass.run import Run
 from windlass.study.ladder import Ladder, open_ladder
 from windlass.study.law import FAR, FORMS, Law, Observation
 from windlass.study.study import Study
@@ -22,30 +24,35 @@ SHAPES = {"model.layers", "model.width", "train.tokens_per_parameter"}
 """The settings that a ladder varies."""
 
 
+@dataclass(frozen=True)
 class LawView:
-    """A ladder's law with its tables and charts; `remark` says why there is none."""
+    """A law with its tables and charts; `remark` says why there is none."""
 
-    ladder: Ladder | None
+    tables: list[Table] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    remark: str = ""
 
-    def __init__(self, study: Study):
-        self.ladder, self.remark = None, ""
-        try:
-            seen = open_ladder(study)
-            self.law, self.ladder = seen.law, seen
-        except UserError as error:
-            self.remark = f"{str(error)[:1].upper()}{str(error)[1:]}."
 
-    @property
-    def tables(self) -> list[Table]:
-        return [] if self.ladder is None else [law_table(self.ladder), error_table(self.ladder)]
+def ladder_view(study: Study) -> LawView:
+    """The law of a ladder."""
+    try:
+        seen = open_ladder(study)
+        law, runs, unit = seen.law, seen.observations, _unit(seen)
+    except UserError as error:
+        return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
+    charts = [compute_chart(law, runs, unit), slices(law, runs, unit), residuals(law, runs)]
+    return LawView([law_table(seen), error_table(seen)], charts)
 
-    @property
-    def charts(self) -> list[Chart]:
-        if self.ladder is None:
-            return []
-        law, runs = self.law, self.ladder.observations
-        unit = "nats per token" if self.ladder.measure == LOSS else "bits per byte"
-        return [compute_chart(law, runs, unit), slices(law, runs, unit), residuals(law, runs)]
+
+def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:
+    """Runs beside the law of a ladder; UserError if they are unfinished or do not compare."""
+    seen = open_ladder(ladder, runs)
+    chart = compute_chart(seen.earlier, seen.observations, _unit(seen))
+    return LawView([predicted_table(seen)], [chart])
+
+
+def _unit(ladder: Ladder) -> str:
+    return "nats per token" if ladder.measure == LOSS else "bits per byte"
 
 
 def is_ladder(study: Study) -> bool:
@@ -107,6 +114,29 @@ def error_table(ladder: Ladder) -> Table:
         Column("error", "Error", "share"),
     ]
     return Table("law-runs", columns, rows, "Predicted and measured")
+
+
+def predicted_table(ladder: Ladder) -> Table:
+    """The loss of each further run as the law predicts it without that run, and as it came."""
+    law, rows, notes = ladder.earlier, [], list[str]()
+    for one in ladder.further:
+        predicted = law.predict(one.size(law.embeddings), one.effective_tokens)
+        loss, low, high, beyond = predicted
+        error = loss / one.loss - 1
+        rows.append((one.name, one.parameters, one.tokens, loss, low, high, one.loss, error))
+        notes += [f"{one.name}: {predicted}."] if beyond > FAR else []
+    columns = [
+        Column("run", "Run"),
+        Column("parameters", "Parameters", "count"),
+        Column("tokens", "Tokens", "count"),
+        Column("predicted", "Predicted", "loss"),
+        Column("low", "Lowest", "loss"),
+        Column("high", "Highest", "loss"),
+        Column("measured", "Measured", "loss"),
+        Column("error", "Error", "share"),
+    ]
+    notes = [f"The law of {ladder.study.path}, without these runs: {law}.", *notes]
+    return Table("predicted", columns, rows, "Predicted by the law of scaling", notes)
 
 
 def decades(values: Sequence[float], label: str) -> Axis:

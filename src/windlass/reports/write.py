@@ -47,6 +47,7 @@ def report(
     plots: bool | None = None,
     pdf: bool = False,
     table: str = "",
+    law: str | Path = "",
 ) -> Report:
     """Report on a run, on several runs beside each other, or on a study.
 
@@ -60,19 +61,23 @@ def report(
             installed.
         pdf: Whether to draw every plot as PDF too.
         table: The published table to fill, by its preset's name; empty: the runs' own preset's.
+        law: A ladder: its law predicts the runs, and the report has both losses.
 
     Raises:
-        UserError: There is no run or no such table, a run is unreadable, or the directory cannot be
-            written.
+        UserError: There is no run or no such table, a run is unreadable or does not compare with
+            the law, the law is for a study, or the directory cannot be written.
     """
     if plots or pdf:
         require("matplotlib", "a plot")
     plots = pdf or (installed("matplotlib") if plots is None else plots)
     seen, study, place = _read(sources)
+    if law and study:
+        problem = f"a law predicts runs, and {study.study.path} is a study: name its runs"
+        raise UserError(f"{argument('law', law)}: {problem}")
     target, drawn = Path(out) if out else place, dict[str, Path]()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        computed = Contents(seen, study, table)
+        computed = Contents(seen, study, table, str(law))
         first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import

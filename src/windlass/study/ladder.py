@@ -7,6 +7,8 @@ A ladder is an ordinary study whose cells differ in `model.width`, `model.layers
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.plan import plan
 from windlass.estimate.subject import subject_of
+from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, Recipe
 from windlass.run import Run, last_start
@@ -31,6 +34,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
+JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
 
@@ -56,6 +60,15 @@ class Ladder:
         """The form that predicts best, fitted to all runs."""
         best, every = self.judged[0], [replace(one, in_fit=True) for one in self.observations]
         return fit_law(every, best.form, embeddings=best.embeddings)
+
+    @property
+    def further(self) -> list[Observation]:
+        return [one for one in self.observations if not one.in_fit]
+
+    @cached_property
+    def earlier(self) -> Law:
+        """The law without the further runs, as `plan --law` had it before they trained."""
+        return replace(self, observations=[one for one in self.observations if one.in_fit]).law
 
 
 def ladder(
@@ -191,19 +204,24 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     Raises UserError if the losses of the runs do not compare.
     """
     study = source if isinstance(source, Study) else Study.open(source)
-    results, left_out, rows = study.results(), list[str](), list[tuple[CellResult, bool]]()
-    for result in results:
+    given = {run.path.resolve() for run in runs}
+    joined = [_result(run, study) for run in joined_runs(study) if run.exists]
+    left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
+    rows = list[tuple[CellResult, bool]]()
+    for result in (*study.results(), *joined):
+        if result.run.path.resolve() in given:
+            continue
         if result.state == "finished" and result.evaluations:
             rows.append((result, True))
         else:
             reason = result.reason or "it has no evaluation" * (result.state == "finished")
-            left_out.append(f"{result.cell.label}: {reason or result.state}")
-    ledgers = Ledgers()
+            left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
     for run in runs:
-        cell = Cell.of(run.recipe, {}, str(run.path))
-        result = ledgers.read(cell, run, study.measure, None)
+        result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
-            raise UserError(f"{run.path} is {result.state}: only a finished run joins the law")
+            state = f"{result.state}, without an evaluation" * (result.state == "finished")
+            needs = "the law needs a finished run with a validation loss"
+            raise UserError(f"{run.path} is {state or result.state}: {needs}")
         rows.append((result, False))
     if not rows:
         raise UserError("\n".join([f"{study.path}: no finished cell, so no law:", *left_out]))
@@ -211,6 +229,23 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     if not measure:
         raise UserError(f"{study.path}: {remark}")
     return Ladder(study, [_observe(r, measure, fit) for r, fit in rows], left_out, measure)
+
+
+def join(study: Study, runs: Sequence[Run]) -> None:
+    """Add finished runs from elsewhere to a ladder, for every later fit of its law."""
+    new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
+    paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
+    write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
+
+
+def joined_runs(study: Study) -> list[Run]:
+    paths = read_json(study.path / JOINED).get("runs", [])
+    return [Run(Path(os.path.normpath(study.path / path))) for path in paths]
+
+
+def _result(run: Run, study: Study) -> CellResult:
+    """The result of a run from elsewhere."""
+    return Ledgers().read(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, None)
 
 
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:

@@ -76,6 +76,14 @@ FORMS = {
 }
 
 
+def effective_tokens(tokens: float, unique: float) -> float:
+    """Tokens, of which repeated ones count less; `unique` 0: none is repeated."""
+    if not 0 < unique < tokens:
+        return float(tokens)
+    repeats = tokens / unique - 1
+    return unique * (1 + REPEATED * (1 - math.exp(-repeats / REPEATED)))
+
+
 @dataclass(frozen=True)
 class Observation:
     """A finished run: its size, its tokens and its validation loss."""
@@ -90,11 +98,7 @@ class Observation:
 
     @property
     def effective_tokens(self) -> float:
-        """Tokens, of which repeated ones count less."""
-        if not 0 < self.unique_tokens < self.tokens:
-            return float(self.tokens)
-        repeats = self.tokens / self.unique_tokens - 1
-        return self.unique_tokens * (1 + REPEATED * (1 - math.exp(-repeats / REPEATED)))
+        return effective_tokens(self.tokens, self.unique_tokens)
 
     def size(self, embeddings: bool) -> int:
         return self.parameters if embeddings else self.non_embedding
