@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from harness import recipe, run_ranks
 from memory_meter import measured
 
@@ -127,10 +128,13 @@ def test_a_pipeline(schedule, accumulation):
     assert predicted.total == pytest.approx(max(peak for _, peak in ranks), rel=0.05), predicted
 
 
-@pytest.mark.parametrize("lora", [0, 8])
-def test_the_states_of_a_model_of_transformers(lora, tmp_path):
-    """Weights and optimizer state at rest; with adapters the frozen weights have none."""
-    hf_fixtures.save("gpt2", tmp_path, vocab=2000, n_embd=128, n_layer=6, n_head=4, n_positions=128)
+@pytest.mark.parametrize(("lora", "files"), [(0, "float32"), (8, "float32"), (8, "bfloat16")])
+def test_the_states_of_a_model_of_transformers(lora, files, tmp_path):
+    """Weights and optimizer state at rest; with adapters the frozen weights have none, and bf16
+    files stay bf16.
+    """
+    sizes = {"vocab": 2000, "n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": 128}
+    hf_fixtures.save("gpt2", tmp_path, getattr(torch, files), **sizes)
     batch = {"train__micro_batch": 2, "train__global_batch": 2, "model__lora__rank": lora}
     r = recipe(model__kind="hf", model__name=str(tmp_path), model__context=128, **batch)
     (rest, peak), *_ = run_ranks(measured, 1, r, 2000, 2, 1)

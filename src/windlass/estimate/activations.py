@@ -19,28 +19,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from windlass.model.build import build_model
+from windlass.model.loss import CHUNK_BYTES
 from windlass.model.quantised import Linear4bit
 from windlass.model.size import Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe
 
 FLASH = 1  # of `torch.nn.attention.SDPBackend`
+RAISED_ON_CUDA = frozenset(
+    "pow __pow__ rsqrt exp expm1 log log1p norm sum prod cumsum cumprod softmax log_softmax "
+    "layer_norm group_norm".split()
+)
+"""Operations of models that autocast raises to float32 on CUDA; see
+https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32."""
 
 
-def measure_peaks(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> Peaks:
+def measure_peaks(
+    recipe: Recipe, vocab: int, precision: str, micro_batch: int, device: str = "cpu"
+) -> Peaks:
     """The bytes of a step beside weights and state for two micro-batches, one the recipe's."""
-    return tuple(_peaks_of(recipe, vocab, precision, n) for n in sorted({1, max(2, micro_batch)}))
+    sizes = sorted({1, max(2, micro_batch)})
+    return tuple(_peaks_of(recipe, vocab, precision, n, device) for n in sizes)
 
 
-def _peaks_of(recipe: Recipe, vocab: int, precision: str, micro_batch: int) -> tuple[int, int, int]:
+def _peaks_of(
+    recipe: Recipe, vocab: int, precision: str, micro_batch: int, device: str
+) -> tuple[int, int, int]:
     """Micro-batch, and the most bytes without and with the gradients of the weights."""
     model: Any = build_model(recipe, vocab).train()
     low = LOW.get(precision)
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
     matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
-    with FakeTensorMode(allow_non_fake_inputs=True), matrix:
+    chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])
+    with FakeTensorMode(allow_non_fake_inputs=True), matrix, chunk:
         _replace_parameters(model)
-        with Meter() as meter, Attention():
+        with Meter(model) as meter, Attention(), Raised(device == "cuda"):
             tokens = torch.zeros(micro_batch, recipe.model.context, dtype=torch.int64)
             with torch.autocast("cpu", dtype=low, enabled=low is not None):
                 loss = model(tokens, tokens)
@@ -74,8 +87,9 @@ def _replace_parameters(model: nn.Module) -> None:
 class Meter(TorchDispatchMode):
     """Records each storage's number and bytes in `events`, with negative bytes at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.weights = {p.untyped_storage()._cdata for p in model.parameters()}
         # Number and bytes by address; addresses are used again.
         self.live: dict[int, tuple[int, int]] = {}
         self.events: list[tuple[int, int]] = []
@@ -84,7 +98,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
             storage = leaf.untyped_storage()
-            if storage._cdata not in self.live:
+            if storage._cdata not in self.weights and storage._cdata not in self.live:
                 self.live[storage._cdata] = number, size = len(self.events), storage.nbytes()
                 self.events.append((number, size))
                 weakref.finalize(storage, self._free, storage._cdata)
@@ -114,6 +128,26 @@ class Attention(TorchFunctionMode):
                 own = {name: given[name] for name in (*names, "scale") if name in given}
                 return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**own)[0]
         return func(*args, **(kwargs or {}))
+
+
+class Raised(TorchFunctionMode):
+    """Autocast's float32 operations on CUDA; a pass on the CPU would leave them in half precision."""
+
+    def __init__(self, on_cuda: bool) -> None:
+        super().__init__()
+        self.names = RAISED_ON_CUDA if on_cuda else frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in self.names and torch.is_autocast_enabled("cpu"):
+            args = [_raise(value) for value in args]
+            kwargs = {name: _raise(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _raise(value: Any) -> Any:
+    low = isinstance(value, torch.Tensor) and value.dtype in LOW.values()
+    return value.float() if low else value
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,8 @@ def with_activations(subject: Subject) -> Subject:
     try:
         from windlass.estimate.activations import measure_peaks  # needs torch
 
-        peaks = measure_peaks(recipe, own.vocab, subject.precision, micro_batch)
+        how = subject.precision, micro_batch, subject.device.kind
+        peaks = measure_peaks(recipe, own.vocab, *how)
         return replace(subject, counted=replace(own, peaks=peaks))
     except Exception as error:  # code of `transformers`, or an operation without a fake kernel
         return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
+from windlass.model.frozen import HELD, hold_frozen, holds_in_bf16
 from windlass.model.gpt import GPT
 from windlass.model.quantised import Linear4bit
 from windlass.model.share import is_sharded
@@ -25,7 +26,7 @@ def build_model(
 ) -> nn.Module:
     """The network of a recipe's `[model]`, with float32 parameters on `device`, not initialised.
 
-    On the meta device it takes no memory. `parallelize` gives it storage, then `initialise` or a
+    `model.frozen_precision` may hold frozen matrices in bf16. On the meta device it takes no memory. `parallelize` gives it storage, then `initialise` or a
     checkpoint gives it values. The embedding has `model.vocab` rows, or by default one for each of
     the tokenizer's `vocab` tokens. `run` may hold the configuration of a model of `transformers`.
     Raises UserError if `model.vocab` is too small, and as `windlass.model.hf.build_hf`.
@@ -35,6 +36,8 @@ def build_model(
 
         model: Any = build_hf(recipe, vocab, run)
         freeze(model.model, recipe.model.freeze)
+        if holds_in_bf16(recipe.model, model.directory):
+            hold_frozen(model.model)
     else:
         rows = recipe.model.vocab or vocab
         if rows < vocab:
@@ -153,8 +156,9 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     trained = sum(n for n, trained in sizes if trained)
     table = getattr(model, "positions", None) if isinstance(model, GPT) else None
     positions = 0 if table is None else table.weight.numel()
+    in_bf16 = sum(p.numel() for p in model.parameters() if p.dtype == HELD)
     total = sum(n for n, _ in sizes) + in_4bit
-    return CountedSizes(total, trained, vocab, network, positions, in_4bit)
+    return CountedSizes(total, trained, vocab, network, positions, in_4bit, in_bf16)
 
 
 def hf_network(config: Any) -> dict[str, Any]:

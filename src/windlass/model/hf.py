@@ -23,6 +23,7 @@ from windlass.errors import UserError, first_line, require
 from windlass.model import hf_files, hf_tensor
 from windlass.model.block import multiplied
 from windlass.model.documents import Documents, edges_of
+from windlass.model.frozen import raised
 from windlass.model.loss import (
     PLAIN,
     Piece,
@@ -194,6 +195,7 @@ class HfModel(nn.Module):
             hidden = multiplied(self.model.base_model(**given).last_hidden_state, scale)
         if labels is None:
             return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
+        weight = raised(weight, hidden)
         if self.piece:
             hidden = self.share.enter(hidden)
         how: Any = {"cap": cap, "piece": self.piece, "objective": objective}

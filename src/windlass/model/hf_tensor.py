@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from windlass.errors import UserError
+from windlass.model.frozen import raised
 from windlass.model.loss import Piece
 from windlass.model.share import Cut, Peers, Share
 
@@ -93,7 +94,7 @@ class Rows(Part):
     def forward(self, x: Tensor) -> Tensor:
         module: Any = self
         weight = module.weight if isinstance(self, nn.Linear) else module.weight.T
-        y = self.share.leave(F.linear(x, weight))
+        y = self.share.leave(F.linear(x, raised(weight, x)))
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 

@@ -132,6 +132,7 @@ class CountedSizes:
         network: architecture, layers, heads, ... of a model of `transformers`.
         positions: parameters in our GPT's table of learned positions.
         in_4bit: parameters held in 4 bits, with a 32-bit scale for each 64 of them.
+        in_bf16: frozen parameters held in bf16.
         peaks: measured peaks of a step's memory, if there are any.
     """
 
@@ -141,6 +142,7 @@ class CountedSizes:
     network: dict[str, Any] = field(default_factory=dict)
     positions: int = 0
     in_4bit: int = 0
+    in_bf16: int = 0
     peaks: Peaks = ()
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
@@ -151,8 +153,9 @@ class CountedSizes:
         return low + (high - low) * more // each, grads
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
-        """Bytes of the weights, with `each` for a weight that is not in 4 bits."""
-        return each * (self.total - self.in_4bit) + self.in_4bit * 9 // 16
+        """Bytes of the weights, with `each` for a weight that is in neither 4 bits nor bf16."""
+        full = self.total - self.in_4bit - self.in_bf16
+        return each * full + self.in_4bit * 9 // 16 + 2 * self.in_bf16
 
     def flops_per_token(self) -> int:
         """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""

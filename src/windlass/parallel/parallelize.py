@@ -33,6 +33,7 @@ from torch.utils.checkpoint import (
 from windlass.errors import UserError
 from windlass.model.build import materialise
 from windlass.model.float8 import use_float8
+from windlass.model.frozen import HeldEmbedding
 from windlass.model.gpt import GPT
 from windlass.model.loss import loss_tail
 from windlass.model.share import Peers, Share, is_fsdp, with_cut
@@ -261,7 +262,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
 
     if low:
         # The residual stream stays in float32, and so do the sums of a token's gradients.
-        wide = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        wide: list[nn.Module] = [m for m in tables if not isinstance(m, HeldEmbedding)]
         if ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
             wide += [module for module in model.modules() if is_foreign_norm(module)]
         compute_in_float32(wide)

@@ -119,6 +119,7 @@ class MupSettings(Section):
 
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora")
+HF_ONLY += ("frozen_precision",)
 """Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
 
@@ -188,6 +189,9 @@ class ModelSettings(Section):
     """Initial weights: a run (its newest checkpoint) or a Hugging Face directory; empty: seed."""
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
+    frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """With `hf`: how frozen matrices are held; `auto`: bf16 if the model's files are in bf16. Trained
+    weights are fp32."""
     mup: MupSettings = MupSettings()
     """`model.mup.base_width`, `.base_head_width`, `.input_multiplier`, `.output_multiplier`."""
     lora: LoraSettings = LoraSettings()

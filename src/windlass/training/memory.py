@@ -142,7 +142,7 @@ def measured_sizes(
     """
     try:
         sizes = read_sizes(recipe, vocab)
-        return replace(sizes, peaks=measure_peaks(recipe, vocab, precision, micro_batch))
+        return replace(sizes, peaks=measure_peaks(recipe, vocab, precision, micro_batch, "cuda"))
     except Exception:  # code of `transformers`, or an operation without a fake kernel
         return None
 

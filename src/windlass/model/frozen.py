@@ -1,0 +1,89 @@
+"""Frozen matrices in bf16, as the Hub has most models: half the memory, and no bit is lost.
+
+The residual stream stays in float32. A pass in another precision raises a matrix for one product,
+and again for the product of its backward pass, so no second copy of the weights stays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.fileio import read_json
+from windlass.recipe.network import ModelSettings
+
+HELD = torch.bfloat16
+
+
+def holds_in_bf16(settings: ModelSettings, directory: Path) -> bool:
+    """Whether the frozen matrices of a model are held in bf16; `auto`: if its files are in bf16."""
+    if settings.frozen_precision != "auto":
+        return settings.frozen_precision == "bf16"
+    config = read_json(directory / "config.json")
+    places = (config, config.get("text_config") or {})
+    named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+    return not settings.from_scratch and "bfloat16" in named
+
+
+def hold_frozen(model: nn.Module) -> None:
+    """Hold the frozen matrices of linear layers and embeddings in bf16, in place; others stay."""
+    others = [p for m in model.modules() if _part_for(m) is None for p in m._parameters.values()]
+    stay = {id(parameter) for parameter in others}  # a head tied to Gemma's embedding
+    held: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        weight, part = module._parameters.get("weight"), _part_for(module)
+        if part is None or weight is None or weight.requires_grad or id(weight) in stay:
+            continue
+        lower = nn.Parameter(weight.detach().to(HELD), requires_grad=False)
+        module._parameters["weight"] = held.setdefault(weight, lower)
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (part, kind), {})
+
+
+def raised(weight: Tensor, x: Tensor) -> Tensor:
+    """A matrix in the precision of a product with `x`; under autocast as it is."""
+    return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)
+
+
+class HeldLinear(nn.Module):
+    """A linear layer; comes before its class in the order of inheritance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self
+        weight = layer.weight if isinstance(self, nn.Linear) else layer.weight.T  # of a Conv1D
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        y = F.linear(x, weight) if weight.dtype == x.dtype else _Product.apply(x, weight)
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+class HeldEmbedding(nn.Module):
+    """An embedding; its output is float32, as the residual stream."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = super().forward(tokens)
+        return x.float() if x.dtype == HELD else x
+
+
+def _part_for(module: nn.Module) -> type[nn.Module] | None:
+    if type(module) is nn.Linear or type(module).__name__ == "Conv1D":
+        return HeldLinear
+    # Gemma's embedding rounds a factor to the precision of its table.
+    return HeldEmbedding if type(module) is nn.Embedding else None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight.to(grad.dtype), None
