@@ -26,10 +26,8 @@ from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe
 
 FLASH = 1  # of `torch.nn.attention.SDPBackend`
-RAISED_ON_CUDA = frozenset(
-    "pow __pow__ rsqrt exp expm1 log log1p norm sum prod cumsum cumprod softmax log_softmax "
-    "layer_norm group_norm".split()
-)
+RAISED_ON_CUDA = {"pow", "__pow__", "rsqrt", "exp", "expm1", "log", "log1p", "norm", "sum", "prod"}
+RAISED_ON_CUDA |= {"cumsum", "cumprod", "softmax", "log_softmax", "layer_norm", "group_norm"}
 """Operations of models that autocast raises to float32 on CUDA; see
 https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32."""
 
@@ -135,7 +133,7 @@ class Raised(TorchFunctionMode):
 
     def __init__(self, on_cuda: bool) -> None:
         super().__init__()
-        self.names = RAISED_ON_CUDA if on_cuda else frozenset()
+        self.names = RAISED_ON_CUDA if on_cuda else set[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

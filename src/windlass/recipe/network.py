@@ -118,8 +118,10 @@ class MupSettings(Section):
 
 
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
-HF_ONLY = ("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora")
-HF_ONLY += ("frozen_precision",)
+HF_ONLY = (
+    *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
+    "frozen_precision",
+)
 """Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
 
