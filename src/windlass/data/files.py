@@ -50,7 +50,9 @@ def find(
     hint = f"{note}: a glob reads them, as {setting}='{top}/**/*.md'" if others else note
     if "," in pattern:
         names = [part.strip(" []'\"") for part in pattern.split(",")]
-        hint = f"; several are a list: '{setting}={json.dumps(names, ensure_ascii=False)}'"
+        value = json.dumps(names, ensure_ascii=False)
+        option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
+        hint = f"; several are a list: {option}"
     raise UserError(
         f"{setting}: there is no file {pattern} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
