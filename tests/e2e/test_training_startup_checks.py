@@ -192,7 +192,7 @@ def test_a_run_directory_that_is_deleted_or_moved_ends_the_run_once(corpus, tmp_
     path = tmp_path / "run"
     with refused("run", "deleted or moved", error=RunFailed):
         train(
-            recipe_of(corpus, path, **{"telemetry.every": 100}),
+            recipe_of(corpus, path, **{"telemetry.every": 100, "checkpoint.background": False}),
             callbacks=[each_step(lambda now: now.step == 4 and move(path))],
         )
     assert not (path / "checkpoints").exists()
