@@ -12,6 +12,7 @@ from helpers import refused, tiny_recipe, write_corpus
 from windlass import Recipe, train
 from windlass.data.open import open_data
 from windlass.data.prepare import prepare
+from windlass.data.vocabulary import hf_tokenizer
 
 RUN = 'preset = "x"\n[data]\ntokenizer = "{}"\n'
 
@@ -140,3 +141,10 @@ def test_characters_learned_by_another_run_stay_characters(tmp_path: Path) -> No
     other.write_text("\N{SNOWMAN} and so on " * 99)
     with refused("\N{SNOWMAN}"):
         prepare(second.replace(f"data.source={other}", f"data.dir={tmp_path / 'no'}"))
+
+
+def test_a_directory_without_the_files_of_a_tokenizer_has_none(tmp_path):
+    """`transformers` would make an empty one for GPT-2."""
+    hf_fixtures.save("gpt2", tmp_path / "bare")
+    with refused("no files of a tokenizer"):
+        hf_tokenizer(str(tmp_path / "bare"))
