@@ -26,9 +26,10 @@ def build_model(
 ) -> nn.Module:
     """The network of a recipe's `[model]`, with float32 parameters on `device`, not initialised.
 
-    `model.frozen_precision` may hold frozen matrices in bf16. On the meta device it takes no memory. `parallelize` gives it storage, then `initialise` or a
-    checkpoint gives it values. The embedding has `model.vocab` rows, or by default one for each of
-    the tokenizer's `vocab` tokens. `run` may hold the configuration of a model of `transformers`.
+    `model.frozen_precision` may hold frozen matrices in bf16. On the meta device the model takes no
+    memory. `parallelize` gives it storage, then `initialise` or a checkpoint gives it values. The
+    embedding has `model.vocab` rows, or by default one for each of the tokenizer's `vocab` tokens.
+    `run` may hold the configuration of a model of `transformers`.
     Raises UserError if `model.vocab` is too small, and as `windlass.model.hf.build_hf`.
     """
     if recipe.model.kind == "hf":
