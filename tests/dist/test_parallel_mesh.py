@@ -12,9 +12,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from windlass.model.loss import Objective, Piece, cross_entropy_sum, head_logits
-from windlass.model.share import Peers, Share
+from windlass.model.share import Peers
+from windlass.parallel.autograd import Copy
 from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
+from windlass.parallel.tensor import gather_logits
 from windlass.recipe.strategies import STRATEGIES, Sizes
 
 WIDE = Sizes(dp_shard=2, tp=2)
@@ -153,16 +155,15 @@ def loss_of_a_divided_head(join: Join, cap: float, objective: tuple[float, float
     with joined(join, Sizes(tp=3), "ddp") as ranks:
         group = ranks.mesh.tp
         assert group is not None
-        share = Share(Peers(group.group_name, ranks.rank, 3))
-        held = share.tensor.piece(20)  # 6, 7 and 7 rows
+        peers = Peers(group.group_name, ranks.rank, 3)
+        held = peers.piece(20)  # 6, 7 and 7 rows
         rows = [t.detach()[held.start : held.stop].requires_grad_() for t in (weight, bias)]
-        logits = share.gather_logits(head_logits(x, *rows), 20)
+        logits = gather_logits(head_logits(x, *rows), 20, peers)
         torch.testing.assert_close(logits, head_logits(x, weight, bias).detach())
-        piece = Piece(group.group_name, held.start, 20)
+        piece = Piece(group.group_name, held.start, 20, lambda x: Copy.apply(x, peers))
         for chunk in (0, 4):
             how = {"chunk": chunk, "piece": piece, **options}
-            entered = share.enter(x, share.rows(0, 5, 1, x.device))
-            loss = cross_entropy_sum(entered, rows[0], labels, rows[1], **how)
+            loss = cross_entropy_sum(x, rows[0], labels, rows[1], **how)
             torch.testing.assert_close(loss, expected)
             for found, wanted in zip(torch.autograd.grad(loss, (x, *rows)), grads, strict=True):
                 part = wanted[held.start : held.stop] if found.shape != wanted.shape else wanted

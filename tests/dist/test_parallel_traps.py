@@ -14,8 +14,9 @@ from equivalence import CONTEXT, VOCAB, built, gathered, settings
 from harness import run_ranks
 from test_parallel_layouts import NEW, PARTS
 
-from windlass.model.share import Peers, Rows, Share, cut_of
+from windlass.model.share import Peers, cut_of
 from windlass.parallel import collectives
+from windlass.parallel.context import divide_tokens
 from windlass.parallel.parallelize import unwrap
 
 LAYOUTS = [
@@ -104,12 +105,14 @@ def test_logits_of_a_divided_head_are_whole_and_have_no_gradient():
         torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-12)
 
 
-def shares(tp: int, cp: int):
-    """The share of every rank of a model that `tp` x `cp` ranks divide."""
+def parts(length: int, tp: int, cp: int, kv_heads: int):
+    """The tokens of every rank of a model that `tp` x `cp` ranks divide."""
     for c in range(cp):
         for t in range(tp):
             tensor = Peers("t", t, tp) if tp > 1 else None
-            yield c, t, Share(tensor, Peers("c", c, cp) if cp > 1 else None, sequence=tp > 1)
+            context = Peers("c", c, cp) if cp > 1 else None
+            how = {"sequence": tp > 1, "by_heads": kv_heads % cp == 0}
+            yield c, divide_tokens(length, torch.device("cpu"), tensor, context, **how)
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 23])
@@ -118,14 +121,14 @@ def test_every_token_is_on_one_rank_with_its_own_label(length, tp, cp, kv_heads)
     """Load balance must not reorder tokens or labels (t1882)."""
     tokens = torch.arange(length).unsqueeze(0)
     inner, stream, sizes = dict[int, list[int]](), list[int](), set[tuple[int, int]]()
-    for c, _, share in shares(tp, cp):
-        here = share.rows(0, length, kv_heads, torch.device("cpu"))
-        sizes.add((len(here.inner), len(here.stream)))
-        real = here.inner < length
-        assert here.tokens(tokens)[0, real].tolist() == here.inner[real].tolist()
-        assert here.labels(tokens + 1)[0, real].tolist() == (here.inner[real] + 1).tolist()
+    for c, here in parts(length, tp, cp, kv_heads):
+        sizes.add((len(here.places), len(here.stream)))
+        real = here.places < length
+        assert here.tokens(tokens)[0, real].tolist() == here.places[real].tolist()
+        assert here.labels(tokens + 1)[0, real].tolist() == (here.places[real] + 1).tolist()
         assert (here.labels(tokens)[0, ~real] == -100).all()
-        inner[c] = here.inner[real].tolist()
+        assert len(here.places) == tp * len(here.stream)
+        inner[c] = here.places[real].tolist()
         stream += here.stream[here.stream < length].tolist()
     assert sorted(itertools.chain(*inner.values())) == list(range(length)) == sorted(stream)
     assert len(sizes) == 1, "a rank has more work"
@@ -133,7 +136,6 @@ def test_every_token_is_on_one_rank_with_its_own_label(length, tp, cp, kv_heads)
 
 def test_gathered_keys_give_every_rank_equal_work():
     work = []
-    for _, _, share in shares(1, 4):
-        here: Rows = share.rows(0, 64, 1, torch.device("cpu"))
-        work.append(sum(place + 1 for place in here.inner.tolist()))
+    for _, here in parts(64, 1, 4, 1):
+        work.append(sum(place + 1 for place in here.places.tolist()))
     assert len(set(work)) == 1

@@ -285,7 +285,7 @@ def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memor
 ON_TWO_RANKS = """
 import os, sys, torch
 from windlass import Recipe, train
-from windlass.model.block import Block
+from windlass.model.gpt import Block
 
 recipe, forward, calls = Recipe.load("quickstart", sys.argv[2:]), Block.forward, []
 

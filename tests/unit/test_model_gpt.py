@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_fixtures
 from windlass.model import documents, size
 from windlass.model.build import build_model, read_sizes
-from windlass.model.gpt import GPT, generator, initialise
-from windlass.model.rotary import RotaryEmbedding
+from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
+from windlass.model.share import Peers
 from windlass.model.size import (
     CountedSizes,
     Parameters,
@@ -25,6 +25,7 @@ from windlass.model.size import (
     count,
     flops_per_token,
 )
+from windlass.parallel.tensor import stacked_pieces
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
@@ -299,7 +300,7 @@ def test_attention_cut_by_heads_adds_up_to_the_whole(kv_heads: int) -> None:
     name = "blocks.0.attn.qkv.weight"
     whole, pieces, parts, seen = model.blocks[0].attn, 2, [], []
     for piece in range(pieces):
-        ranges = model.rows_by_heads(name, piece, pieces)
+        ranges = stacked_pieces(model.matrix_parts(name), Peers("", piece, pieces))
         rows = [row for part in ranges for row in part]
         columns = slice(piece * 16, (piece + 1) * 16)  # of the output projection: heads in order
         part = copy.deepcopy(whole)

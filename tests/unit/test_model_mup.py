@@ -137,8 +137,8 @@ def test_logits_are_those_of_the_plain_model_with_the_factors_by_hand(parts):
             "torch.nn.functional.scaled_dot_product_attention",
             lambda *qkv, **how: attention(*qkv, **how, scale=math.sqrt(2) / 8),
         ):
-            x = plain(tokens, layers=range(1))
-            x = plain.norm(plain.blocks[1](x, plain.locate(x, range(12), None, None, False)[1]))
+            here = plain.prepare(tokens, None, 0, None)
+            x = plain.norm(plain.through(plain.begin(here)[0], range(2), here))
         logits = x @ weight.T * 5 / 4
         if parts:
             logits = 8 * torch.tanh((logits + model.head.bias) / 8)

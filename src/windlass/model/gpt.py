@@ -1,30 +1,32 @@
 """A GPT with the choices of `ModelSettings`; GPT-2 and Llama are two of its configurations.
 
-Unusual: `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the
-root's forward. The loss is a sum, because the step divides it once by the number of unmasked labels
-of all ranks.
+Unusual:
 
-Legend: B batch, T time (tokens of this pass), D model width, V vocabulary.
+- `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the root's
+  forward. The loss is a sum, because the step divides it once by the number of unmasked labels of
+  all ranks.
+- A pass has parts (`prepare`, `begin`, `through`, `end`): `parallel.tensor` replaces `prepare`, and
+  `parallel.pipeline` runs the others on different ranks.
+
+Legend: B batch, T time (tokens of this pass), S time seen (T and the cached tokens), D model width,
+H heads, K key and value heads, E = D / H width of a head, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.block import Block, Norm, multiplied
-from windlass.model.cache import LayerCache
-from windlass.model.documents import Documents
+from windlass.model.documents import Documents, attend
 from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
-from windlass.model.rotary import RotaryEmbedding
-from windlass.model.share import WHOLE, Cut, Rows, Share, cut_of, drop, whole_shape
+from windlass.model.share import cut_of, whole_shape
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -32,17 +34,174 @@ from windlass.seeds import seed_of
 T_ = TypeVar("T_")
 
 
+class Norm(nn.Module):
+    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), with a weight, perhaps a bias."""
+
+    def __init__(self, m: ModelSettings):
+        super().__init__()
+        self.rms, self.eps = m.norm == "rmsnorm", m.norm_eps
+        self.weight = nn.Parameter(torch.ones(m.width))
+        biased = m.norm_bias and not self.rms
+        self.bias = nn.Parameter(torch.zeros(m.width)) if biased else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., D]
+        # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
+        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        with kept_low(x):
+            if self.rms:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+
+class RotaryEmbedding:
+    """Rotary positions (arXiv 2104.09864): entries i and i + E/2 of a head turn by
+    `position * theta ** (-2i / E)`.
+
+    One pass makes it once for all blocks. It is not a module, so that no cast reaches its tables.
+    """
+
+    def __init__(self, theta: float, head_width: int, positions: Tensor, like: Tensor):
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        half = torch.arange(0, head_width, 2, device=like.device, dtype=dtype) / head_width
+        angles = positions.to(dtype).unsqueeze(-1) * theta**-half
+        cos, sin = angles.cos(), angles.sin()
+        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(-2)  # [T, 1, E] or [B, T, 1, E]
+        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(-2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn queries or keys [B, T, any, E]."""
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return (x * self.cos + swapped * self.sin).to(x.dtype)
+
+
+class LayerCache:
+    """One layer's keys and values of `length` tokens, for generation; the first pass allocates."""
+
+    def __init__(self, batch: int, capacity: int):
+        self.batch, self.capacity, self.length = batch, capacity, 0
+        self.keys = self.values = torch.empty(0)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add the keys and values [B, K, T, E] of T new tokens.
+
+        Returns all keys and all values so far [B, K, S, E], and the mask [T, S] of the tokens that
+        each new token sees. The mask is None if the cache was empty (then it is the causal mask)
+        and for a single new token, which sees all.
+        """
+        start, stop = self.length, self.length + k.shape[2]
+        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
+        if not start:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
+        mask = None
+        if start and stop - start > 1:
+            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
+        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
+
+
+class Attention(nn.Module):
+    """Causal self-attention; neighbouring heads share a key and value head if there are fewer."""
+
+    def __init__(self, m: ModelSettings):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
+        self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
+        self.multiplier = m.multipliers.queries
+        rows = (m.heads + 2 * m.kv_heads_) * self.head_width
+        self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
+        self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding | None = None,
+        cache: LayerCache | None = None,
+        spans: Any = None,
+    ) -> Tensor:
+        H, K = self.heads, self.kv_heads
+        qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
+        if rotary or self.qk_norm:
+            qk, v = qkv.split([H + K, K], dim=2)  # one operation serves queries and keys
+            if self.qk_norm:
+                with kept_low(qk):
+                    qk = F.rms_norm(qk, (self.head_width,), eps=self.norm_eps)
+            if rotary:
+                qk = rotary(qk)
+            q, k = qk.to(v.dtype).split([H, K], dim=2)
+        else:
+            q, k, v = qkv.split([H, K, K], dim=2)
+        q = multiplied(q, self.multiplier)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
+        rate = self.dropout if self.training else 0.0
+        if cache:
+            k, v, mask = cache.extend(k, v)  # [B, K, S, E]
+            y = attend(q, k, v, mask, mask is None and q.shape[2] > 1, rate)
+        elif spans is not None:
+            y = spans.attention(q, k, v, rate)
+        else:
+            y = attend(q, k, v, is_causal=True, dropout=rate)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a non-linearity between them, or three with a gate."""
+
+    def __init__(self, m: ModelSettings):
+        super().__init__()
+        self.activation = m.activation
+        if m.activation == "swiglu":
+            self.gate = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
+        self.up = nn.Linear(m.width, m.ff_width_, bias=m.ff_bias)
+        self.down = nn.Linear(m.ff_width_, m.width, bias=m.ff_bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, D]
+        h = self.up(x)
+        match self.activation:
+            case "swiglu":
+                h = F.silu(self.gate(x)) * h
+            case "gelu" | "gelu_tanh":
+                h = F.gelu(h, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+            case "relu":
+                h = F.relu(h)
+            case "relu2":
+                h = F.relu(h)
+                h = h * h  # CUDA's autocast would compute `square` in float32
+        return self.down(h)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each on the normalised stream and added to it."""
+
+    def __init__(self, m: ModelSettings):
+        super().__init__()
+        self.attn_norm, self.attn = Norm(m), Attention(m)
+        self.ff_norm, self.ff = Norm(m), FeedForward(m)
+        self.dropout = m.dropout
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding | None = None,
+        cache: LayerCache | None = None,
+        spans: Any = None,
+    ) -> Tensor:
+        rate = self.dropout if self.training else 0.0
+        x = x + dropped(self.attn(self.attn_norm(x), rotary, cache, spans), rate)
+        return x + dropped(self.ff(self.ff_norm(x)), rate)
+
+
 class Head(nn.Module):
     """The head: a matrix [V, D] unless it is tied, and perhaps a bias [V]."""
 
-    def __init__(self, settings: ModelSettings, vocab: int):
+    def __init__(self, m: ModelSettings, vocab: int):
         super().__init__()
-        shape = (vocab, settings.width)
-        self.weight = None if settings.tie_head else nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(vocab)) if settings.head_bias else None
-        self.cap, self.vocab, self.share = settings.logit_cap, vocab, WHOLE
+        self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
+        self.bias = nn.Parameter(torch.empty(vocab)) if m.head_bias else None
+        self.cap = m.logit_cap
         self.objective = PLAIN  # of the training
         self.loss_tail: Tail | None = None  # compiled
+        self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
 
     def forward(
         self,
@@ -54,15 +213,10 @@ class Head(nn.Module):
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
         assert weight is not None
-        tensor = self.share.tensor
         if labels is None:
-            logits = head_logits(x, weight, self.bias, self.cap)
-            return self.share.gather_logits(logits, self.vocab)
-        piece = None
-        if tensor is not None:
-            piece = Piece(tensor.group, tensor.piece(self.vocab).start, self.vocab)
+            return head_logits(x, weight, self.bias, self.cap)
         objective = self.objective if self.training else PLAIN
-        how: Any = {"cap": self.cap, "piece": piece, "objective": objective}
+        how: Any = {"cap": self.cap, "piece": self.piece, "objective": objective}
         how |= {"by_source": by_source, "tail": self.loss_tail}
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
@@ -77,21 +231,24 @@ class Blocks(nn.ModuleList):
         return list(self)
 
 
+class Pass(NamedTuple):
+    """The tokens of one forward pass."""
+
+    tokens: Tensor  # [B, T]
+    labels: Tensor | None
+    positions: Tensor  # [T], or [B, T] with documents
+    spans: Any  # whose method `attention` keeps documents apart; None: causal attention
+
+
 class GPT(nn.Module):
-    """The network with `vocab` rows in its embedding; `initialise` gives its weights values.
+    """The network with `vocab` rows in its embedding; `initialise` gives its weights values."""
 
-    In a pipeline a rank holds some blocks. `elsewhere` has the names of parameters that only other
-    ranks hold, `copies` the names of parameters here that count, and are saved, on another rank.
-    """
-
-    elsewhere: frozenset[str] = frozenset()
-    copies: frozenset[str] = frozenset()
     low_stream = False  # the residual stream in autocast's precision (`train.stream`)
+    shares_gradient = True  # a tied table has one gradient for both uses
 
     def __init__(self, settings: ModelSettings, vocab: int):
         super().__init__()
         self.settings, self.vocab, self.context = settings, vocab, settings.context
-        self.share, self.kv_heads = WHOLE, settings.kv_heads_
         self.width_multiple = settings.width_multiple  # for the optimizer (muP)
         # With `_weight`, because torch imports torch._dynamo to draw values on the meta device.
         size = vocab, settings.width
@@ -109,8 +266,6 @@ class GPT(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         cache: list[LayerCache] | None = None,
-        hidden: Tensor | None = None,
-        layers: range | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
         places: Tensor | None = None,
@@ -124,86 +279,42 @@ class GPT(nn.Module):
                 model is).
             cache: Earlier tokens, from `new_cache`; this pass adds its tokens. With a cache the
                 result is the last token's logits [B, 1, V].
-            layers: The numbers of the blocks to compute, for a stage of a pipeline; default: all.
-                Before the last block the result is hidden states [B, T, D].
-            hidden: The result of the stage before.
             by_source: Where to add the loss of each row's source, for a mixture.
             documents: Of each row, with [B, T] as in `tokens`; attention stays within them, and
                 positions restart in each.
             places: Of tokens, counted over all rows [N]; then only their logits [N, V] result.
         """
-        m, layers = self.settings, layers or range(self.settings.layers)
-        first, last = cache[layers.start] if cache else None, layers.stop == m.layers
-        start, length = first.length if first else 0, tokens.shape[1]
-        assert start + length <= self.context, f"{start + length} tokens, context {self.context}"
-        # Logits are of whole sequences; the ranks of `context` divide only what has labels.
-        share = self.share if labels is not None else replace(self.share, context=None)
-        rate, seed = m.dropout if self.training else 0.0, torch.initial_seed()
-        rows = spans = None
-        within = documents.within(self.blocks(), rate) if documents else None
-        if share.is_whole:
-            spans = within(0, length) if within else None
+        here = self.prepare(tokens, labels, cache[0].length if cache else 0, documents)
+        x, table = self.begin(here)
+        x = self.through(x, range(self.settings.layers), here, cache)
+        return self.end(x, here, table, cache, by_source, places)
+
+    def stream_length(self, length: int, has_labels: bool) -> int:
+        """This rank's tokens of the residual stream in a pass of `length` tokens."""
+        return length
+
+    def prepare(
+        self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
+    ) -> Pass:
+        """Positions and documents of tokens, before which a cache holds `start` others."""
+        stop = start + tokens.shape[1]
+        assert stop <= self.context, f"{stop} tokens, context {self.context}"
+        if documents is None:
+            return Pass(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
+        within = documents.within(self.blocks(), self.settings.dropout if self.training else 0.0)
+        return Pass(tokens, labels, documents.positions, within(0, stop))
+
+    def begin(self, here: Pass) -> tuple[Tensor, Tensor | None]:
+        """The residual stream [B, T, D] before the first block, and the table of a tied head."""
+        m, table = self.settings, self.embedding.weight if self.settings.tie_head else None
+        has_loss = self.shares_gradient and here.labels is not None
+        if has_loss and table is not None and one_gradient(table):
+            x, table = look_up(table, here.tokens)
         else:
-            rows = share.rows(start, length, self.kv_heads, tokens.device, within)
-            tokens, labels = rows.tokens(tokens), None if labels is None else rows.labels(labels)
-        x, table = self.begin(tokens, hidden, last and labels is not None)
-        x, rotary = self.locate(x, range(start, start + length), rows, documents, hidden is None)
-        x = self.lowered(x)
-        if hidden is None:
-            x = drop(multiplied(x, m.multipliers.embedding), rate, rows)
-        for i in layers:
-            if rate:  # a block's masks do not depend on the blocks before it
-                seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
-            x = getattr(self.blocks, str(i))(x, rotary, cache[i] if cache else None, rows, spans)
-        if not last:
-            return x
-        x = self.norm(x) if m.final_norm else x
-        x = share.enter(multiplied(x, m.multipliers.hidden), rows)
-        if cache or places is not None:
-            x = x[:, -1:] if places is None else x.flatten(0, 1)[places]
-        return self.head(x, labels, table, by_source)
-
-    def begin(
-        self, tokens: Tensor, hidden: Tensor | None, loss: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows of the embedding, unless there are `hidden` states, and the table of a tied head.
-
-        `loss`: this pass also has the head's loss, so that both uses can share a gradient.
-        """
-        # The middle stages of a pipeline have no embedding.
-        table = getattr(self.embedding, "weight", None) if self.settings.tie_head else None
-        if hidden is not None:
-            return hidden, table
-        if loss and table is not None and self.share.is_whole and one_gradient(table):
-            x, table = look_up(table, tokens)
-        else:
-            x = self.embed(tokens)
-        return x if self.share.tensor is None else self.share.leave(x), table
-
-    def locate(
-        self, x: Tensor, whole: range, rows: Rows | None, documents: Documents | None, first: bool
-    ) -> tuple[Tensor, RotaryEmbedding | None]:
-        """The stream with learned positions (of the `first` block), and rotary ones for all blocks.
-
-        Args:
-            whole: The places of all ranks' tokens.
-            documents: Positions restart in each.
-        """
-        m, positions = self.settings, documents.positions if documents else None
-        if m.position == "learned" and first:
-            if positions is not None:
-                own = positions if rows is None else positions[:, rows.place(rows.stream)]
-                return x + F.embedding(own, self.positions.weight), None
-            here = slice(whole.start, whole.stop) if rows is None else rows.place(rows.stream)
-            return x + self.positions.weight[here], None
-        if m.position != "rope":
-            return x, None
-        if positions is None:
-            positions = torch.arange(whole.start, whole.stop, device=x.device)
-            positions = positions if rows is None else rows.place(rows.inner)
-        elif rows is not None:
-            positions = positions[:, rows.place(rows.inner)]
-        return x, RotaryEmbedding(m.rope_theta, m.width // m.heads, positions, like=x)
+            x = self.embedding(here.tokens)
+        if m.position == "learned":
+            x = x + self.positions(here.positions)
+        return self.drop(multiplied(self.lowered(x), m.multipliers.embedding), here), table
 
     def lowered(self, x: Tensor) -> Tensor:
         """The stream, in autocast's precision with `low_stream`."""
@@ -211,56 +322,41 @@ class GPT(nn.Module):
             return x.to(torch.get_autocast_dtype(x.device.type))
         return x
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Rows [B, T, D] of the embedding; zeros for those that another rank of `tp` holds."""
-        tensor = self.share.tensor
-        if tensor is None:
-            return self.embedding(tokens)  # type: ignore[no-any-return]
-        held = tensor.piece(self.vocab)
-        elsewhere = (tokens < held.start) | (tokens >= held.stop)
-        x = self.embedding((tokens - held.start).masked_fill(elsewhere, 0))
-        return x.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # type: ignore[no-any-return]
+    def drop(self, x: Tensor, here: Pass) -> Tensor:
+        """Dropout of the embedded tokens."""
+        return dropped(x, self.settings.dropout if self.training else 0.0)
 
-    def stream_length(self, start: int, length: int, labelled: bool) -> int:
-        """This rank's tokens of the residual stream, in a pass of `length` tokens."""
-        share = self.share if labelled else replace(self.share, context=None)
-        if share.is_whole:
-            return length
-        return len(share.rows(start, length, self.kv_heads, torch.device("cpu")).stream)
+    def through(
+        self, x: Tensor, layers: range, here: Pass, cache: list[LayerCache] | None = None
+    ) -> Tensor:
+        """The stream after some blocks."""
+        m, seed, rotary = self.settings, torch.initial_seed(), None
+        if m.position == "rope":
+            rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
+        for i in layers:
+            if m.dropout and self.training:  # a block's masks do not depend on those before it
+                seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
+            block = getattr(self.blocks, str(i))  # a stage of a pipeline lacks others
+            x = block(x, rotary, cache[i] if cache else None, here.spans)
+        return x
 
-    def divide(self, share: Share) -> None:
-        """Keep this rank's part of each parameter, and compute only it."""
-        self.share = share
-        for block in self.blocks:
-            block.attn.divide(share)
-            block.ff.share = share
-        self.head.share = share
-        self.kv_heads = self.blocks[0].attn.kv_heads
-        for name, parameter in list(self.named_parameters()):
-            if cut := self.cut(name):
-                owner, _, last = name.rpartition(".")
-                part = cut.take(parameter.detach()).contiguous()
-                piece = nn.Parameter(part, parameter.requires_grad)
-                setattr(self.get_submodule(owner), last, piece)
-
-    def cut(self, name: str) -> Cut | None:
-        """Which part of a parameter this rank holds; None: all of it."""
-        m, tensor = self.settings, self.share.tensor
-        if tensor is None:
-            return None
-        matrix = name.removesuffix(".weight").removesuffix(".bias")
-        if matrix in ("embedding", "head"):
-            return Cut(0, self.vocab, (tensor.piece(self.vocab),), tensor)
-        if matrix.endswith("attn.qkv"):
-            ranges = self.rows_by_heads(f"{matrix}.weight", tensor.rank, tensor.size)
-            rows = sum(self.matrix_parts(f"{matrix}.weight"))
-            return Cut(0, rows, tuple(ranges), tensor)
-        if matrix.endswith(("ff.up", "ff.gate")):
-            return Cut(0, m.ff_width_, (tensor.piece(m.ff_width_),), tensor)
-        if name.endswith(("attn.out.weight", "ff.down.weight")):
-            size = m.width if "attn" in matrix else m.ff_width_
-            return Cut(1, size, (tensor.piece(size),), tensor)
-        return None
+    def end(
+        self,
+        x: Tensor,
+        here: Pass,
+        table: Tensor | None,
+        cache: list[LayerCache] | None = None,
+        by_source: SourceSums | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or the loss, from the stream after the last block."""
+        m = self.settings
+        x = multiplied(self.norm(x) if m.final_norm else x, m.multipliers.hidden)
+        if places is not None:
+            x = x.flatten(0, 1)[places]
+        elif cache:
+            x = x[:, -1:]
+        return self.head(x, here.labels, table, by_source)  # type: ignore[no-any-return]
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The units of sharding beside the blocks; none if the root holds a tied head."""
@@ -281,20 +377,6 @@ class GPT(nn.Module):
         keys = m.width // m.heads * m.kv_heads_
         return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()
 
-    def rows_by_heads(self, name: str, piece: int, pieces: int) -> list[range]:
-        """The rows of a parameter with `matrix_parts` that one of equal `pieces` holds.
-
-        Each of the matrices is cut, by heads if `pieces` divides them. Attention over the piece is
-        then `Attention` with fewer heads: its queries, keys and values lie on top of one another
-        as in the whole.
-        """
-        ranges, start = [], 0
-        for rows in self.matrix_parts(name):
-            size = rows // pieces
-            ranges.append(range(start + piece * size, start + (piece + 1) * size))
-            start += rows
-        return ranges
-
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
         """A parameter's initial value, whole, in float32 on the CPU.
 
@@ -313,6 +395,25 @@ class GPT(nn.Module):
         if name.startswith("blocks."):
             std /= math.sqrt(m.width_multiple)
         return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+
+def dropped(x: Tensor, rate: float) -> Tensor:
+    """Dropout; it costs nothing at rate 0."""
+    return F.dropout(x, rate) if rate else x
+
+
+def multiplied(x: Tensor, factor: float) -> Tensor:
+    """`x * factor`; it costs nothing for 1."""
+    return x if factor == 1 else x * factor
+
+
+def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context for the norm of `x`: autocast does not raise it to float32.
+
+    The kernels add up in float32 by themselves.
+    """
+    low = x.dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext()
 
 
 def seed_generators(device: torch.device, seed: int) -> None:

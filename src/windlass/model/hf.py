@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, first_line, require
-from windlass.model import hf_files, hf_tensor
-from windlass.model.block import multiplied
+from windlass.model import hf_files, tensor_plan
 from windlass.model.documents import Documents, edges_of
 from windlass.model.frozen import raised
+from windlass.model.gpt import multiplied
 from windlass.model.loss import (
     PLAIN,
     Piece,
@@ -34,7 +34,6 @@ from windlass.model.loss import (
     cross_entropy_sum,
 )
 from windlass.model.quantised import Linear4bit, quantise_linear
-from windlass.model.share import WHOLE, Cut, Share
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
@@ -72,8 +71,7 @@ class HfModel(nn.Module):
         self.head_form = head_form(model)
         body: Any = model.base_model
         self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
-        self.share, self.cuts, self.partial = WHOLE, dict[str, Cut](), set[str]()
-        self.piece: Piece | None = None  # of the vocabulary
+        self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
         self.objective = PLAIN  # of the training
         self.loss_tail: Tail | None = None  # compiled
 
@@ -147,14 +145,6 @@ class HfModel(nn.Module):
         tied = head is None or getattr(head, "weight", None) is embedding.weight
         return [] if tied else [embedding], []
 
-    def divide(self, share: Share) -> None:
-        """Keep this rank's part of each parameter, and compute only it."""
-        self.share, self.piece = share, hf_tensor.divide(self, share)
-
-    def cut(self, name: str) -> Cut | None:
-        """Which part of a parameter this rank holds; None: all of it."""
-        return self.cuts.get(name)
-
     def new_cache(self, batch: int, length: int) -> HfCache:
         """An empty cache of keys, values and states, which grows with use."""
         return HfCache(self.model)
@@ -196,8 +186,6 @@ class HfModel(nn.Module):
         if labels is None:
             return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         weight = raised(weight, hidden)
-        if self.piece:
-            hidden = self.share.enter(hidden)
         how: Any = {"cap": cap, "piece": self.piece, "objective": objective}
         how |= {"by_source": by_source, "tail": self.loss_tail}
         return cross_entropy_sum(hidden, weight, labels, head.bias, **how)
@@ -321,7 +309,7 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         problem = f"model.context = {settings.context} is longer than {limit}"
         raise UserError(f"{problem}: write model.context={model.limit}, or less")
     if recipe.parallel.tensor > 1:
-        hf_tensor.check(model.model, recipe.parallel.tensor)
+        tensor_plan.check(model.model, recipe.parallel.tensor)
     model.context = settings.context
     if model.vocab < vocab:
         rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"

@@ -38,6 +38,7 @@ class Piece(NamedTuple):
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
     vocab: int  # the rows of all ranks
+    enter: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce a tensor over the ranks, in place."""
@@ -128,14 +129,14 @@ def cross_entropy_sum(
         cap: Soft bound of the logits, 0 for none.
         chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0:
             all, through autograd.
-        piece: If several ranks divide the rows: which are here. The ranks have equal hidden states
-            and get equal sums; no rank holds all logits of a token. The gradient of the hidden
-            states is this rank's part of a sum.
+        piece: If several ranks divide the rows: which are here. Every rank gets the whole sum, and
+            none holds all logits of a token.
         by_source: Where to add the loss of each row's source, for a mixture.
         tail: Computes the loss and the gradient of a chunk, if there will be a backward pass, the
             vocabulary is whole, and the logits are not so few that the call costs more than it
             saves.
     """
+    x = piece.enter(x) if piece else x
     x, labels = x.flatten(0, -2), labels.flatten()
     tail = None if piece or not torch.is_grad_enabled() else tail
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0: autograd

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.model.share import cut_of, has_partial_gradient, local_part
+from windlass.model.share import cut_of, local_part
 from windlass.parallel.dist import Ranks
 
 AT_ONCE = 2**16  # elements of a gradient whose squares torch adds up alone (on a CPU)
@@ -114,8 +114,9 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
     if ranks.mesh.tp is None:
         return
     trained = [p for p in dict.fromkeys(parameters) if p.grad is not None and not cut_of(p)]
-    whole = (p.grad for p in trained if ranks.mesh.sequence or has_partial_gradient(p))
-    for grads in _by_kind(whole).values():
+    every = ranks.mesh.sequence
+    partial = (p.grad for p in trained if every or hasattr(p, "has_partial_gradient"))
+    for grads in _by_kind(partial).values():
         sum_together(grads, ranks.mesh.tp)
 
 

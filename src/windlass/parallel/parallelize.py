@@ -35,11 +35,13 @@ from windlass.model.build import materialise
 from windlass.model.float8 import use_float8
 from windlass.model.frozen import HeldEmbedding
 from windlass.model.gpt import GPT
+from windlass.model.hf import HfModel
 from windlass.model.loss import loss_tail
-from windlass.model.share import Peers, Share, is_fsdp, with_cut
+from windlass.model.share import Cut, Peers, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
 from windlass.parallel.pipeline import keep_stages
+from windlass.parallel.tensor import become, divide_gpt, divide_hf
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
 
@@ -83,7 +85,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
             dist.broadcast(tensor.data, src=0)
     if recipe.train.stream == "bf16":
         lower_stream(model, resolve_precision(recipe.train.precision, ranks.device))
-    divide(model, ranks, recipe)
+    cuts, partial = divide(model, ranks, recipe)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
@@ -106,9 +108,9 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         offload = sharded and recipe.parallel.offload
         materialise(model, torch.device("cpu") if offload else ranks.device, ranks.device)
     for name, parameter in model.named_parameters():
-        with_cut(parameter, model.cut(name) if hasattr(model, "cut") else None)
-        if name in getattr(model, "partial", ()):
-            parameter.partial_gradient = True
+        with_cut(parameter, cuts.get(name))
+        if name in partial:
+            parameter.has_partial_gradient = True  # type: ignore[attr-defined]
     if sharded:
         return model
     if ranks.strategy.shards_optimizer:
@@ -132,19 +134,27 @@ def lower_stream(model: nn.Module, precision: str) -> None:
     model.low_stream = True
 
 
-def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """Keep this rank's part of the matrices; UserError if the model cannot be divided."""
+def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cut], set[str]]:
+    """Keep this rank's part of the matrices; UserError if the model cannot be divided.
+
+    Returns the cuts of parameters by name, and the names of those with partial gradients.
+    """
     mesh, settings = ranks.mesh, recipe.parallel
     if mesh.sizes.tp * mesh.sizes.cp == 1:
-        return
-    if not hasattr(model, "divide"):
-        problem = f"{settings.layout}: Windlass divides its own GPT and models of transformers"
-        raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
+        return {}, set()
     tensor, context = (
         Peers(group.group_name, dist.get_rank(group), group.size()) if group else None
         for group in (mesh.tp, mesh.cp)
     )
-    model.divide(Share(tensor, context, mesh.sequence))
+    if isinstance(model, GPT):
+        return divide_gpt(model, tensor, context, mesh.sequence), set()
+    if not isinstance(model, HfModel):
+        problem = f"{settings.layout}: Windlass divides its own GPT and models of transformers"
+        raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
+    if context is not None or mesh.sequence or tensor is None:
+        key = "parallel.sequence=false" if mesh.sequence else "parallel.context=1"
+        raise UserError(f"a model of transformers keeps its residual stream whole: write {key}")
+    return divide_hf(model, tensor)
 
 
 def _replicate(
@@ -266,7 +276,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
         wide: list[nn.Module] = [m for m in tables if not isinstance(m, HeldEmbedding)]
         if ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
             wide += [module for module in model.modules() if is_foreign_norm(module)]
-        compute_in_float32(wide)
+        for module in wide:
+            become(module, InFloat32)
     in_order, each = hasattr(model, "ends") and ranks.mesh.pp is None, 1
     if in_order:
         each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
@@ -299,27 +310,19 @@ def is_foreign_norm(module: nn.Module) -> bool:
     return is_norm and not kind.__module__.startswith("windlass.")
 
 
-def compute_in_float32(modules: list[nn.Module]) -> None:
-    """Have modules raise their gathered low-precision parameters to float32 in each forward pass.
+class InFloat32(nn.Module):
+    """A module that raises its gathered low-precision parameters in each forward pass.
 
-    Each class gets one subclass. Dynamo guards a function set on a module by its identity, so a
-    function for each module would compile every block again.
+    It comes before the module's class in the order of inheritance.
     """
-    subclasses: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in modules:
-        kind = type(module)
-        if kind not in subclasses:
 
-            def forward(self: Any, *args: Any, _kind: Any = kind, **kwargs: Any) -> Any:
-                parameters = self.named_parameters()
-                wide = {name: p.float() for name, p in parameters if p.dtype in LOW.values()}
-                if not wide:
-                    return _kind.forward(self, *args, **kwargs)
-                # It comes back here with the wide parameters in their places.
-                return torch.func.functional_call(self, wide, args, kwargs)
-
-            subclasses[kind] = type(kind.__name__, (kind,), {"forward": forward})
-        module.__class__ = subclasses[kind]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        parameters = self.named_parameters()
+        wide = {name: p.float() for name, p in parameters if p.dtype in LOW.values()}
+        if not wide:
+            return super().forward(*args, **kwargs)
+        # It comes back here with the wide parameters in their places.
+        return torch.func.functional_call(self, wide, args, kwargs)
 
 
 @contextlib.contextmanager

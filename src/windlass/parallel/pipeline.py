@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.cache import LayerCache
 from windlass.model.documents import Documents
-from windlass.model.gpt import GPT
+from windlass.model.gpt import GPT, LayerCache
 from windlass.model.loss import SourceSums
 from windlass.model.share import local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.dist import Ranks
+from windlass.parallel.tensor import become
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
@@ -229,7 +229,7 @@ class Pipeline:
 
         Args:
             micro: The step's micro-batches, on every stage.
-            forward: `forward(micro, hidden=..., layers=...)` returns hidden states, or the loss.
+            forward: `forward(micro, hidden=..., stage=...)` returns hidden states, or the loss.
             backward: `backward(result, its gradient)`.
             sync: The context of a backward pass; `sync(True)` for a stage's last one.
             loss: To which `forward` adds on the last stage; every stage gets the sum.
@@ -239,8 +239,7 @@ class Pipeline:
         def work(task: Task, arrived: Tensor | None) -> Tensor | None:
             if not task.backward:
                 hidden = None if arrived is None else arrived.requires_grad_()
-                layers = self.layers[task.stage]
-                result = forward(micro[task.micro], hidden=hidden, layers=layers)
+                result = forward(micro[task.micro], hidden=hidden, stage=task.stage)
                 held[task] = hidden, result
                 return result.detach()
             hidden, result = held.pop(task._replace(backward=False))
@@ -253,12 +252,9 @@ class Pipeline:
         self.sum_gradients(model)
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
-    def shape(
-        self, model: GPT, tokens: Tensor, labelled: bool = True, start: int = 0
-    ) -> tuple[int, int, int]:
+    def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
         """The shape of the hidden states of tokens [B, T], and of their gradient."""
-        length = model.stream_length(start, tokens.shape[1], labelled)
-        return len(tokens), length, self.width
+        return len(tokens), model.stream_length(tokens.shape[1], has_labels), self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:
         """Add up the gradients of replicas, and of a table that two stages hold."""
@@ -282,10 +278,16 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds some stages.
 
-    Called with `layers`, it computes one stage. Otherwise it evaluates: it passes the batch through
-    the stages of all ranks, and every rank gets the result, without a gradient.
+    Called with `stage`, it computes one. Otherwise it evaluates: it passes the batch through the
+    stages of all ranks, and every rank gets the result, without a gradient.
+
+    `elsewhere` has the names of parameters that only other ranks hold, `copies` the names of
+    parameters here that count, and are saved, on another rank.
     """
 
+    shares_gradient = False  # lookup and head are in different stages
+    elsewhere: frozenset[str]
+    copies: frozenset[str]
     pipeline: Pipeline
 
     def forward(
@@ -293,17 +295,50 @@ class StagedGPT(GPT):
         tokens: Tensor,
         labels: Tensor | None = None,
         cache: list[LayerCache] | None = None,
-        hidden: Tensor | None = None,
-        layers: range | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
         places: Tensor | None = None,
+        hidden: Tensor | None = None,
+        stage: int | None = None,
     ) -> Tensor:
-        if layers is not None:
-            return super().forward(tokens, labels, cache, hidden, layers, by_source, documents)
+        given = cache, by_source, documents, places
+        if stage is not None:
+            return self.compute(stage, hidden, tokens, labels, *given)
+        return self.evaluate(tokens, labels, *given)
+
+    def compute(
+        self,
+        stage: int,
+        hidden: Tensor | None,
+        tokens: Tensor,
+        labels: Tensor | None,
+        cache: list[LayerCache] | None,
+        by_source: SourceSums | None,
+        documents: Documents | None,
+        places: Tensor | None,
+    ) -> Tensor:
+        """The hidden states after a stage, from those before it, or the result of the last one."""
+        layers = self.pipeline.layers[stage]
+        here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
+        x = self.begin(here)[0] if hidden is None else self.lowered(hidden)
+        x = self.through(x, layers, here, cache)
+        if not self.pipeline.last(stage):
+            return x
+        table = self.embedding.weight if self.settings.tie_head else None
+        return self.end(x, here, table, cache, by_source, places)
+
+    def evaluate(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None,
+        cache: list[LayerCache] | None,
+        by_source: SourceSums | None,
+        documents: Documents | None,
+        places: Tensor | None,
+    ) -> Tensor:
+        """The result of the last stage on every rank, of a batch that passes through all stages."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
-        start = cache[pipe.layers[pipe.own[0]].start].length if cache else 0
         # Sharded parameters are gathered for each part, so all data ranks need equal numbers of parts.
         # Only batches with labels have equal numbers of rows.
         most = 1 if labels is None else EVALUATION_PARTS * pipe.ranks
@@ -315,14 +350,14 @@ class StagedGPT(GPT):
         results = list[Tensor]()
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
-            part, layers = task.micro, pipe.layers[task.stage]
-            given = marks[part], cache, arrived, layers, sums[part], apart[part], places
-            result = GPT.forward(self, rows[part], *given)
+            i = task.micro
+            given = cache, sums[i], apart[i], places
+            result = self.compute(task.stage, arrived, rows[i], marks[i], *given)
             if pipe.last(task.stage):
                 results.append(result)
             return result
 
-        pipe.run("forward", [pipe.shape(self, r, labels is not None, start) for r in rows], work)
+        pipe.run("forward", [pipe.shape(self, r, labels is not None) for r in rows], work)
         if results:
             whole = results[0] if labels is None else torch.stack(results).sum()
             whole = whole.to(pipe.dtype).contiguous()
@@ -351,15 +386,15 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
             raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
     own = parts_of(model, pipe, pipe.rank)
     model.elsewhere = frozenset(name for name in whole if not name.startswith(own))
-    if pipe.last(pipe.own[-1]) and recipe.model.tie_head:
-        model.copies = frozenset({"embedding.weight"})
+    has_copy = pipe.last(pipe.own[-1]) and recipe.model.tie_head
+    model.copies = frozenset({"embedding.weight"} if has_copy else ())
     for name, _ in list(model.named_children()):
         if name != "blocks" and f"{name}." not in own:
             setattr(model, name, None)
     for number in range(recipe.model.layers):
         if f"blocks.{number}." not in own:
             delattr(model.blocks, str(number))
-    model.__class__ = StagedGPT
+    become(model, StagedGPT)
     model.pipeline = pipe  # type: ignore[assignment]
 
 

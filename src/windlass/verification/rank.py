@@ -19,8 +19,8 @@ from windlass import processes
 from windlass.data.open import open_data
 from windlass.errors import Stopped
 from windlass.launch.local import launch
-from windlass.model.share import Rows
 from windlass.parallel import collectives
+from windlass.parallel.context import TokenPart
 from windlass.recipe import Recipe
 
 Task = dict[str, Any]
@@ -85,7 +85,7 @@ def injected(fault: str) -> Iterator[None]:
         # Norms have seen only this rank's tokens, and nobody adds up their gradients.
         "norms": lambda: mock.patch.object(collectives, "sum_over_tensor_ranks", lambda *_: None),
         # The labels are those of the first part of the sequence on every rank.
-        "labels": lambda: mock.patch.object(Rows, "labels", first_labels),
+        "labels": lambda: mock.patch.object(TokenPart, "labels", first_labels),
         # Each stage clips by its own norm.
         "clipping": lambda: mock.patch.object(collectives, "sum_over_all_ranks", lambda s, _: s),
     }
@@ -98,9 +98,9 @@ def own_numbers(numbers: Any, ranks: Any) -> collectives.Pending:
     return collectives.Pending(numbers, None, None)
 
 
-def first_labels(rows: Rows, whole: Any) -> Any:
+def first_labels(part: TokenPart, whole: Any) -> Any:
     """The labels of the first tokens, whatever this rank's tokens are."""
-    return whole[:, : len(rows.inner)]
+    return whole[:, : len(part.places)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,254 @@
+"""The tokens of a pass that a rank computes, and attention among the tokens of all ranks.
+
+Context parallelism divides the tokens of each row. Attention exchanges tokens for heads (Ulysses,
+arXiv 2309.14509) if the heads of keys suffice. Otherwise it gathers keys and values, and each rank
+holds an early and a late part of the row, so that all have equal work (arXiv 2407.21783, section
+3.3.2).
+
+Legend: B batch, T time, S time seen, H heads, K key and value heads, E width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from windlass.model.documents import Documents, Spans, attend
+from windlass.model.gpt import GPT, LayerCache, Pass, RotaryEmbedding
+from windlass.model.share import Peers
+from windlass.parallel.autograd import Exchange, Gather, gather
+from windlass.recipe.settings import IGNORE_INDEX
+
+
+class TokenPart(NamedTuple):
+    """The tokens of a pass on this rank, as places in a row of `length` tokens.
+
+    Parts have equal sizes. A part that is too long ends with padding: places past the last token.
+    """
+
+    length: int
+    places: Tensor  # in attention and feed-forward
+    stream: Tensor  # in the residual stream, of which a rank of `tensor` may have a part
+    tensor: Peers | None  # the ranks that divide the heads
+    context: Peers | None  # the ranks that divide the tokens
+    masks: tuple[Any, ...]
+    """The mask of each part of an attention: `Spans` of documents, or a causal mask, None if square.
+    If the ranks gather keys there is an early and a late part, else one. (`torch.compile` takes
+    causal masks as arguments but does not make them.)"""
+
+    def tokens(self, whole: Tensor) -> Tensor:
+        """The columns of a row's tokens or positions [..., T]; padding repeats the last one."""
+        return whole[..., self.places.clamp(max=self.length - 1)]
+
+    def labels(self, whole: Tensor) -> Tensor:
+        """The columns of labels [B, T]; padding is masked."""
+        return self.tokens(whole).masked_fill(self.places >= self.length, IGNORE_INDEX)
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        """Dropout of the stream [B, T, D]; the mask is a slice of the one of all tokens."""
+        whole = torch.ones(x.shape[0], self.length, x.shape[2], dtype=x.dtype, device=x.device)
+        return x * F.dropout(whole, rate)[:, self.stream.clamp(max=self.length - 1)]
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
+        """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
+        c, keep, (H, K) = self.context, None, (q.shape[1], k.shape[1])
+        if rate:
+            shape = (q.shape[0], H, self.length, self.length)
+            keep = mask_of_heads(q, shape, rate, self.tensor)
+        if c is None:
+            return causal(q, k, v, keep, self.masks[0])
+        if len(self.masks) == 1:
+            parts = [x.unflatten(1, (c.size, -1)).movedim(1, 0) for x in (q, k, v)]
+            here = Exchange.apply(torch.cat(parts, 2), c)  # [ranks, B, H + 2K of a rank, T, E]
+            each = [H // c.size, K // c.size, K // c.size]
+            # [B, heads of a rank, all tokens, E]
+            q, k, v = (x.movedim(0, 2).flatten(2, 3) for x in here.split(each, dim=2))
+            if keep is not None:
+                keep = keep[:, c.rank * each[0] : (c.rank + 1) * each[0]]
+            y = causal(q, k, v, keep, self.masks[0])
+            y = Exchange.apply(y.unflatten(2, (c.size, -1)).movedim(2, 0), c)
+            return y.movedim(0, 1).flatten(1, 2)
+        # [T, ...]: the parts of rank 0, which are parts 0 and 2 n - 1 of the row, of rank 1, ...
+        chunks = Gather.apply(torch.cat([k, v], 1).movedim(2, 0), 0, c).chunk(2 * c.size)
+        k, v = torch.cat([*chunks[::2], *chunks[::-2]]).movedim(0, 2).split([K, K], dim=1)
+        outputs, size = [], q.shape[2] // 2
+        for number, part in enumerate((c.rank, 2 * c.size - 1 - c.rank)):
+            stop = (part + 1) * size
+            some = None if keep is None else keep[:, :, part * size : stop]
+            mine = q[:, :, number * size : (number + 1) * size]
+            mask = self.masks[number]
+            outputs.append(causal(mine, k[:, :, :stop], v[:, :, :stop], some, mask))
+        return torch.cat(outputs, 2)
+
+
+class DividedBlock(nn.Module):
+    """A block of our GPT whose dropout takes slices of the masks of all tokens.
+
+    It comes before the block's class in the order of inheritance.
+    """
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding | None,
+        cache: LayerCache | None,
+        part: TokenPart | Any,
+    ) -> Tensor:
+        block: Any = self
+        if not self.training:
+            return super().forward(x, rotary, cache, part)  # type: ignore[no-any-return]
+        x = x + part.drop(block.attn(block.attn_norm(x), rotary, cache, part), block.dropout)
+        return x + part.drop(block.ff(block.ff_norm(x)), block.dropout)  # type: ignore[no-any-return]
+
+
+class DividedGPT(GPT):
+    """Our GPT; ranks divide its heads and its vocabulary, or its tokens."""
+
+    shares_gradient = False  # the head's gradient and the lookup's are of other ranks
+    tensor_ranks: Peers | None
+    context_ranks: Peers | None
+    sequence: bool  # `tensor_ranks` divide the residual stream in training
+
+    def prepare(
+        self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
+    ) -> Pass:
+        if not self.training and (labels is None or self.context_ranks is None):
+            return super().prepare(tokens, labels, start, documents)
+        assert not start, "a cache needs evaluation mode"
+        positions, within = super().prepare(tokens, labels, 0, None).positions, None
+        if documents is not None:
+            rate = self.settings.dropout if self.training else 0.0
+            positions, within = documents.positions, documents.within(self.blocks(), rate)
+        part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
+        labels = None if labels is None else part.labels(labels)
+        return Pass(part.tokens(tokens), labels, part.tokens(positions), part)
+
+    def part(
+        self,
+        length: int,
+        has_labels: bool,
+        device: torch.device,
+        within: Callable[[int, int], Spans] | None = None,
+    ) -> TokenPart:
+        """This rank's tokens. Logits are of whole rows, so only what has labels is divided."""
+        context = self.context_ranks if has_labels else None
+        attention: Any = next(iter(self.blocks())).attn
+        return divide_tokens(
+            length,
+            device,
+            self.tensor_ranks,
+            context,
+            sequence=self.sequence and self.training,
+            by_heads=context is not None and attention.kv_heads % context.size == 0,
+            within=within,
+        )
+
+    def stream_length(self, length: int, has_labels: bool) -> int:
+        return len(self.part(length, has_labels, torch.device("cpu")).stream)
+
+    def drop(self, x: Tensor, here: Pass) -> Tensor:
+        rate = self.settings.dropout if self.training else 0.0
+        return here.spans.drop(x, rate) if rate else x
+
+    def end(self, x: Tensor, here: Pass, *args: Any) -> Tensor:
+        ranks = self.tensor_ranks if self.sequence and self.training else None
+        if here.labels is None and ranks is not None:
+            x = gather(x, 1, ranks)[:, : here.spans.length]  # logits have no gradient
+        return super().end(x, here, *args)
+
+
+def divide_tokens(
+    length: int,
+    device: torch.device,
+    tensor: Peers | None,
+    context: Peers | None,
+    sequence: bool,
+    by_heads: bool,
+    within: Callable[[int, int], Spans] | None = None,
+) -> TokenPart:
+    """This rank's part of a row.
+
+    Args:
+        sequence: The ranks of `tensor` divide the residual stream.
+        by_heads: The ranks of `context` exchange heads.
+        within: `within(first, stop)` returns the attention of these tokens within documents.
+    """
+    streams = tensor.size if tensor is not None and sequence else 1
+    parts = 1 if context is None else context.size if by_heads else 2 * context.size
+    own = [0] if context is None else [context.rank]
+    if context is not None and not by_heads:
+        own.append(parts - 1 - context.rank)
+    # Each rank's tokens are a multiple of `streams`.
+    multiple = streams // math.gcd(streams, len(own))
+    each = -(-length // (parts * multiple)) * multiple
+    every = torch.arange(parts * each, device=device)
+    places = torch.cat([every[i * each : (i + 1) * each] for i in own])
+    stream = places.view(streams, -1)[tensor.rank] if tensor is not None and sequence else places
+    masks: list[Any] = []
+    for i in own:
+        first, stop = (0, parts * each) if len(own) == 1 else (i * each, (i + 1) * each)
+        if within is not None:
+            masks.append(within(first, stop))
+        elif first:
+            from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
+            masks.append(causal_lower_right(each, stop))
+        else:
+            masks.append(None)
+    return TokenPart(length, places, stream, tensor, context, tuple(masks))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
+    """Attention of the last T of S tokens; `mask` as in `TokenPart.masks`. `keep` [B, H, T, S] is a
+    dropout mask, or a part of it without the padding at the end.
+    """
+    T, S = q.shape[2], k.shape[2]
+    if keep is None and isinstance(mask, Spans):
+        return mask.attention(q, k, v)
+    if keep is None:
+        return attend(q, k, v, mask, mask is None)
+    keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
+    if isinstance(mask, Spans):
+        assert mask.mask is not None
+        return masked_attention(q, k, v, keep, mask.mask)
+    return masked_attention(q, k, v, keep, is_causal=True)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with the dropout mask `keep` [B, H, T, S]."""
+    T, S = q.shape[2], k.shape[2]
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3)
+    scores = scores / math.sqrt(q.shape[3]) if scale is None else scores * scale
+    if is_causal:
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return (scores.softmax(-1) * keep).to(v.dtype) @ v
+
+
+def mask_of_heads(
+    like: Tensor, shape: tuple[int, ...], rate: float, tensor: Peers | None
+) -> Tensor:
+    """A dropout mask [B, H, T, S] of this rank's heads: its slice of the mask of all heads."""
+    B, H, T, S = shape
+    if tensor is None:
+        return F.dropout(like.new_ones(shape), rate)
+    whole = F.dropout(like.new_ones(B, H * tensor.size, T, S), rate)
+    return whole[:, tensor.rank * H : (tensor.rank + 1) * H]

@@ -1,0 +1,425 @@
+"""Tensor parallelism (arXiv 1909.08053) of our GPT and of models of `transformers`, by a plan.
+
+A plan names a style for modules and parameters. A parameter that is cut becomes a plain tensor, this
+rank's part, so its gradient, optimizer state and checkpoint need no correction. A divided module
+gets a subclass whose forward pass has the collectives; the model knows nothing of ranks. Embedding
+and head are cut by vocabulary, in a model of `transformers` if the head is plain.
+
+With `sequence` (arXiv 2205.05198), while our GPT trains, the ranks also divide the residual stream
+along time. Otherwise the stream is whole on every rank.
+
+Legend: B batch, T time, S time seen, D model width, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from windlass.model.frozen import raised
+from windlass.model.gpt import GPT
+from windlass.model.loss import Piece
+from windlass.model.share import Cut, Peers
+from windlass.model.tensor_plan import (
+    COLUMNS,
+    EXPERTS,
+    SHARED,
+    attention_layers,
+    check,
+    is_transposed,
+)
+from windlass.parallel.autograd import Copy, Gather, Scatter, Sum, gather
+from windlass.parallel.context import DividedBlock, DividedGPT, mask_of_heads, masked_attention
+
+GPT_PLAN = {
+    "attn.qkv": "qkv_colwise",
+    "attn.out": "rowwise",
+    "ff.gate": "colwise",
+    "ff.up": "colwise",
+    "ff.down": "rowwise",
+}
+"""The styles of each block of our GPT."""
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "up"))
+"""Layers of one module that read the same tensor."""
+
+
+class Entrance:
+    """The way of a tensor into sibling layers; it enters once, so its gradient is summed once."""
+
+    def __init__(self, readers: int):
+        self.readers, self.left = readers, 0
+        self.given: Tensor | None = None
+        self.entered: Tensor | None = None
+
+    def __call__(self, x: Tensor, enter: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.entered is None or self.given is not x:
+            self.given, self.entered, self.left = x, enter(x), self.readers
+        y = self.entered
+        self.left -= 1
+        if not self.left:
+            self.given = self.entered = None
+        return y
+
+
+class Part(nn.Module):
+    """A module with this rank's part of its parameters.
+
+    Subclasses come before the module's own class in the order of inheritance.
+    """
+
+    tensor: Peers
+    sequence: bool
+    entrance: Entrance
+    held: range  # this rank's part of the dimension that is cut
+    whole: int  # the size of that dimension
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Before matrices cut by outputs: the whole stream [B, T, D] on each rank.
+
+        The backward pass adds up the ranks' gradients.
+        """
+        if torch.is_autocast_enabled(x.device.type):  # the matrices would round it anyway
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if self.sequence and self.training:
+            return Gather.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
+        return Copy.apply(x, self.tensor)  # type: ignore[no-any-return]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """After matrices cut by inputs: the sum over the ranks of [B, T, D], as a stream."""
+        if self.sequence and self.training:
+            return Scatter.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
+        return Sum.apply(x, self.tensor)  # type: ignore[no-any-return]
+
+
+class Columns(Part):
+    """A linear layer with some of its outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
+
+
+class GatheredColumns(Columns):
+    """The same, with all outputs on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.leave(F.pad(y, (self.held.start, self.whole - self.held.stop)))
+
+
+class SharedKeys(Columns):
+    """Queries, keys and values of a GPT with fewer heads of keys than ranks.
+
+    Each rank computes a part of a head, and the ranks gather the heads. This rank's queries belong
+    to head `key_head`.
+    """
+
+    query_width: int
+    head_width: int
+    key_head: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = super().forward(x)
+        q, kv = qkv.split([self.query_width, qkv.shape[-1] - self.query_width], dim=-1)
+        kv = Gather.apply(kv.unflatten(-1, (2, -1)).movedim(-1, 0), 0, self.tensor)
+        kv = kv.narrow(0, self.key_head * self.head_width, self.head_width).movedim(0, -1)
+        return torch.cat([q, kv.flatten(-2)], dim=-1)
+
+
+class Rows(Part):
+    """A linear layer of some of its inputs; the whole bias is added to the sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        module: Any = self
+        weight = module.weight if isinstance(self, nn.Linear) else module.weight.T
+        y = self.leave(F.linear(x, raised(weight, x)))
+        return y if module.bias is None else y + module.bias.to(y.dtype)
+
+
+class SplitRows(Rows):
+    """The same, of an input that is whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.entrance(x, self.enter)[..., self.held.start : self.held.stop])
+
+
+class Embedding(Part):
+    """An embedding with some rows of the vocabulary."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        elsewhere = (tokens < self.held.start) | (tokens >= self.held.stop)
+        x = super().forward((tokens - self.held.start).masked_fill(elsewhere, 0))
+        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+
+class Positions(Part):
+    """A whole table of learned positions, looked up for this rank's part of the stream."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        if self.sequence and self.training:
+            positions = positions.chunk(self.tensor.size, -1)[self.tensor.rank]
+        return super().forward(positions)  # type: ignore[no-any-return]
+
+
+class Head(Part):
+    """A head with some rows of the vocabulary: its loss, or all logits, without gradients."""
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        y: Tensor = super().forward(x, *args)
+        return y if y.dim() == 0 else gather_logits(y, self.whole, self.tensor)
+
+
+class Experts(Part):
+    """A mixture of experts, with a part of each expert."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        x, weights = Copy.apply(x, self.tensor), Copy.apply(weights, self.tensor)
+        return self.leave(super().forward(x, index, weights))
+
+
+class Attention(Part):
+    """An attention layer of `transformers` with dropout inside."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        with HeadMasks(self.tensor):
+            return super().forward(*args, **kwargs)
+
+
+class HeadMasks(TorchFunctionMode):
+    """Dropout of this rank's heads with its slice of the masks of all heads."""
+
+    def __init__(self, tensor: Peers):
+        super().__init__()
+        self.tensor = tensor
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            return self.attention(*args, **kwargs)
+        if function is F.dropout and args[0].dim() == 4 and kwargs.get("training", True):
+            return args[0] * mask_of_heads(args[0], args[0].shape, kwargs["p"], self.tensor)
+        return function(*args, **kwargs)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention`."""
+        shape = (*q.shape[:3], k.shape[2])
+        keep = mask_of_heads(q, shape, dropout_p, self.tensor)
+        return masked_attention(q, k, v, keep, attn_mask, is_causal, scale)
+
+
+STYLES: dict[str, type[Part]] = {
+    "colwise": Columns,
+    "qkv_colwise": Columns,
+    "colwise_gather_output": GatheredColumns,
+    "colwise_rep": GatheredColumns,
+    "rowwise": Rows,
+    "rowwise_split_input": SplitRows,
+    "rowwise_rep": SplitRows,
+    EXPERTS: Experts,
+}
+
+
+Cuts = dict[str, Cut]
+"""How parameters are cut, by their names."""
+
+
+def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence: bool) -> Cuts:
+    """Keep this rank's part of the parameters of our GPT, and have its modules compute it."""
+    m: Any = model
+    m.__class__ = DividedGPT
+    m.tensor_ranks, m.context_ranks, m.sequence = tensor, context, sequence
+    for block in model.blocks() if model.settings.dropout else ():
+        become(block, DividedBlock)
+    if tensor is None:
+        return {}
+    ends = [(name, name.split(".", 2)[-1]) for name, _ in model.named_modules()]
+    plan = {name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN}
+    cuts = divide_modules(model, plan, tensor, sequence)
+    for divided in model.blocks():
+        attn: Any = divided.attn
+        if attn.kv_heads < tensor.size:
+            become(attn.qkv, SharedKeys)
+            attn.qkv.query_width = model.settings.width // tensor.size
+            attn.qkv.head_width = attn.head_width
+            attn.qkv.key_head = tensor.rank * attn.kv_heads // tensor.size
+        attn.heads, attn.kv_heads = attn.heads // tensor.size, max(1, attn.kv_heads // tensor.size)
+    if model.settings.position == "learned":
+        divide_module(model.positions, Positions, tensor, sequence)
+    for name, part in (("embedding", Embedding), ("head", Head)):
+        cuts |= cut_vocabulary(model, name, part, model.vocab, tensor, sequence)
+    model.head.piece = piece_of(model.head)
+    keep_parts(model, cuts)
+    return cuts
+
+
+def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
+    """The same for an `HfModel`; also returns the names of parameters with partial gradients.
+
+    UserError if the model cannot be divided so.
+    """
+    network, partial = model.model, set[str]()
+    plan, modules = check(network, tensor.size), dict(network.named_modules())
+    cuts = divide_modules(network, plan, tensor)
+    for name, style in plan.items():
+        if style == SHARED:
+            shared = modules[name].named_parameters() if name in modules else []
+            partial |= {f"model.{name}.{key}" for key, _ in shared}
+    for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:
+        if has_dropout(layer := network.get_submodule(name)):
+            divide_module(layer, Attention, tensor)
+    embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
+    if model.head_form is not None and isinstance(embedding, nn.Embedding):
+        names = {module: name for name, module in modules.items()}
+        for end, part in ((embedding, Embedding), (head, Head)):
+            cuts |= cut_vocabulary(network, names[end], part, len(end.weight), tensor)
+        padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
+        embedding.padding_idx = padding - held.start if padding in held else None
+        model.piece = piece_of(head)
+    keep_parts(network, cuts)
+    for module in network.modules():
+        if type(module).__name__ == "GPT2Attention" and not module.is_cross_attention:
+            attention: Any = module
+            attention.split_size = attention.c_attn.nf // 3
+            attention.num_heads = attention.split_size // attention.head_dim
+    return {f"model.{name}": cut for name, cut in cuts.items()}, partial
+
+
+def divide_modules(
+    network: Any, plan: dict[str, str], tensor: Peers, sequence: bool = False
+) -> Cuts:
+    """Give the modules of a plan their styles; returns the cuts of the plan's parameters."""
+    cuts, modules = Cuts(), dict(network.named_modules())
+    for name, style in plan.items():
+        if style == SHARED:
+            continue
+        if name not in modules:
+            cuts[name] = cut_parameter(network.get_parameter(name), style, tensor)
+            continue
+        module = divide_module(modules[name], STYLES[style], tensor, sequence)
+        if style == EXPERTS:
+            continue
+        owner, _, last = name.rpartition(".")
+        group = next((group for group in SIBLINGS if last in group), (last,))
+        siblings = [modules[n] for n in (f"{owner}.{other}" for other in group) if n in plan]
+        known = (other.entrance for other in siblings if hasattr(other, "entrance"))
+        module.entrance = next(known, None) or Entrance(len(siblings))
+        # The dimension of the weight that is cut; GPT-2's is [inputs, outputs].
+        outputs, transposed = style in COLUMNS, is_transposed(module)
+        dim = int(outputs == transposed)
+        module.whole = size = module.weight.shape[dim]
+        module.held = tensor.piece(size)
+        ranges: tuple[range, ...] = (module.held,)
+        if style == "qkv_colwise":
+            is_gpt = isinstance(network, GPT)
+            rows = network.matrix_parts(f"{name}.weight") if is_gpt else (size // 3,) * 3
+            ranges = stacked_pieces(rows, tensor)
+        cuts[f"{name}.weight"] = Cut(dim, size, ranges, tensor)
+        if outputs and module.bias is not None:
+            cuts[f"{name}.bias"] = Cut(0, size, ranges, tensor)
+        if outputs and transposed:
+            module.nf = sum(map(len, ranges))
+    return cuts
+
+
+def divide_module(
+    module: nn.Module, part: type[Part], tensor: Peers, sequence: bool = False
+) -> Any:
+    """Give a module a style."""
+    divided: Any = module
+    divided.tensor, divided.sequence = tensor, sequence
+    become(module, part)
+    return divided
+
+
+def become(module: nn.Module, part: type[nn.Module]) -> None:
+    """Put `part` before a module's class."""
+    module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
+
+
+@functools.cache  # type: ignore[arg-type]
+def subclass(part: type, kind: type) -> type:
+    """One class for all modules of one class and part.
+
+    Dynamo guards a function set on a module by its identity, so a function for each module would
+    compile every block again.
+    """
+    return type(kind.__name__, (part, kind), {"__module__": kind.__module__})
+
+
+def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:
+    """This rank's part of each of several matrices that are stacked in one parameter."""
+    starts = itertools.accumulate(rows, initial=0)
+    own = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
+    return tuple(range(start + piece.start, start + piece.stop) for start, piece in own)
+
+
+def cut_parameter(parameter: Tensor, style: str, tensor: Peers) -> Cut:
+    """The cut of a parameter that the plan names itself, as the matrices of all experts."""
+    dim = parameter.dim() - 1 if style == "rowwise" else max(0, parameter.dim() - 2)
+    size = parameter.shape[dim]
+    halves = (size // 2, size // 2) if style == "packed_colwise" else (size,)
+    return Cut(dim, size, stacked_pieces(halves, tensor), tensor)
+
+
+def cut_vocabulary(
+    network: nn.Module,
+    name: str,
+    part: type[Part],
+    vocab: int,
+    tensor: Peers,
+    sequence: bool = False,
+) -> Cuts:
+    """Cut an embedding or a head by vocabulary."""
+    module = divide_module(network.get_submodule(name), part, tensor, sequence)
+    module.whole, module.held = vocab, tensor.piece(vocab)
+    parameters = [key for key, _ in module.named_parameters(recurse=False)]
+    return {f"{name}.{key}": Cut(0, vocab, (module.held,), tensor) for key in parameters}
+
+
+def piece_of(head: Any) -> Piece:
+    """What the loss needs to know of a divided head."""
+    return Piece(head.tensor.group, head.held.start, head.whole, head.enter)
+
+
+def keep_parts(network: nn.Module, cuts: Cuts) -> None:
+    """Replace parameters by this rank's parts; tied ones stay tied."""
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for name, whole in list(network.named_parameters(remove_duplicate=False)):
+        if cut := cuts.get(name):
+            owner, _, last = name.rpartition(".")
+            if whole not in parts:
+                parts[whole] = nn.Parameter(cut.take(whole.detach()).clone(), whole.requires_grad)
+            network.get_submodule(owner)._parameters[last] = parts[whole]
+
+
+def has_dropout(layer: nn.Module) -> bool:
+    """Whether a module has dropout itself."""
+    rates = [value for key, value in vars(layer).items() if "dropout" in key]
+    rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def gather_logits(logits: Tensor, vocab: int, tensor: Peers) -> Tensor:
+    """All columns of logits [..., V] from each rank's columns; without gradients."""
+    sizes = [len(tensor._replace(rank=r).piece(vocab)) for r in range(tensor.size)]
+    padded = F.pad(logits.detach(), (0, max(sizes) - logits.shape[-1]))
+    parts = gather(padded, -1, tensor).split(max(sizes), dim=-1)
+    return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
