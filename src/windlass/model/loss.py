@@ -147,9 +147,9 @@ def cross_entropy_sum(
         if 4 * len(labels) * len(weight) <= limit // 4:
             chunk, tail = 0, None
     if chunk or piece or tail:
+        size, grad = chunk or len(labels), torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
-            *(x, weight, bias, labels, cap, chunk or len(labels)),
-            *(torch.is_grad_enabled(), piece, objective, by_source, tail),
+            x, weight, bias, labels, cap, size, grad, piece, objective, by_source, tail
         )
     logits = head_logits(x, weight, bias, cap)
     return cross_entropy_of_logits(logits, labels, objective, by_source)
@@ -190,47 +190,6 @@ def cross_entropy_of_logits(
     return loss + (more - more.detach())
 
 
-def log_softmax(logits: Tensor, piece: Piece | None) -> Tensor:
-    """Log-probabilities of this rank's rows of the vocabulary; may overwrite the logits."""
-    if piece is None:
-        return logits.log_softmax(1)
-    peak = logits.amax(1, keepdim=True)
-    piece.reduce(peak, dist.ReduceOp.MAX)
-    total = logits.sub_(peak).exp().sum(1, keepdim=True)
-    piece.reduce(total)
-    return logits.sub_(total.log_())
-
-
-def cap_logits(logits: Tensor, cap: float) -> Tensor | None:
-    """Cap the logits, in place; returns the slope of the cap at each of them, None without one."""
-    if not cap:
-        return None
-    slope = 1 - logits.div_(cap).tanh_().square()
-    logits.mul_(cap)
-    return slope
-
-
-def local_target(labels: Tensor, piece: Piece | None, logits: Tensor) -> tuple[Tensor, Any]:
-    """The column of each label in this rank's logits, and 1 if it is there, else 0."""
-    target = labels.clamp(min=0).unsqueeze(1)
-    if piece is None:
-        return target, 1
-    row = target - piece.first
-    target = row.clamp(0, logits.shape[1] - 1)
-    return target, (row == target).to(logits.dtype)
-
-
-def gradient_of_logits(
-    log_p: Tensor, target: Tensor, here: Any, log_z: Tensor | None, objective: Objective, vocab: int
-) -> Tensor:
-    """The gradient of the objective at the logits of a chunk; overwrites the log-probabilities."""
-    d = log_p.exp_()
-    if log_z is not None:
-        d.mul_(1 + 2 * objective.z * log_z)
-    d.scatter_(1, target, d.gather(1, target) - (1 - objective.smoothing) * here)
-    return d.sub_(objective.smoothing / vocab) if objective.smoothing else d
-
-
 def loss_tail(logits: Tensor, labels: Tensor, cap: float, z: float, smoothing: float) -> Tensor:
     """The cross-entropy of each row [n] of a chunk's logits [n, V], 0 for a masked one; the
     gradient of the objective overwrites the logits.
@@ -262,20 +221,37 @@ def eager_tail(
     """The losses [n] of logits [n, V], and the gradient at them. With a `piece` it has those of this
     rank. `last` is emptied: a chunk of logits is large, and freed as soon as possible.
     """
-    logits = last.pop()
-    slope = cap_logits(logits, cap)
-    target, here = local_target(labels, piece, logits)
+    logits, slope = last.pop(), None
+    if cap:
+        slope = 1 - logits.div_(cap).tanh_().square()
+        logits.mul_(cap)
+    target = labels.clamp(min=0).unsqueeze(1)
+    here: Any = 1  # whether the label is in this rank's rows
+    if piece:
+        row = target - piece.first
+        target = row.clamp(0, logits.shape[1] - 1)
+        here = (row == target).to(logits.dtype)
     at_target = logits.gather(1, target) if objective.z else None
-    log_p = log_softmax(logits, piece)
+    if piece:
+        peak = logits.amax(1, keepdim=True)
+        piece.reduce(peak, dist.ReduceOp.MAX)
+        total = logits.sub_(peak).exp().sum(1, keepdim=True)
+        piece.reduce(total)
+        log_p = logits.sub_(total.log_())
+    else:
+        log_p = logits.log_softmax(1)
     del logits
     log_p_target = log_p.gather(1, target)
     unmasked = (labels != IGNORE_INDEX).unsqueeze(1)
     losses = (log_p_target * unmasked).mul_(here).neg_().squeeze(1)
     if not grad:
         return losses, None
-    log_z = None if at_target is None else at_target - log_p_target
-    vocab = piece.vocab if piece else log_p.shape[1]
-    d = gradient_of_logits(log_p, target, here, log_z, objective, vocab)
+    d, vocab = log_p.exp_(), piece.vocab if piece else log_p.shape[1]
+    if at_target is not None:  # log Z is the logit less its log-probability
+        d.mul_(1 + 2 * objective.z * (at_target - log_p_target))
+    d.scatter_(1, target, d.gather(1, target) - (1 - objective.smoothing) * here)
+    if objective.smoothing:
+        d.sub_(objective.smoothing / vocab)
     return losses, d if slope is None else d.mul_(slope)
 
 

@@ -278,8 +278,9 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds some stages.
 
-    Called with `stage`, it computes one. Otherwise it evaluates: it passes the batch through the
-    stages of all ranks, and every rank gets the result, without a gradient.
+    Called with `stage`, it computes that one from the `hidden` states of the stage before, and
+    returns hidden states or, after the last block, the result. Otherwise it evaluates: every rank
+    gets the result.
 
     `elsewhere` has the names of parameters that only other ranks hold, `copies` the names of
     parameters here that count, and are saved, on another rank.
@@ -301,23 +302,8 @@ class StagedGPT(GPT):
         hidden: Tensor | None = None,
         stage: int | None = None,
     ) -> Tensor:
-        given = cache, by_source, documents, places
-        if stage is not None:
-            return self.compute(stage, hidden, tokens, labels, *given)
-        return self.evaluate(tokens, labels, *given)
-
-    def compute(
-        self,
-        stage: int,
-        hidden: Tensor | None,
-        tokens: Tensor,
-        labels: Tensor | None,
-        cache: list[LayerCache] | None,
-        by_source: SourceSums | None,
-        documents: Documents | None,
-        places: Tensor | None,
-    ) -> Tensor:
-        """The hidden states after a stage, from those before it, or the result of the last one."""
+        if stage is None:
+            return self.evaluate(tokens, labels, cache, by_source, documents, places)
         layers = self.pipeline.layers[stage]
         here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
         x = self.begin(here)[0] if hidden is None else self.lowered(hidden)
@@ -336,7 +322,7 @@ class StagedGPT(GPT):
         documents: Documents | None,
         places: Tensor | None,
     ) -> Tensor:
-        """The result of the last stage on every rank, of a batch that passes through all stages."""
+        """The result of a batch that passes through the stages of all ranks, without a gradient."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
         # Sharded parameters are gathered for each part, so all data ranks need equal numbers of parts.
@@ -351,8 +337,8 @@ class StagedGPT(GPT):
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             i = task.micro
-            given = cache, sums[i], apart[i], places
-            result = self.compute(task.stage, arrived, rows[i], marks[i], *given)
+            given = cache, sums[i], apart[i], places, arrived, task.stage
+            result = StagedGPT.forward(self, rows[i], marks[i], *given)
             if pipe.last(task.stage):
                 results.append(result)
             return result
