@@ -14,10 +14,12 @@ from equivalence import CONTEXT, VOCAB, built, gathered, settings
 from harness import run_ranks
 from test_parallel_layouts import NEW, PARTS
 
+from windlass.model.gpt import GPT
 from windlass.model.share import Peers, cut_of
 from windlass.parallel import collectives
-from windlass.parallel.context import divide_tokens
 from windlass.parallel.parallelize import unwrap
+from windlass.parallel.tensor import divide_gpt
+from windlass.recipe.network import ModelSettings
 
 LAYOUTS = [
     {"tensor": 2, "context": 2},
@@ -107,12 +109,14 @@ def test_logits_of_a_divided_head_are_whole_and_have_no_gradient():
 
 def parts(length: int, tp: int, cp: int, kv_heads: int):
     """The tokens of every rank of a model that `tp` x `cp` ranks divide."""
+    settings = ModelSettings(layers=1, heads=4, kv_heads=kv_heads, width=16, context=64)
     for c in range(cp):
         for t in range(tp):
             tensor = Peers("t", t, tp) if tp > 1 else None
             context = Peers("c", c, cp) if cp > 1 else None
-            how = {"sequence": tp > 1, "by_heads": kv_heads % cp == 0}
-            yield c, divide_tokens(length, torch.device("cpu"), tensor, context, **how)
+            model = GPT(settings, 8)
+            divide_gpt(model, tensor, context, sequence=tp > 1)
+            yield c, model.part(length, True, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("length", [1, 5, 16, 23])

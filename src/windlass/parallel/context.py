@@ -135,18 +135,34 @@ class DividedGPT(GPT):
         device: torch.device,
         within: Callable[[int, int], Spans] | None = None,
     ) -> TokenPart:
-        """This rank's tokens. Logits are of whole rows, so only what has labels is divided."""
-        context = self.context_ranks if has_labels else None
-        attention: Any = next(iter(self.blocks())).attn
-        return divide_tokens(
-            length,
-            device,
-            self.tensor_ranks,
-            context,
-            sequence=self.sequence and self.training,
-            by_heads=context is not None and attention.kv_heads % context.size == 0,
-            within=within,
-        )
+        """This rank's part of rows. Logits are of whole rows, so only what has labels is divided.
+
+        `within(first, stop)` returns the attention of these tokens within their documents.
+        """
+        context, parts, own = self.context_ranks if has_labels else None, 1, [0]
+        if context is not None:
+            by_heads = next(iter(self.blocks())).attn.kv_heads % context.size == 0  # type: ignore
+            parts = context.size if by_heads else 2 * context.size
+            own = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
+        tensor = self.tensor_ranks
+        streams = tensor.size if tensor is not None and self.sequence and self.training else 1
+        multiple = streams // math.gcd(streams, len(own))  # `streams` divides a rank's tokens
+        each = -(-length // (parts * multiple)) * multiple
+        every = torch.arange(parts * each, device=device)
+        places = torch.cat([every[i * each : (i + 1) * each] for i in own])
+        stream = places.view(streams, -1)[tensor.rank] if tensor and streams > 1 else places
+        masks: list[Any] = []
+        for i in own:
+            first, stop = (0, parts * each) if len(own) == 1 else (i * each, (i + 1) * each)
+            if within is not None:
+                masks.append(within(first, stop))
+            elif first:
+                from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
+                masks.append(causal_lower_right(each, stop))
+            else:
+                masks.append(None)
+        return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
     def stream_length(self, length: int, has_labels: bool) -> int:
         return len(self.part(length, has_labels, torch.device("cpu")).stream)
@@ -160,47 +176,6 @@ class DividedGPT(GPT):
         if here.labels is None and ranks is not None:
             x = gather(x, 1, ranks)[:, : here.spans.length]  # logits have no gradient
         return super().end(x, here, *args)
-
-
-def divide_tokens(
-    length: int,
-    device: torch.device,
-    tensor: Peers | None,
-    context: Peers | None,
-    sequence: bool,
-    by_heads: bool,
-    within: Callable[[int, int], Spans] | None = None,
-) -> TokenPart:
-    """This rank's part of a row.
-
-    Args:
-        sequence: The ranks of `tensor` divide the residual stream.
-        by_heads: The ranks of `context` exchange heads.
-        within: `within(first, stop)` returns the attention of these tokens within documents.
-    """
-    streams = tensor.size if tensor is not None and sequence else 1
-    parts = 1 if context is None else context.size if by_heads else 2 * context.size
-    own = [0] if context is None else [context.rank]
-    if context is not None and not by_heads:
-        own.append(parts - 1 - context.rank)
-    # Each rank's tokens are a multiple of `streams`.
-    multiple = streams // math.gcd(streams, len(own))
-    each = -(-length // (parts * multiple)) * multiple
-    every = torch.arange(parts * each, device=device)
-    places = torch.cat([every[i * each : (i + 1) * each] for i in own])
-    stream = places.view(streams, -1)[tensor.rank] if tensor is not None and sequence else places
-    masks: list[Any] = []
-    for i in own:
-        first, stop = (0, parts * each) if len(own) == 1 else (i * each, (i + 1) * each)
-        if within is not None:
-            masks.append(within(first, stop))
-        elif first:
-            from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
-
-            masks.append(causal_lower_right(each, stop))
-        else:
-            masks.append(None)
-    return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:

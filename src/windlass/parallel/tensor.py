@@ -250,11 +250,11 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
         become(block, DividedBlock)
     if tensor is None:
         return {}
-    ends = [(name, name.split(".", 2)[-1]) for name, _ in model.named_modules()]
-    plan = {name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN}
-    cuts = divide_modules(model, plan, tensor, sequence)
-    for divided in model.blocks():
-        attn: Any = divided.attn
+    divider = Divider(model, tensor, sequence)
+    ends = [(name, name.split(".", 2)[-1]) for name in divider.modules]
+    divider.apply({name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN})
+    for block in model.blocks():
+        attn: Any = block.attn
         if attn.kv_heads < tensor.size:
             become(attn.qkv, SharedKeys)
             attn.qkv.query_width = model.settings.width // tensor.size
@@ -262,12 +262,10 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
             attn.qkv.key_head = tensor.rank * attn.kv_heads // tensor.size
         attn.heads, attn.kv_heads = attn.heads // tensor.size, max(1, attn.kv_heads // tensor.size)
     if model.settings.position == "learned":
-        divide_module(model.positions, Positions, tensor, sequence)
-    for name, part in (("embedding", Embedding), ("head", Head)):
-        cuts |= cut_vocabulary(model, name, part, model.vocab, tensor, sequence)
-    model.head.piece = piece_of(model.head)
-    keep_parts(model, cuts)
-    return cuts
+        divider.style(model.positions, Positions)
+    divider.cut_vocabulary("embedding", Embedding, model.vocab)
+    model.head.piece = divider.cut_vocabulary("head", Head, model.vocab)
+    return divider.keep_parts()
 
 
 def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
@@ -276,25 +274,24 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     UserError if the model cannot be divided so.
     """
     network, partial = model.model, set[str]()
-    plan, modules = check(network, tensor.size), dict(network.named_modules())
-    cuts = divide_modules(network, plan, tensor)
+    plan, divider = check(network, tensor.size), Divider(network, tensor)
+    divider.apply(plan)
     for name, style in plan.items():
-        if style == SHARED:
-            shared = modules[name].named_parameters() if name in modules else []
-            partial |= {f"model.{name}.{key}" for key, _ in shared}
+        if style == SHARED and name in divider.modules:
+            own = divider.modules[name].named_parameters()
+            partial |= {f"model.{name}.{key}" for key, _ in own}
     for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:
-        if has_dropout(layer := network.get_submodule(name)):
-            divide_module(layer, Attention, tensor)
+        if has_dropout(layer := divider.modules[name]):
+            divider.style(layer, Attention)
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     if model.head_form is not None and isinstance(embedding, nn.Embedding):
-        names = {module: name for name, module in modules.items()}
-        for end, part in ((embedding, Embedding), (head, Head)):
-            cuts |= cut_vocabulary(network, names[end], part, len(end.weight), tensor)
+        names = {module: name for name, module in divider.modules.items()}
+        divider.cut_vocabulary(names[embedding], Embedding, len(embedding.weight))
         padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
         embedding.padding_idx = padding - held.start if padding in held else None
-        model.piece = piece_of(head)
-    keep_parts(network, cuts)
-    for module in network.modules():
+        model.piece = divider.cut_vocabulary(names[head], Head, len(head.weight))
+    cuts = divider.keep_parts()
+    for module in divider.modules.values():
         if type(module).__name__ == "GPT2Attention" and not module.is_cross_attention:
             attention: Any = module
             attention.split_size = attention.c_attn.nf // 3
@@ -302,51 +299,85 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     return {f"model.{name}": cut for name, cut in cuts.items()}, partial
 
 
-def divide_modules(
-    network: Any, plan: dict[str, str], tensor: Peers, sequence: bool = False
-) -> Cuts:
-    """Give the modules of a plan their styles; returns the cuts of the plan's parameters."""
-    cuts, modules = Cuts(), dict(network.named_modules())
-    for name, style in plan.items():
-        if style == SHARED:
-            continue
-        if name not in modules:
-            cuts[name] = cut_parameter(network.get_parameter(name), style, tensor)
-            continue
-        module = divide_module(modules[name], STYLES[style], tensor, sequence)
-        if style == EXPERTS:
-            continue
+class Divider:
+    """Gives modules their styles and cuts parameters; `cuts` has the cuts by the names."""
+
+    def __init__(self, network: Any, tensor: Peers, sequence: bool = False):
+        self.network, self.tensor, self.sequence = network, tensor, sequence
+        self.modules, self.cuts = dict(network.named_modules()), Cuts()
+
+    def style(self, module: nn.Module, part: type[Part]) -> Any:
+        """Give a module a style."""
+        divided: Any = module
+        divided.tensor, divided.sequence = self.tensor, self.sequence
+        become(module, part)
+        return divided
+
+    def apply(self, plan: dict[str, str]) -> None:
+        """Divide the linear layers, experts and parameters of a plan."""
+        for name, style in plan.items():
+            if style == SHARED:
+                continue
+            if name not in self.modules:
+                self.cut_parameter(name, style)
+                continue
+            module = self.style(self.modules[name], STYLES[style])
+            if style != EXPERTS:
+                self.cut_linear(name, module, style)
+                module.entrance = self.entrance_of(name, plan)
+
+    def entrance_of(self, name: str, plan: dict[str, str]) -> Entrance:
+        """The entrance of a layer, which its siblings share."""
         owner, _, last = name.rpartition(".")
         group = next((group for group in SIBLINGS if last in group), (last,))
-        siblings = [modules[n] for n in (f"{owner}.{other}" for other in group) if n in plan]
-        known = (other.entrance for other in siblings if hasattr(other, "entrance"))
-        module.entrance = next(known, None) or Entrance(len(siblings))
-        # The dimension of the weight that is cut; GPT-2's is [inputs, outputs].
+        siblings = [self.modules[n] for n in (f"{owner}.{other}" for other in group) if n in plan]
+        known = (module.entrance for module in siblings if hasattr(module, "entrance"))
+        return next(known, None) or Entrance(len(siblings))
+
+    def cut_linear(self, name: str, module: Any, style: str) -> None:
+        """Cut the matrix of a linear layer; GPT-2's is [inputs, outputs]."""
         outputs, transposed = style in COLUMNS, is_transposed(module)
         dim = int(outputs == transposed)
         module.whole = size = module.weight.shape[dim]
-        module.held = tensor.piece(size)
+        module.held = self.tensor.piece(size)
         ranges: tuple[range, ...] = (module.held,)
         if style == "qkv_colwise":
-            is_gpt = isinstance(network, GPT)
-            rows = network.matrix_parts(f"{name}.weight") if is_gpt else (size // 3,) * 3
-            ranges = stacked_pieces(rows, tensor)
-        cuts[f"{name}.weight"] = Cut(dim, size, ranges, tensor)
+            is_gpt = isinstance(self.network, GPT)
+            rows = self.network.matrix_parts(f"{name}.weight") if is_gpt else (size // 3,) * 3
+            ranges = stacked_pieces(rows, self.tensor)
+        self.cuts[f"{name}.weight"] = Cut(dim, size, ranges, self.tensor)
         if outputs and module.bias is not None:
-            cuts[f"{name}.bias"] = Cut(0, size, ranges, tensor)
+            self.cuts[f"{name}.bias"] = Cut(0, size, ranges, self.tensor)
         if outputs and transposed:
             module.nf = sum(map(len, ranges))
-    return cuts
 
+    def cut_parameter(self, name: str, style: str) -> None:
+        """Cut a parameter that the plan names itself, as the matrices of all experts."""
+        shape = self.network.get_parameter(name).shape
+        dim = len(shape) - 1 if style == "rowwise" else max(0, len(shape) - 2)
+        size = shape[dim]
+        halves = (size // 2, size // 2) if style == "packed_colwise" else (size,)
+        self.cuts[name] = Cut(dim, size, stacked_pieces(halves, self.tensor), self.tensor)
 
-def divide_module(
-    module: nn.Module, part: type[Part], tensor: Peers, sequence: bool = False
-) -> Any:
-    """Give a module a style."""
-    divided: Any = module
-    divided.tensor, divided.sequence = tensor, sequence
-    become(module, part)
-    return divided
+    def cut_vocabulary(self, name: str, part: type[Part], vocab: int) -> Piece:
+        """Cut an embedding or a head by vocabulary; returns what the loss needs to know."""
+        module = self.style(self.modules[name], part)
+        module.whole, module.held = vocab, self.tensor.piece(vocab)
+        for key, _ in module.named_parameters(recurse=False):
+            self.cuts[f"{name}.{key}"] = Cut(0, vocab, (module.held,), self.tensor)
+        return Piece(self.tensor.group, module.held.start, vocab, module.enter)
+
+    def keep_parts(self) -> Cuts:
+        """Replace parameters by this rank's parts; tied ones stay tied."""
+        parts: dict[nn.Parameter, nn.Parameter] = {}
+        for name, whole in list(self.network.named_parameters(remove_duplicate=False)):
+            if cut := self.cuts.get(name):
+                owner, _, last = name.rpartition(".")
+                if whole not in parts:
+                    part = cut.take(whole.detach()).clone()
+                    parts[whole] = nn.Parameter(part, whole.requires_grad)
+                self.modules[owner]._parameters[last] = parts[whole]
+        return self.cuts
 
 
 def become(module: nn.Module, part: type[nn.Module]) -> None:
@@ -354,7 +385,7 @@ def become(module: nn.Module, part: type[nn.Module]) -> None:
     module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
 
 
-@functools.cache  # type: ignore[arg-type]
+@functools.cache
 def subclass(part: type, kind: type) -> type:
     """One class for all modules of one class and part.
 
@@ -369,45 +400,6 @@ def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:
     starts = itertools.accumulate(rows, initial=0)
     own = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
     return tuple(range(start + piece.start, start + piece.stop) for start, piece in own)
-
-
-def cut_parameter(parameter: Tensor, style: str, tensor: Peers) -> Cut:
-    """The cut of a parameter that the plan names itself, as the matrices of all experts."""
-    dim = parameter.dim() - 1 if style == "rowwise" else max(0, parameter.dim() - 2)
-    size = parameter.shape[dim]
-    halves = (size // 2, size // 2) if style == "packed_colwise" else (size,)
-    return Cut(dim, size, stacked_pieces(halves, tensor), tensor)
-
-
-def cut_vocabulary(
-    network: nn.Module,
-    name: str,
-    part: type[Part],
-    vocab: int,
-    tensor: Peers,
-    sequence: bool = False,
-) -> Cuts:
-    """Cut an embedding or a head by vocabulary."""
-    module = divide_module(network.get_submodule(name), part, tensor, sequence)
-    module.whole, module.held = vocab, tensor.piece(vocab)
-    parameters = [key for key, _ in module.named_parameters(recurse=False)]
-    return {f"{name}.{key}": Cut(0, vocab, (module.held,), tensor) for key in parameters}
-
-
-def piece_of(head: Any) -> Piece:
-    """What the loss needs to know of a divided head."""
-    return Piece(head.tensor.group, head.held.start, head.whole, head.enter)
-
-
-def keep_parts(network: nn.Module, cuts: Cuts) -> None:
-    """Replace parameters by this rank's parts; tied ones stay tied."""
-    parts: dict[nn.Parameter, nn.Parameter] = {}
-    for name, whole in list(network.named_parameters(remove_duplicate=False)):
-        if cut := cuts.get(name):
-            owner, _, last = name.rpartition(".")
-            if whole not in parts:
-                parts[whole] = nn.Parameter(cut.take(whole.detach()).clone(), whole.requires_grad)
-            network.get_submodule(owner)._parameters[last] = parts[whole]
 
 
 def has_dropout(layer: nn.Module) -> bool:
