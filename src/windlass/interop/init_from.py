@@ -14,9 +14,9 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError, require
 from windlass.model import convert
-from windlass.model.gpt import GPT, assign, generator
+from windlass.model.gpt import GPT, generator
 from windlass.model.hf_files import WeightFiles
-from windlass.model.share import whole_shape
+from windlass.model.share import assign, whole_shape
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.run import Run

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +25,10 @@ from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend
 from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
-from windlass.model.share import cut_of, whole_shape
+from windlass.model.share import assign, draw_in_turns, whole_shape
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
-
-T_ = TypeVar("T_")
 
 
 class Norm(nn.Module):
@@ -289,10 +286,6 @@ class GPT(nn.Module):
         x = self.through(x, range(self.settings.layers), here, cache)
         return self.end(x, here, table, cache, by_source, places)
 
-    def stream_length(self, length: int, has_labels: bool) -> int:
-        """This rank's tokens of the residual stream in a pass of `length` tokens."""
-        return length
-
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
     ) -> Pass:
@@ -454,46 +447,3 @@ def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = No
     named = sorted(owner.named_parameters(), key=lambda item: -whole_shape(item[1]).numel())
     for (_, parameter), values in draw_in_turns(named, draw, lambda item: [item[1]], group):
         assign(parameter, values[0])
-
-
-def draw_in_turns(
-    items: Sequence[T_],
-    draw: Callable[[T_], list[Tensor]],
-    parameters: Callable[[T_], list[Tensor]],
-    group: dist.ProcessGroup | None,
-) -> Iterator[tuple[T_, list[Tensor]]]:
-    """Each item with the whole values of its `parameters`, which one rank of `group` draws."""
-    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    for start in range(0, len(items), size):
-        turn = items[start : start + size]
-        mine = draw(turn[rank]) if rank < len(turn) else []
-        for sender, item in enumerate(turn):
-            values = []
-            for i, parameter in enumerate(parameters(item)):
-                mesh: Any = getattr(parameter, "device_mesh", None)
-                device = parameter.device if mesh is None else mesh.device_type
-                if sender == rank:
-                    value = mine[i].to(device)
-                else:
-                    value = torch.empty(whole_shape(parameter), device=device)
-                if size > 1:
-                    dist.broadcast(value, group=group, group_src=sender)
-                values.append(value)
-            yield item, values
-
-
-@torch.no_grad()
-def assign(parameter: Tensor, full: Tensor) -> None:
-    """Copy a full tensor, or this rank's slice of it, into a parameter, without communication."""
-    if cut := cut_of(parameter):
-        full = cut.take(full)
-    if not hasattr(parameter, "placements"):
-        parameter.copy_(full)
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh: Any = parameter.device_mesh
-    whole = full.to(mesh.device_type)
-    # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
-    part = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(part.to_local())  # type: ignore[attr-defined]

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
-from windlass.model.gpt import assign, draw_in_turns
-from windlass.model.share import cut_of, is_sharded, whole_shape
+from windlass.model.share import assign, cut_of, draw_in_turns, is_sharded, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 

@@ -165,6 +165,7 @@ class DividedGPT(GPT):
         return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
     def stream_length(self, length: int, has_labels: bool) -> int:
+        """This rank's tokens of the residual stream in a pass of `length` tokens."""
         return len(self.part(length, has_labels, torch.device("cpu")).stream)
 
     def drop(self, x: Tensor, here: Pass) -> Tensor:

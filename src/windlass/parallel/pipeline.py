@@ -33,6 +33,7 @@ from windlass.model.loss import SourceSums
 from windlass.model.share import local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
+from windlass.parallel.context import DividedGPT
 from windlass.parallel.dist import Ranks
 from windlass.parallel.tensor import become
 from windlass.recipe import Recipe
@@ -254,7 +255,10 @@ class Pipeline:
 
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
         """The shape of the hidden states of tokens [B, T], and of their gradient."""
-        return len(tokens), model.stream_length(tokens.shape[1], has_labels), self.width
+        rows, length = tokens.shape
+        if isinstance(model, DividedGPT):
+            length = model.stream_length(length, has_labels)
+        return rows, length, self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:
         """Add up the gradients of replicas, and of a table that two stages hold."""
