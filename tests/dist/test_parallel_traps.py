@@ -91,10 +91,11 @@ def test_every_gradient_is_that_of_one_process(parts, first_label):
 
 
 def gathered_logits(join, recipe):
+    """Logits in training mode, also of rows that the ranks of a stream cannot divide evenly."""
     with join(recipe) as ranks:
         model = unwrap(built(ranks, recipe)[0])
-        logits = model(rows()[0])
-        return logits.requires_grad, logits.detach()
+        logits = [model(rows()[0][:, :length]) for length in (CONTEXT, CONTEXT - 1, 1)]
+        return logits[0].requires_grad, [one.detach() for one in logits]
 
 
 @pytest.mark.dist
