@@ -12,7 +12,7 @@ from harness import run_ranks
 from windlass.errors import RunFailed
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
-from windlass.training.memory import open_micro_batch, smaller_micro_batch
+from windlass.training.batch import open_micro_batch, smaller_micro_batch
 
 pytestmark = pytest.mark.dist
 

@@ -27,7 +27,7 @@ from windlass.optim import build
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
 from windlass.run import STARTS, Run
-from windlass.training import setup
+from windlass.training import record
 
 
 def test_the_loss_of_a_sample_of_the_training_data(corpus: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_mfu_and_compute_optimal_steps_count_all_rows_of_the_model(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokenizer has about ten tokens; the head multiplies by all 2,000 rows."""
-    monkeypatch.setattr(setup, "peak_flops", lambda *_, **__: 1e12)
+    monkeypatch.setattr(record, "peak_flops", lambda *_, **__: 1e12)
     optimum = {"train.steps": "compute-optimal", "train.tokens_per_parameter": 0.02}
     recipe = recipe_of(corpus, tmp_path / "run", **{"model.vocab": 2000}, **optimum)
     run, model = train(recipe), recipe.model

@@ -89,7 +89,7 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
 def test_a_resume_draws_no_initial_weights(corpus, tmp_path, monkeypatch):
     recipe = recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 2})
     train(recipe, stop_at=1)
-    monkeypatch.setattr("windlass.training.setup.initialise", None)
+    monkeypatch.setattr("windlass.training.network.initialise", None)
     assert train(recipe).state == "finished"
 
 

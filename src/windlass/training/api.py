@@ -20,14 +20,14 @@ from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
 from windlass.telemetry.terminal import message
-from windlass.training.start import StartPlan, check_shared, resolve_start
+from windlass.training.start import StartPlan, resolve_start
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from windlass.training.callbacks import Callback, Measuring, UserCode
+    from windlass.training.callbacks import Callback, Measuring
 
 
 def train(
@@ -89,7 +89,19 @@ def train(
         plan.recipe.check_packages()
         code.check(plan.recipe)
         if not local:
-            train_rank(plan, stop, stack, model, data, code, stop_at)
+            from windlass.training.trainer import Trainer
+
+            samples = own_data(data, plan.recipe)
+            trainer = Trainer(
+                plan,
+                module=model,
+                data=samples,
+                code=code,
+                stop=stop,
+                stop_at=stop_at,
+                stack=stack,
+            )
+            trainer.run()
     if local:
         if model is not None or data is not None or callbacks or suites:
             problem = "local processes cannot receive your own model, data, callbacks or suites"
@@ -99,22 +111,6 @@ def train(
     # The parts refer to each other: free the device's memory, files and sockets now.
     gc.collect()
     return Run(plan.run.path)  # with the recipe that an extension has changed
-
-
-def train_rank(
-    plan: StartPlan,
-    stop: StopSignals,
-    stack: ExitStack,
-    model: nn.Module | None,
-    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None,
-    code: UserCode,
-    stop_at: int,
-) -> None:
-    """Train as one rank in this process."""
-    from windlass.training.trainer import Trainer
-
-    samples = own_data(data, plan.recipe)
-    Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
@@ -131,15 +127,8 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 
 
 def finished_run(plan: StartPlan) -> Run:
-    """Print why the run is finished; several ranks first check that all hosts see it."""
-    env = detect_env()
-    if env.world > 1:
-        from windlass.parallel.dist import init_store
-
-        with init_store(env, plan.recipe) as ranks:
-            if ranks.env.nodes > 1:
-                check_shared(ranks, plan.run.path, [])
-    if env.rank == 0:
+    """Print why the run is finished; returns it."""
+    if detect_env().rank == 0:
         text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
         print(message(text, sys.stdout))
     return plan.run

@@ -21,8 +21,8 @@ from windlass.checkpoint.retention import left_out
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
+from windlass.training.directory import choose_undamaged, decide_on_rank_0
 from windlass.training.record import Recorder
-from windlass.training.start import choose_undamaged, decide_on_rank_0
 from windlass.training.state import LossScaler
 
 SPIKE_WINDOW = 128  # losses whose mean and deviation define a spike

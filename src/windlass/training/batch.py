@@ -1,4 +1,5 @@
-"""The micro-batch that fits into memory: by prediction on CUDA, and smaller if memory runs out.
+"""The length of a run, and the micro-batches of a step: by prediction on CUDA, and smaller ones if
+memory runs out.
 
 A rank that runs out of memory cannot ask the others for a smaller micro-batch, because they may
 wait for it in a collective of the model. So it writes the smaller micro-batch into the run
@@ -16,61 +17,60 @@ from dataclasses import replace
 
 import torch
 
-from windlass.errors import OutOfMemory, RunFailed
+from windlass.data.open import Data
+from windlass.data.samples import documents_per_row, real_tokens
+from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
+from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.model.build import read_sizes
 from windlass.model.size import CountedSizes
+from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision
-from windlass.recipe import BatchPlan, Recipe
+from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import STARTS, Run
 from windlass.telemetry.profile import save_memory
 from windlass.training.checks import ran_out_of_memory
+from windlass.training.directory import decide_on_rank_0
 from windlass.training.record import Recorder
-from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.start import StartPlan
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
-def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorder) -> BatchPlan:
-    """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
+def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
+    """The length of a run. UserError if the data or the schedule does not allow it."""
+    samples, parameters = len(data.train), None
+    if samples < 1:
+        context = recipe.model.context
+        raise UserError(f"the training data has no sample of model.context = {context} tokens")
+    if recipe.train.early_stop and data.val is None:
+        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
+        raise UserError(f"train.early_stop needs validation data: {advice}")
+    if recipe.train.steps == "compute-optimal":
+        if own_model:
+            problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
+            raise UserError(f"{problem}; write steps or epochs")
+        parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
+    tokens = real_tokens(data.train)
+    per_sample = tokens / samples if tokens else None
+    steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
+    horizon = recipe.horizon(steps, samples)
+    check_fits(recipe.optim.schedule, horizon)
+    return horizon
 
-    Raises any other error again. Raises OutOfMemory if only a new start can have a smaller one:
-    there are other ranks or a sharded model, or the update may have begun. Raises RunFailed with
-    advice if the user chose `train.micro_batch`, or the micro-batch is one sequence.
-    """
-    if not ran_out_of_memory(error):
-        raise error
-    recipe, ranks = recorder.plan.recipe, recorder.ranks
-    samples = batch.share
-    sizes = [size for size in range(1, batch.micro_batch // 2 + 1) if samples % size == 0]
-    phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
-    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
-    problem = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
-    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
-        path = recorder.run.path / f"memory-rank-{ranks.rank}.pickle"
-        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
-    if sizes and not recipe.train.micro_batch:
-        smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
-        write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))
-        if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
-            return replace(batch, micro_batch=sizes[-1])
-        raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
-    advice = []
-    if sizes:
-        same = "(the same samples and result, but for rounding)"
-        advice.append(f"train.micro_batch={sizes[-1]} {same}")
-    sizes_of_mesh = ranks.mesh.sizes
-    if sizes_of_mesh.data_world * sizes_of_mesh.cp > 1 and not sharded:
-        advice.append('parallel.strategy="full_shard"')
-    advice.append('parallel.activation_checkpointing="full"')
-    raise RunFailed(
-        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
-    )
+
+def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
+    """The division of a step's samples over the ranks, with a micro-batch that the memory allows."""
+    batch = plan.recipe.batch(ranks.world, ranks.device.type)
+    if plan.recipe.train.micro_batch:
+        return batch
+    vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
+    return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
 
 
 def prepare_for_ragged_rows(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
@@ -123,12 +123,20 @@ def open_micro_batch(
         if free is None:
             return batch.micro_batch
         precision = resolve_precision(recipe.train.precision, ranks.device)
-        rows, gpu = vocab and (recipe.model.vocab or vocab), Device("", "cuda", None)
-        counted = None
+        rows, counted = vocab and (recipe.model.vocab or vocab), None
         if rows and recipe.model.kind == "hf":
             counted = measured_sizes(recipe, rows, precision, batch.micro_batch)
-        own = recipe, rows, ranks.world, gpu, precision, free, counted, documents
-        return layout_on(*own).micro_batch
+        layout = layout_on(
+            recipe,
+            rows,
+            ranks.world,
+            Device("", "cuda", None),
+            precision,
+            usable=free,
+            counted=counted,
+            documents=documents,
+        )
+        return layout.micro_batch
 
     return replace(batch, micro_batch=decide_on_rank_0(ranks, "micro-batch", choose))
 
@@ -156,8 +164,43 @@ def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
     return 0
 
 
+def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorder) -> BatchPlan:
+    """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
+
+    Raises any other error again. Raises OutOfMemory if only a new start can have a smaller one:
+    there are other ranks or a sharded model, or the update may have begun. Raises RunFailed with
+    advice if the user chose `train.micro_batch`, or the micro-batch is one sequence.
+    """
+    if not ran_out_of_memory(error):
+        raise error
+    recipe, ranks = recorder.plan.recipe, recorder.ranks
+    sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
+    phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
+    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
+    problem = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
+    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
+        path = recorder.run.path / f"memory-rank-{ranks.rank}.pickle"
+        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
+    if sizes and not recipe.train.micro_batch:
+        smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
+        write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))
+        if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
+            return replace(batch, micro_batch=sizes[-1])
+        raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
+    advice = ['parallel.activation_checkpointing="full"']
+    if ranks.mesh.sizes.data_world * ranks.mesh.sizes.cp > 1 and not sharded:
+        advice.insert(0, 'parallel.strategy="full_shard"')
+    if sizes:
+        same = "(the same samples and result, but for rounding)"
+        advice.insert(0, f"train.micro_batch={sizes[-1]} {same}")
+    raise RunFailed(
+        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
+    )
+
+
 def report_smaller(recorder: Recorder, micro_batch: int) -> None:
-    """An event for the ledger if memory ran out in the start before, which could not write it."""
+    """An event for the ledger if memory ran out, perhaps in the start before, which could not write
+    it."""
     smaller = read_json(recorder.run.path / SMALLER) if recorder.ranks.main else {}
     told = [e["micro_batch"] for e in recorder.run.events if e["event"] == OUT_OF_MEMORY]
     if smaller.get("micro_batch") == micro_batch and micro_batch not in told:
