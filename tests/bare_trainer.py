@@ -30,7 +30,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         events=events,
         emit=lambda name, **more: events.append(more),
     )
-    scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
+    scaler = LossScaler(ranks.device, state, precision)
     parts: dict[str, Any] = {
         "recipe": recipe,
         "ranks": ranks,
@@ -47,7 +47,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "precision": precision,
+        "network": SimpleNamespace(precision=precision),
         "losses": LossSum(state, ranks),
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),

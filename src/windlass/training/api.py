@@ -74,14 +74,15 @@ def train(
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
         Stopped: A signal stopped the run, which can be resumed.
     """
-    from windlass.optim.library import library_optimizer
     from windlass.training.callbacks import UserCode
 
-    env = detect_env()
+    env, code = detect_env(), UserCode(callbacks, suites or {})
     local = world != 1 and env.launcher == "none"
+    if local and (model is not None or data is not None or callbacks or suites):
+        problem = "local processes cannot receive your own model, data, callbacks or suites"
+        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
     with StopSignals() as stop, ExitStack() as stack:
-        wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
-        library_optimizer(wanted.optim)  # raises for an optimizer that the library lacks
+        wanted = as_recipe(recipe)
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return finished_run(plan)
@@ -92,20 +93,8 @@ def train(
             from windlass.training.trainer import Trainer
 
             samples = own_data(data, plan.recipe)
-            trainer = Trainer(
-                plan,
-                module=model,
-                data=samples,
-                code=code,
-                stop=stop,
-                stop_at=stop_at,
-                stack=stack,
-            )
-            trainer.run()
+            Trainer(plan, code, stop, stack, module=model, data=samples, stop_at=stop_at).run()
     if local:
-        if model is not None or data is not None or callbacks or suites:
-            problem = "local processes cannot receive your own model, data, callbacks or suites"
-            raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(plan, wanted, world, fresh, options)
     # The parts refer to each other: free the device's memory, files and sockets now.

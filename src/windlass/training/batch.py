@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -29,7 +27,7 @@ from windlass.model.build import read_sizes
 from windlass.model.size import CountedSizes
 from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import attention_without_plans, resolve_precision
+from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import STARTS, Run
 from windlass.telemetry.profile import save_memory
@@ -71,21 +69,6 @@ def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> Batc
         return batch
     vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
     return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
-
-
-def prepare_for_ragged_rows(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """For rows of varying length: have torch's allocator on CUDA grow its segments, unless the user
-    has configured it, and use no attention with plans until `stack` ends.
-
-    Such rows leave gaps between blocks of fixed sizes; segments that grow leave none.
-    The allocator may be in use already, so that its environment variable would come too late.
-    """
-    if not recipe.data.ragged_:
-        return
-    stack.enter_context(attention_without_plans())
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if device.type == "cuda" and not any(name in os.environ for name in names):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -11,11 +11,11 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from windlass.checkpoint.choose import first_undamaged, recover, rename_damaged
 from windlass.checkpoint.load import Checkpoint
@@ -29,10 +29,10 @@ from windlass.checkpoint.retention import (
 )
 from windlass.data.open import Data
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError
+from windlass.errors import RunFailed, UserError, argument, plural
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
-from windlass.recipe import Horizon
+from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
 from windlass.training.start import (
@@ -89,6 +89,52 @@ class RunDirectory:
         attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]
         attempt = max(attempts, default=-1) + 1
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
+
+    def compare(self, now: Mapping[str, Any], dropout: bool) -> None:
+        """Add a warning for each difference between this start and the one that wrote the checkpoint.
+
+        `now`: from `Network.facts`; `dropout`: whether the model draws random numbers. UserError
+        if the data has changed.
+        """
+        assert self.checkpoint is not None
+        before, path, warnings = (
+            {**now, **self.checkpoint.meta},
+            self.checkpoint.path,
+            self.warnings,
+        )
+        if before["data"] != now["data"]:
+            raise UserError(
+                f"the data is not what {path} was trained on (fingerprint {before['data']}, here "
+                f"{now['data']}): bring the old data back (data.dir), or start over with "
+                f"{argument('fresh')}"
+            )
+        # A branch may change the kinds of optimizer and average.
+        if (old := before["optimizer"]) != now["optimizer"]:
+            problem = f"{now['optimizer']} cannot use the state of {old}"
+            warnings.append(f"{problem}: the optimizer state starts over")
+        if (old := before["average"]) != now["average"]:
+            change = "is dropped" if now["average"] == "none" else "starts anew"
+            warnings.append(f"the average {change}: the checkpoint has train.average.kind = {old}")
+        if dropout and (old := before["micro_batch"]) != now["micro_batch"]:
+            # The masks follow from the number and the shape of the micro-batch.
+            change = f"the micro-batch was {old} sequences and is {now['micro_batch']}"
+            warnings.append(f"dropout draws other masks from here on: {change} (train.micro_batch)")
+        if (old := before["precision"]) != now["precision"]:
+            change = f"was {old} up to step {self.checkpoint.step} and is {now['precision']}"
+            warnings.append(f"the arithmetic {change} (train.precision): the losses differ")
+        if (old := before["compiles"]) != now["compiles"]:
+            change = f"from {typed(old)} to {typed(now['compiles'])}"
+            warnings.append(f"train.compile changes {change}, which rounds otherwise")
+
+    def source(self, micro_batch: int) -> str:
+        """The checkpoint, with its ranks and micro-batch if they were others; "" without one."""
+        if self.checkpoint is None:
+            return ""
+        source, ranks = str(self.checkpoint.path), self.checkpoint.manifest.world
+        before = self.checkpoint.meta.get("micro_batch")
+        if (ranks, before) != (self.ranks.world, micro_batch):
+            source += f", saved by {plural(ranks, 'rank')} with micro-batches of {before}"
+        return source
 
     def left_out(self) -> list[tuple[int, int]]:
         """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""

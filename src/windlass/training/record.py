@@ -6,7 +6,6 @@ Every rank calls each method at the same step; rank 0 writes.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
@@ -24,16 +22,14 @@ from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data
-from windlass.data.samples import masks_documents
 from windlass.errors import plural
 from windlass.estimate.milestones import evaluations
 from windlass.evaluation.source import is_new
-from windlass.model.size import CountedSizes, describe_sizes, flops_per_token
-from windlass.optim.build import count_groups, describe_groups
+from windlass.model.size import describe_sizes
+from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import counted
 from windlass.processes import usable_cores
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan, Horizon
 from windlass.recipe.load import MEASURED_ON
 from windlass.run import read_lines
 from windlass.telemetry import environment
@@ -55,6 +51,7 @@ from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory, decide_on_rank_0
+from windlass.training.network import Network
 from windlass.training.state import TrainState
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
@@ -69,29 +66,19 @@ class Recorder:
         ranks: Ranks,
         state: TrainState,
         horizon: Horizon,
-        *,
+        network: Network,
         data: Data,
-        sizes: CountedSizes,
-        origin: dict[str, Any],
-        precision: str,
-        compiled: bool,
         console: Console,
         stack: ExitStack,
     ):
-        """`stack` closes what this opens.
-
-        Args:
-            sizes, origin: Of the model (`describe_origin`).
-            precision, compiled: `train.precision` and `train.compile` with `auto` resolved.
-        """
+        """`stack` closes what this opens."""
         self.plan, self.run, self.ranks = directory.plan, directory.run, ranks
         self.state, self.horizon, self.console = state, horizon, console
-        self.data, self.sizes, self.own_model = data, sizes, "own_model" in origin
-        self.precision, self.compiled = precision, compiled
+        self.network, self.data = network, data
         recipe, on_gpu = self.plan.recipe, ranks.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
-        self.peak_flops = peak_flops(self.device_name, precision, tf32=recipe.train.tf32)
-        self.flops_per_token = None if self.own_model else count_flops(recipe, sizes, data)
+        tf32 = recipe.train.tf32
+        self.peak_flops = peak_flops(self.device_name, network.precision, tf32=tf32)
         self.goodput = Goodput()
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
@@ -111,7 +98,7 @@ class Recorder:
             ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
         )
         self.placed = ranks.all_gather_object("environment", place)
-        self.launch = self._write_environment(origin) if ranks.main else {}
+        self.launch = self._write_environment() if ranks.main else {}
         self.sampler = DeviceSampler(
             self.run.devices_dir,
             rank=ranks.rank,
@@ -149,7 +136,7 @@ class Recorder:
         elif text:
             self.console.event(text, step)
 
-    def _write_environment(self, origin: dict[str, Any]) -> dict[str, str]:
+    def _write_environment(self) -> dict[str, str]:
         """Write `environment.json`; returns the launch for the header."""
         env, ranks = self.ranks.env, self.ranks
         backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
@@ -157,7 +144,9 @@ class Recorder:
         launch |= {"strategy": ranks.strategy.name, "backend": backend}
         launch |= {"versions": environment.versions(self.placed)}
         launch |= environment.describe_job(os.environ)
-        environment.write_environment(self.run.path, self.placed, launch=launch, **origin)
+        environment.write_environment(
+            self.run.path, self.placed, launch=launch, **self.network.origin
+        )
         alone = ranks.world == 1 and "job" not in launch
         return {} if alone else environment.describe_launch(launch, self.placed)
 
@@ -173,29 +162,13 @@ class Recorder:
 
         `groups`: from `optimizer_groups`; `source`: where the weights come from; empty at step 0.
         """
-        state, plan, ranks = self.state, self.plan, self.ranks
+        state, plan, ranks, sizes = self.state, self.plan, self.ranks, self.network.sizes
         data = describe(self.data)
         if mixture is not None:
             data["mixture"] = shares_of_run(mixture, self.horizon, state.skipped)
-        sizes, strategy = ranks.mesh.sizes, ranks.strategy.name
-        val_samples = data.get("val", {}).get("samples", 0)
-        measured = evaluations(plan.recipe, self.horizon, val_samples)
-        world = f"{plural(ranks.world, 'rank')} x {self.device_name}"
-        parts = world, strategy, sizes.layout, self.precision, "compiled" * self.compiled
-        fused = " (fused)" * any(group["fused"] for group in groups)
-        threads, cores = torch.get_num_threads(), plural(usable_cores(), "core")
-        header = {
-            "run": str(self.run.path),
-            "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
-            "ranks": ", ".join(filter(None, parts)),
-            **self.launch,
-            "threads": f"{threads} of {cores}" if ranks.device.type == "cpu" else "",
-            "model": describe_sizes(self.sizes),
-            "optim": f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}",
-            **self._work(data, batch),
-            "eval": str(measured or ""),
-        }
-        self.console.header(header, state.step)
+        samples = data.get("val", {}).get("samples", 0)
+        measured = evaluations(plan.recipe, self.horizon, samples)
+        self.console.header(self._header(batch, groups, data, str(measured or "")), state.step)
         self.console.log(environment.describe_places(self.placed))
         for text in (*warnings, *data_warnings(data), measured and measured.warning):
             if text:
@@ -205,16 +178,16 @@ class Recorder:
             "branched" if branched else event,
             f"resumed from {source}" if source else "",
             world=ranks.world,
-            strategy=strategy,
-            mesh=asdict(sizes),
-            precision=self.precision,
-            compiles=self.compiled,
+            strategy=ranks.strategy.name,
+            mesh=asdict(ranks.mesh.sizes),
+            precision=self.network.precision,
+            compiles=self.network.compiled,
             device=self.device_name,
             optimizer_groups=groups,
-            parameters=self.sizes.total,
-            trained=self.sizes.trained,
-            network=self.sizes.network or None,
-            threads=threads,
+            parameters=sizes.total,
+            trained=sizes.trained,
+            network=sizes.network or None,
+            threads=torch.get_num_threads(),
             steps=self.horizon.steps,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
@@ -225,25 +198,40 @@ class Recorder:
             branched_from=str(branched.absolute()) if branched else None,
         )
 
-    def _work(self, facts: Facts, batch: BatchPlan) -> dict[str, str]:
-        """The header's lines about the data and the steps."""
-        horizon, done = self.horizon, self.state.step
-        per_sample = facts["train"].get("tokens_per_sample", batch.context)
-        tokens = round(per_sample * horizon.samples_per_step)
+    def _header(
+        self, batch: BatchPlan, groups: list[dict[str, Any]], facts: Facts, evaluated: str
+    ) -> dict[str, str]:
+        """The facts of this start by name; an empty one is not shown."""
+        recipe, ranks, horizon, network = self.plan.recipe, self.ranks, self.horizon, self.network
+        layout = [f"{plural(ranks.world, 'rank')} x {self.device_name}", ranks.strategy.name]
+        layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
+        threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
         data = lines(facts, batch.context)
-        parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
-        parts += [f"validation {data['validation']}", data["tokenizer"]]
         epochs = horizon.samples_per_step * horizon.steps / horizon.samples_per_epoch
         count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+        parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
+        parts += [f"validation {data['validation']}", data["tokenizer"]]
         parts += [f"{count} epoch{'s' * (count != '1')}"]
+        more = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
+        per_sample = facts["train"].get("tokens_per_sample", batch.context)
+        tokens = round(per_sample * horizon.samples_per_step)
         about = "about " * ("lengths" in data)  # rows differ in length
         total = f"{short(horizon.steps * tokens)} tokens"
         work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens = {total}"
-        more = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
+        done = f", resumed after step {self.state.step:,}" if self.state.step else ""
         return {
+            "run": str(self.run.path),
+            "recipe": f"{recipe.preset} ({recipe.config_hash})",
+            "ranks": ", ".join(filter(None, layout)),
+            **self.launch,
+            "threads": threads if ranks.device.type == "cpu" else "",
+            "model": describe_sizes(network.sizes),
+            "optim": f"{recipe.optim.kind}{fused}: {describe_groups(groups)}",
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},
-            "work": work + (f", resumed after step {done:,}" if done else ""),
+            "work": work + done,
+            "eval": evaluated,
         }
 
     def settings_changed(self) -> None:
@@ -375,14 +363,14 @@ class Recorder:
         loss: float,
         lr: float,
         grad_norm: float,
-        loss_scale: float | None,
+        loss_scale: torch.Tensor | None,
         sources: Mapping[str, float],
     ) -> None:
         """A `train` line: the loss of this step over all ranks, and speeds since the last line.
 
         `sources`: the fields of a mixture.
         """
-        state, world, flops = self.state, self.ranks.world, self.flops_per_token
+        state, world, flops = self.state, self.ranks.world, self.network.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
@@ -390,8 +378,8 @@ class Recorder:
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
         if state.step == 1 and self.plan.recipe.train.startup_checks:
-            rows = self.sizes.vocab or self.data.vocab
-            fresh = not self.own_model and is_new(self.plan.recipe.model)
+            rows = self.network.sizes.vocab or self.data.vocab
+            fresh = not self.network.own and is_new(self.plan.recipe.model)
             if text := check_first_loss(loss, rows, fresh):
                 self.emit("warning", text, warning=True, reason=text)
         line = self.ledger.write(
@@ -412,7 +400,7 @@ class Recorder:
             samples_per_s_per_device=samples_per_s / world,
             steps_per_s=1 / seconds,
             mfu=mfu(tokens_per_s, flops, self.peak_flops, world) if flops else None,
-            loss_scale=loss_scale,
+            loss_scale=None if loss_scale is None else float(loss_scale),
             **sources,
         )
         if self.ranks.device.type == "cuda":
@@ -479,39 +467,10 @@ class Recorder:
             wall_time=seconds,
             device_hours=device_hours(raw),
             world=self.ranks.world,
-            parameters=self.sizes.total,
-            trained=self.sizes.trained,
+            parameters=self.network.sizes.total,
+            trained=self.network.sizes.trained,
             updates_skipped=state.updates_skipped,
             attempts=self.ledger.attempt + 1,
             **means,
             **summarise_devices(run),
         )
-
-
-def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
-    """FLOPs of a token, forward and backward: 6N and attention, without frozen gradients."""
-    if recipe.model.kind == "hf" or recipe.model.freeze:
-        return sizes.flops_per_token()
-    attended = getattr(data.train, "attended", None) if masks_documents(data.train) else None
-    return flops_per_token(recipe.model, sizes.vocab, attended)
-
-
-def optimizer_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> list[dict[str, Any]]:
-    """`count_groups` over all stages of a pipeline."""
-    stages = ranks.mesh.rows(("pp",))[0]
-    if len(stages) == 1:
-        return count_groups(optimizer.param_groups)
-    rows: Any = getattr(optimizer, "rows", {})
-    own = {id(rows.get(p, p)) for p in counted(model)}
-    groups = [
-        g | {"params": [p for p in g["params"] if id(p) in own]} for g in optimizer.param_groups
-    ]
-    total = dict[str, dict[str, Any]]()
-    every = ranks.all_gather_object("optimizer groups", count_groups(groups))
-    for group in itertools.chain.from_iterable(every[stage] for stage in stages):
-        before = total.setdefault(group["name"], group | {"tensors": 0, "parameters": 0})
-        for key in ("tensors", "parameters"):
-            before[key] += group[key]
-    return list(total.values())

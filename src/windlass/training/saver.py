@@ -39,7 +39,7 @@ class Saver(Writer):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         losses: LossSum,
-        scaler: LossScaler | None,
+        scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
         attempt: str,
@@ -69,7 +69,7 @@ class Saver(Writer):
         """A warning if the disk has no room for the run's checkpoints; else empty."""
         size, recorder = self.shard().total_bytes, self.recorder
         # torch's optimizers have no state before their first step.
-        size += 0 if self.optimizer.state else 8 * recorder.sizes.trained
+        size += 0 if self.optimizer.state else 8 * recorder.network.sizes.trained
         present = len(list(self.directory.glob("step-????????")))
         count = checkpoints_to_come(self.recipe, recorder.horizon, self.state.step, present)
         return shortage(recorder.run.path, count * size, "the run") if count else ""
@@ -89,10 +89,7 @@ class Saver(Writer):
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
             self.losses.read()
-            if self.scaler is not None:
-                self.scaler.save(state)
-            else:
-                state.loss_scale, state.scale_good_steps = 0.0, 0
+            self.scaler.save(state)
             state.averaged = self.average.begun(state.step)
             meta = self.meta | {"reason": reason}
             shard = self.shard(average=state.averaged > 0)

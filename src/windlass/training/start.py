@@ -7,19 +7,17 @@ from the newest checkpoint.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from windlass.checkpoint.choose import candidates
 from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.load import Checkpoint, checkpoints_in, open_checkpoint
+from windlass.checkpoint.load import checkpoints_in, open_checkpoint
 from windlass.checkpoint.retention import read_lineage
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
@@ -30,11 +28,6 @@ from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
 from windlass.run import LOCK, Run, last_start
-
-if TYPE_CHECKING:
-    pass
-
-Value = TypeVar("Value")
 
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.
@@ -57,7 +50,6 @@ LEFT_OVER = re.compile(
 )
 """Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
 begin beside them."""
-LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
 @dataclass(frozen=True)
@@ -153,6 +145,10 @@ def _resume(
         if begins_at.parent != directory or not same_step:
             problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
             raise UserError(f"{problem}; give another run.dir")
+    old, new = run.recipe.flat(), recipe.flat()
+    moved = recipe.run.base not in ("", run.recipe.run.base)
+    unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
+    changed = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return StartPlan(
         recipe,
         run,
@@ -160,18 +156,8 @@ def _resume(
         finished=not extends_from and _is_finished(run, recipe),
         extends_from=extends_from,
         restarted=restarted,
-        changes=changes_of(run, recipe),
+        changes={key: [old.get(key), new[key]] for key in changed},
     )
-
-
-def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
-    """The settings that a resume changes and records: key -> [old, new]."""
-    old, new = run.recipe.flat(), recipe.flat()
-    unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
-    if recipe.run.base in ("", run.recipe.run.base):
-        unrecorded = (*unrecorded, "run.base")
-    differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
-    return {key: [old.get(key), new[key]] for key in differ}
 
 
 def _is_finished(run: Run, recipe: Recipe) -> bool:
@@ -331,79 +317,14 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     return notes
 
 
-def facts_of_start(
-    recipe: Recipe, data: str, micro_batch: int, precision: str, compiled: bool
-) -> dict[str, Any]:
-    """The meta data of this start's checkpoints; `data`: the fingerprint."""
-    return {
-        "recipe": recipe.config_hash,
-        "line": hash_without_steps(recipe),
-        "data": data,
-        "micro_batch": micro_batch,
-        "precision": precision,
-        "compiles": compiled,
-        "optimizer": recipe.optim.kind,
-        "average": recipe.train.average.kind,
-    }
-
-
-def describe_changes(checkpoint: Checkpoint, now: Mapping[str, Any], dropout: bool) -> list[str]:
-    """Warnings: how this start differs from the one that wrote the checkpoint (`facts_of_start`).
-
-    `dropout`: whether the model draws random numbers. UserError if the data has changed.
-    """
-    before = {**now, **checkpoint.meta}
-    if before["data"] != now["data"]:
-        raise UserError(
-            f"the data is not what {checkpoint.path} was trained on (fingerprint {before['data']}, "
-            f"here {now['data']}): bring the old data back (data.dir), or start over with "
-            f"{argument('fresh')}"
-        )
-    warnings = []
-    # A branch may change the kinds of optimizer and average.
-    if (old := before["optimizer"]) != now["optimizer"]:
-        problem = f"{now['optimizer']} cannot use the state of {old}"
-        warnings.append(f"{problem}: the optimizer state starts over")
-    if (old := before["average"]) != now["average"]:
-        change = "is dropped" if now["average"] == "none" else "starts anew"
-        warnings.append(f"the average {change}: the checkpoint has train.average.kind = {old}")
-    if dropout and (old := before["micro_batch"]) != now["micro_batch"]:
-        # The masks follow from the number and the shape of the micro-batch.
-        change = f"the micro-batch was {old} sequences and is {now['micro_batch']}"
-        warnings.append(f"dropout draws other masks from here on: {change} (train.micro_batch)")
-    if (old := before["precision"]) != now["precision"]:
-        change = f"was {old} up to step {checkpoint.step} and is {now['precision']} from here on"
-        warnings.append(f"the arithmetic {change} (train.precision): the losses differ")
-    if (old := before["compiles"]) != now["compiles"]:
-        change = f"from {typed(old)} to {typed(now['compiles'])}"
-        warnings.append(f"train.compile changes {change}, which rounds otherwise")
-    return warnings
-
-
-def describe_source(checkpoint: Checkpoint, world: int, micro_batch: int) -> str:
-    """The checkpoint, with its ranks and micro-batch if they were others."""
-    old = checkpoint.manifest.world, checkpoint.meta.get("micro_batch")
-    if old == (world, micro_batch):
-        return str(checkpoint.path)
-    ranks = plural(old[0], "rank")
-    return f"{checkpoint.path}, saved by {ranks} with micro-batches of {old[1]}"
-
-
 def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
     """Raise UserError if a checkpoint of another run has another recipe, but for the steps."""
-    meta = open_checkpoint(checkpoint, deep=False).meta
-    if meta.get("line") == hash_without_steps(recipe):
+    found = open_checkpoint(checkpoint, deep=False).meta.get("recipe")
+    if found == recipe.config_hash:
         return
     problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
     origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
-    if origin.exists:
-        advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
-        refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
-    raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
-
-
-def hash_without_steps(recipe: Recipe) -> str:
-    """A config hash without `train.steps`: equal for runs that differ only in length."""
-    settings = recipe.semantic_settings()
-    del settings["train.steps"]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    if not origin.exists:
+        raise UserError(f"{problem} config hash {found}, and here {recipe.config_hash}")
+    advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
+    refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)

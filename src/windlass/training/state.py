@@ -99,21 +99,29 @@ class TrainState:
 class LossScaler:
     """fp16's loss scale, on the device: an overflow halves it, 2,000 steps without one double it."""
 
-    def __init__(self, device: torch.device, state: TrainState):
+    def __init__(self, device: torch.device, state: TrainState, precision: str):
+        """`scale` is None in other precisions."""
+        self.enabled = precision == "fp16"
+        self.scale: Tensor | None = None
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.load(state)
 
     def load(self, state: TrainState) -> None:
         """Take the scale of the counters, or the initial one if they have none."""
-        self.scale = self._zero + (state.loss_scale or SCALE_START)
-        self.good_steps = self._zero + state.scale_good_steps
+        if self.enabled:
+            self.scale = self._zero + (state.loss_scale or SCALE_START)
+            self.good_steps = self._zero + state.scale_good_steps
 
     def save(self, state: TrainState) -> None:
         """Put the scale into the counters. Waits for the device."""
-        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
+        state.loss_scale, state.scale_good_steps = 0.0, 0
+        if self.scale is not None:
+            state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
 
     def update(self, bad: Tensor) -> None:
         """After a step; `bad` is 1.0 if it overflowed."""
+        if self.scale is None:
+            return
         overflow, good = bad > 0, self.good_steps + 1
         grows = ~overflow & (good >= SCALE_GROWS_AFTER)
         grown = torch.where(grows, self.scale * 2.0, self.scale)
@@ -121,7 +129,7 @@ class LossScaler:
         self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
-def mixture_of_run(
+def run_mixture(
     recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
 ) -> Mixture | None:
     """The mixture from the state's step on; None if the data is not one.

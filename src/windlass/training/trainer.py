@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import BEST, FINAL, leave_out
@@ -30,7 +31,7 @@ from windlass.data.locate import data_dirs
 from windlass.data.open import Data, open_data
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
-from windlass.model.build import scalar, sizes_of
+from windlass.model.build import scalar
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
@@ -45,7 +46,6 @@ from windlass.parallel.parallelize import (
     autocast,
     check_gradients_reduced,
     counted,
-    resolve_precision,
     sync_gradients,
     unwrap,
 )
@@ -56,7 +56,6 @@ from windlass.telemetry.console import Console
 from windlass.training.batch import (
     batch_of,
     horizon_of,
-    prepare_for_ragged_rows,
     release_memory,
     report_smaller,
     smaller_micro_batch,
@@ -65,28 +64,17 @@ from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import uses_dropout
 from windlass.training.directory import RunDirectory, check_shared, decide_on_rank_0
 from windlass.training.evaluator import Evaluator, check_evaluations
-from windlass.training.network import (
-    build_network,
-    check_device,
-    describe_origin,
-    prepare_network,
-    resolve_compile,
-)
+from windlass.training.network import Network, optimizer_groups, prepare_device
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
-from windlass.training.record import Recorder, optimizer_groups
+from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.start import (
-    StartPlan,
-    describe_changes,
-    describe_source,
-    facts_of_start,
-)
+from windlass.training.start import StartPlan
 from windlass.training.state import (
     Buffers,
     LossScaler,
     LossSum,
     TrainState,
-    mixture_of_run,
+    run_mixture,
     step_seed,
 )
 from windlass.training.stop import StopSignals, event_of
@@ -100,16 +88,16 @@ FAILING_SAVE_SECONDS = 5.0
 class Trainer:
     """A training on one rank. Every rank calls each method at the same step."""
 
-    def __init__(  # noqa: PLR0915 (the set-up in one piece)
+    def __init__(
         self,
         plan: StartPlan,
+        code: UserCode,
+        stop: StopSignals,
+        stack: ExitStack,
         *,
         module: nn.Module | None,
         data: Data | None,
-        code: UserCode,
-        stop: StopSignals,
         stop_at: int,
-        stack: ExitStack,
     ):
         """Make every part in order; `stack` closes the parts in reverse order.
 
@@ -128,59 +116,50 @@ class Trainer:
             data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
         self.data = data
         init_process_group(ranks, recipe)
-        check_device(ranks.device)
-        prepare_for_ragged_rows(recipe, ranks.device, stack)
+        prepare_device(recipe, ranks.device, stack)
 
         self.batch = batch_of(plan, ranks, data, own)
         self.horizon = horizon = horizon_of(recipe, data, own)
 
         # The model without values, so that bad input is found before the directory changes.
-        model = build_network(plan, data, module, stack)
-        check_evaluations(recipe, data, model)
-        sizes, origin = sizes_of(model), describe_origin(model, own)
+        self.network = network = Network(plan, ranks, data, horizon, module, stack)
+        check_evaluations(recipe, data, network.model)
 
         # The directory, its lock, and the checkpoint to start from.
         console = Console(horizon.steps, ranks.rank)
         stack.callback(console.close)
-        directory = RunDirectory(plan, ranks, horizon, console, stack)
-        checkpoint, warnings = directory.checkpoint, directory.warnings
+        self.directory = directory = RunDirectory(plan, ranks, horizon, console, stack)
 
         # The model on its device, divided among the ranks, with its first weights.
         console.begin("building the model, with its first weights")
-        self.precision = resolve_precision(recipe.train.precision, ranks.device)
-        self.compiled = resolve_compile(recipe, ranks, horizon, own, warnings)
-        self.model = prepare_network(
-            model, own=own, directory=directory, ranks=ranks, data=data, compiled=self.compiled
-        )
-        network = unwrap(self.model)
+        self.model = network.divide(directory, data)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
 
         # What changes with the weights, perhaps from the checkpoint.
         self.optimizer = build_optimizer(
-            network,
+            unwrap(self.model),
             recipe.optim,
             ranks.device.type,
             ranks.mesh.replicas,
             ranks.strategy.shards_optimizer,
         )
-        self.average = Average(network, recipe.train.average, horizon)
-        now = facts_of_start(
-            recipe, data.fingerprint, self.batch.micro_batch, self.precision, self.compiled
-        )
-        self.state, source = TrainState(), ""
-        if checkpoint is not None:
-            console.begin(f"reading {checkpoint.path}")
-            ranks.mark(checkpoint.step, "load")
-            warnings += describe_changes(checkpoint, now, uses_dropout(network))
-            self.state = self.restore(checkpoint)
+        self.average = Average(unwrap(self.model), recipe.train.average, horizon)
+        facts = network.facts(data, self.batch.micro_batch)
+        self.state = TrainState()
+        if directory.checkpoint is not None:
+            console.begin(f"reading {directory.checkpoint.path}")
+            ranks.mark(directory.checkpoint.step, "load")
+            directory.compare(facts, dropout=uses_dropout(self.model))
+            same_kind = directory.checkpoint.meta.get("optimizer") == recipe.optim.kind
+            optimizer = self.optimizer if same_kind else None
+            self.state = self.restore(directory.checkpoint, optimizer)
             self.state.skipped += directory.left_out()
-            source = describe_source(checkpoint, ranks.world, self.batch.micro_batch)
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
-        self.scaler = LossScaler(ranks.device, self.state) if self.precision == "fp16" else None
-        mixture = mixture_of_run(recipe, data.train, horizon, self.state)
-        self.losses = LossSum(self.state, ranks, mixture, takes_sources(network))
+        self.scaler = LossScaler(ranks.device, self.state, network.precision)
+        mixture = run_mixture(recipe, data.train, horizon, self.state)
+        self.losses = LossSum(self.state, ranks, mixture, takes_sources(unwrap(self.model)))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, horizon, self.model, self.optimizer
         )
@@ -188,17 +167,7 @@ class Trainer:
         # Every part that a user's input can break has worked, so the run begins.
         directory.begin(data)
         self.recorder = recorder = Recorder(
-            directory,
-            ranks,
-            self.state,
-            horizon,
-            data=data,
-            sizes=sizes,
-            origin=origin,
-            precision=self.precision,
-            compiled=self.compiled,
-            console=console,
-            stack=stack,
+            directory, ranks, self.state, horizon, network, data, console, stack
         )
         stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
         self.saver = Saver(
@@ -209,7 +178,7 @@ class Trainer:
             losses=self.losses,
             scaler=self.scaler,
             average=self.average,
-            meta=now,
+            meta=facts,
             attempt=directory.attempt_name,
             own=own,
         )
@@ -225,27 +194,13 @@ class Trainer:
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
 
-        warnings += [self.saver.disk_shortage(), "" if own else export_note(recipe.model)]
-        groups = optimizer_groups(self.model, self.optimizer, ranks)
-        recorder.started(self.batch, mixture, groups, source, warnings)
-        report_smaller(recorder, self.batch.micro_batch)
-        if plan.changes:
-            recorder.settings_changed()
-            directory.write_settings()
-        if checkpoint is not None:
-            self.saver.resume_from(self.state.step)
-
-    def restore(self, checkpoint: Checkpoint) -> TrainState:
-        """Fill model, optimizer and average from a checkpoint; returns its counters.
-
-        A branch may have changed the optimizer or the average: then their states start anew.
-        """
-        state, recorded = TrainState.from_json(checkpoint.counters), checkpoint.meta
-        if recorded.get("average", "none") != self.recipe.train.average.kind:
-            state.averaged = 0
-        same = recorded.get("optimizer") == self.recipe.optim.kind
+    def restore(self, checkpoint: Checkpoint, optimizer: Optimizer | None) -> TrainState:
+        """Fill model, average and, if given, the optimizer from a checkpoint; returns its counters."""
+        state = TrainState.from_json(checkpoint.counters)
+        if checkpoint.meta.get("average", "none") != self.recipe.train.average.kind:
+            state.averaged = 0  # a branch has changed it, so it starts anew
         averages = self.average.tensors if state.averaged else {}
-        restore(checkpoint, self.model, self.optimizer if same else None, averages)
+        restore(checkpoint, self.model, optimizer, averages)
         self.average.load(state.averaged)
         return state
 
@@ -269,8 +224,23 @@ class Trainer:
             raise
 
     def begin(self) -> None:
-        """Do the evaluation and sample of this step that a kill or stop left out."""
-        recorder, batch = self.recorder, self.batch
+        """Report the start; do the evaluation and sample of this step that a kill or stop left out."""
+        recorder, batch, directory = self.recorder, self.batch, self.directory
+        export = "" if self.network.own else export_note(self.recipe.model)
+        warnings = [*directory.warnings, *self.network.warnings, export]
+        recorder.started(
+            batch,
+            self.losses.mixture,
+            groups=optimizer_groups(self.model, self.optimizer, self.ranks),
+            source=directory.source(batch.micro_batch),
+            warnings=[*warnings, self.saver.disk_shortage()],
+        )
+        report_smaller(recorder, batch.micro_batch)
+        if directory.plan.changes:
+            recorder.settings_changed()
+            directory.write_settings()
+        if directory.checkpoint is not None:
+            self.saver.resume_from(self.state.step)
         done = recorder.read_measured(self.state.step)
         self.ends_early = recorder.stops_improving()
         if self.evaluator.due and (self.ends_early or "eval" not in done):
@@ -278,9 +248,9 @@ class Trainer:
         if self.evaluator.sample_due and "sample" not in done:
             self.evaluator.sample()
         size = f"{batch.accumulation} x {batch.micro_batch} x {batch.context:,} tokens on each rank"
-        compiling = "compiling, and " if self.compiled else ""
+        compiling = "compiling, and " if self.network.compiled else ""
         recorder.console.begin(f"{compiling}the first step: {size}")
-        recorder.goodput.enter("compile" if self.compiled else "train")
+        recorder.goodput.enter("compile" if self.network.compiled else "train")
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
@@ -293,7 +263,7 @@ class Trainer:
             size = self.batch.micro_batch
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
-            release_memory(self.compiled)
+            release_memory(self.network.compiled)
             self.evaluator.use_micro_batch(size)
             self.saver.meta["micro_batch"] = size
             report_smaller(self.recorder, size)
@@ -355,9 +325,8 @@ class Trainer:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:  # waits for the device
-                    scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    sources = self.losses.take_sources(samples)
+                    sources, scale = self.losses.take_sources(samples), self.scaler.scale
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.saver.save()
@@ -381,11 +350,11 @@ class Trainer:
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer = self.ranks, self.recorder.timer
-        scale = self.scaler.scale if self.scaler is not None else None
+        scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.network.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         last = self.model.pipeline.layers[-1] if staged else None  # the blocks before the loss
@@ -430,7 +399,7 @@ class Trainer:
         """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
-        scale = self.scaler.scale if self.scaler is not None else None
+        scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
         grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
         grad_norm = grad_norm if scale is None else grad_norm / scale
@@ -449,8 +418,7 @@ class Trainer:
             set_lr(self.optimizer, lr_multiplier)
             self.optimizer.step()
             self.average.update(step, bad)
-        if self.scaler is not None:
-            self.scaler.update(bad)
+        self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm, spike
 
@@ -527,15 +495,14 @@ class Trainer:
         self.saver.finish()
         checkpoint = choose_rewind(recorder, reason)
         self.losses.reset()
-        saved = self.restore(checkpoint)
+        saved = self.restore(checkpoint, self.optimizer)
         first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         samples = (first, stop_sample)
         record = partial(leave_out, recorder.run.path, checkpoint.path, saved.step, samples)
         decide_on_rank_0(self.ranks, "rewind", record)
         state.return_to(saved, samples)
         self.bad_steps.reset()
-        if self.scaler is not None:
-            self.scaler.load(state)
+        self.scaler.load(state)
         self.saver.resume_from(state.step)
         recorder.rewound(reason, *samples)
 
