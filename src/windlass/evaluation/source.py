@@ -104,10 +104,8 @@ def find_source(
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
         recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
-        source = Source(
-            str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
-        )
-        source = replace(source, weights=weights)
+        source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
+        source = replace(source, module=module, weights=weights)
         source.open_checkpoint()  # raises if it has no averaged weights
         return source
     if weights != "raw":

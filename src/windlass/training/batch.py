@@ -31,7 +31,6 @@ from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.run import STARTS, Run
 from windlass.telemetry.profile import save_memory
-from windlass.training.checks import ran_out_of_memory
 from windlass.training.directory import decide_on_rank_0
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
@@ -147,15 +146,13 @@ def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
     return 0
 
 
-def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorder) -> BatchPlan:
+def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
 
-    Raises any other error again. Raises OutOfMemory if only a new start can have a smaller one:
+    Raises OutOfMemory if only a new start can have a smaller one:
     there are other ranks or a sharded model, or the update may have begun. Raises RunFailed with
     advice if the user chose `train.micro_batch`, or the micro-batch is one sequence.
     """
-    if not ran_out_of_memory(error):
-        raise error
     recipe, ranks = recorder.plan.recipe, recorder.ranks
     sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
     phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
@@ -168,6 +165,13 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))
         if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
+            gc.collect()
+            if recorder.network.compiled:
+                # Else the next graph has a dynamic batch size, which the graph of a resume has not.
+                torch.compiler.reset()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            report_smaller(recorder, sizes[-1])
             return replace(batch, micro_batch=sizes[-1])
         raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
     advice = ['parallel.activation_checkpointing="full"']
@@ -190,13 +194,3 @@ def report_smaller(recorder: Recorder, micro_batch: int) -> None:
         text = f"memory ran out: micro-batches of {micro_batch} sequences from here on"
         setting = f"(train.micro_batch={micro_batch})"
         recorder.emit(OUT_OF_MEMORY, f"{text} {setting}", warning=True, micro_batch=micro_batch)
-
-
-def release_memory(compiled: bool) -> None:
-    """Free what a failed step held, once its exception is gone."""
-    gc.collect()
-    if compiled:
-        # Otherwise the next graph has a dynamic batch size, which the graph of a resume has not.
-        torch.compiler.reset()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

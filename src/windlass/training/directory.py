@@ -21,6 +21,7 @@ from windlass.checkpoint.choose import first_undamaged, recover, rename_damaged
 from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import (
     Lineage,
+    leave_out,
     left_out,
     lineage_at,
     read_lineage,
@@ -141,6 +142,11 @@ class RunDirectory:
         assert self.checkpoint is not None
         read = partial(left_out, self.run.path, self.checkpoint.path)
         return [(start, stop) for start, stop in decide_on_rank_0(self.ranks, "left out", read)]
+
+    def leave_out(self, checkpoint: Checkpoint, samples: tuple[int, int]) -> None:
+        """Record, durably, a return to a checkpoint that leaves out a range of samples."""
+        write = partial(leave_out, self.run.path, checkpoint.path, checkpoint.step, samples)
+        decide_on_rank_0(self.ranks, "rewind", write)
 
     def begin(self, data: Data) -> None:
         """Write the start of a new run or lineage; every rank calls it."""

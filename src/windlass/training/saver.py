@@ -65,6 +65,12 @@ class Saver(Writer):
         self.average, self.meta, self.own = average, meta, own
         self._warned = False  # of a save that takes longer than the grace
 
+    @property
+    def due(self) -> bool:
+        """Whether a save is due at this step."""
+        periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
+        return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
+
     def disk_shortage(self) -> str:
         """A warning if the disk has no room for the run's checkpoints; else empty."""
         size, recorder = self.shard().total_bytes, self.recorder

@@ -129,7 +129,7 @@ class LossScaler:
         self.good_steps = torch.where(overflow | grows, self._zero, good)
 
 
-def run_mixture(
+def mixture_of(
     recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
 ) -> Mixture | None:
     """The mixture from the state's step on; None if the data is not one.

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import BEST, FINAL, leave_out
+from windlass.checkpoint.retention import BEST, FINAL
 from windlass.checkpoint.state_dict import restore
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.locate import data_dirs
@@ -53,30 +53,17 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
-from windlass.training.batch import (
-    batch_of,
-    horizon_of,
-    release_memory,
-    report_smaller,
-    smaller_micro_batch,
-)
+from windlass.training.batch import batch_of, horizon_of, report_smaller, smaller_micro_batch
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
-from windlass.training.checks import uses_dropout
-from windlass.training.directory import RunDirectory, check_shared, decide_on_rank_0
+from windlass.training.checks import ran_out_of_memory, uses_dropout
+from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.network import Network, optimizer_groups, prepare_device
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.start import StartPlan
-from windlass.training.state import (
-    Buffers,
-    LossScaler,
-    LossSum,
-    TrainState,
-    run_mixture,
-    step_seed,
-)
+from windlass.training.state import Buffers, LossScaler, LossSum, TrainState, mixture_of, step_seed
 from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -137,12 +124,9 @@ class Trainer:
         self.counted = counted(self.model)
 
         # What changes with the weights, perhaps from the checkpoint.
+        shards = ranks.strategy.shards_optimizer
         self.optimizer = build_optimizer(
-            unwrap(self.model),
-            recipe.optim,
-            ranks.device.type,
-            ranks.mesh.replicas,
-            ranks.strategy.shards_optimizer,
+            unwrap(self.model), recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
         )
         self.average = Average(unwrap(self.model), recipe.train.average, horizon)
         facts = network.facts(data, self.batch.micro_batch)
@@ -158,7 +142,7 @@ class Trainer:
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
         self.scaler = LossScaler(ranks.device, self.state, network.precision)
-        mixture = run_mixture(recipe, data.train, horizon, self.state)
+        mixture = mixture_of(recipe, data.train, horizon, self.state)
         self.losses = LossSum(self.state, ranks, mixture, takes_sources(unwrap(self.model)))
         self.callbacks = Callbacks(
             code, recipe, ranks, self.state, horizon, self.model, self.optimizer
@@ -259,14 +243,14 @@ class Trainer:
             try:
                 return self.loop()
             except RuntimeError as error:
-                self.batch = smaller_micro_batch(error, self.batch, self.recorder)
-            size = self.batch.micro_batch
+                if not ran_out_of_memory(error):
+                    raise
+            # Here the exception is gone, which held what the step had allocated.
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
-            release_memory(self.network.compiled)
-            self.evaluator.use_micro_batch(size)
-            self.saver.meta["micro_batch"] = size
-            report_smaller(self.recorder, size)
+            self.batch = smaller_micro_batch(self.batch, self.recorder)
+            self.evaluator.use_micro_batch(self.batch.micro_batch)
+            self.saver.meta["micro_batch"] = self.batch.micro_batch
             self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
@@ -281,10 +265,8 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                asks = bool(self.callbacks.stop_reason)
-                flags = collectives.max_async(
-                    [self.stop.requested, self.saver.failures, asks], ranks
-                )
+                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.stop_reason)]
+                flags = collectives.max_async(own, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
@@ -305,9 +287,7 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                periods = recipe.checkpoint.every, recipe.checkpoint.keep_every
-                save_due = any(horizon.due(every, state.step) for every in periods)
-                evaluation_due = evaluator.due
+                save_due, evaluation_due = self.saver.due, evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
@@ -498,8 +478,7 @@ class Trainer:
         saved = self.restore(checkpoint, self.optimizer)
         first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         samples = (first, stop_sample)
-        record = partial(leave_out, recorder.run.path, checkpoint.path, saved.step, samples)
-        decide_on_rank_0(self.ranks, "rewind", record)
+        self.directory.leave_out(checkpoint, samples)
         state.return_to(saved, samples)
         self.bad_steps.reset()
         self.scaler.load(state)
