@@ -14,7 +14,6 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import counted, resolve_precision, unwrap
 from windlass.recipe import Recipe
 from windlass.telemetry.timing import StepTimer
-from windlass.training.checks import uses_dropout
 from windlass.training.nonfinite import BadSteps
 from windlass.training.state import LossScaler, LossSum, TrainState
 from windlass.training.trainer import Trainer
@@ -31,7 +30,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         events=events,
         emit=lambda name, **more: events.append(more),
     )
-    scaler = LossScaler(ranks.device, state) if precision == "fp16" else None
+    scaler = LossScaler(ranks.device, state, precision)
     parts: dict[str, Any] = {
         "recipe": recipe,
         "ranks": ranks,
@@ -48,7 +47,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "facts": SimpleNamespace(precision=precision, dropout=uses_dropout(model)),
+        "network": SimpleNamespace(precision=precision),
         "losses": LossSum(state, ranks),
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),

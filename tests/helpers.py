@@ -209,8 +209,8 @@ def record_trainers(patch: pytest.MonkeyPatch) -> list[Any]:
 
     trainers, make = list[Any](), Trainer.__init__
 
-    def record(self: Any, *parts: Any) -> None:
-        make(self, *parts)
+    def record(self: Any, *parts: Any, **more: Any) -> None:
+        make(self, *parts, **more)
         trainers.append(self)
 
     patch.setattr(Trainer, "__init__", record)

@@ -12,7 +12,7 @@ from harness import run_ranks
 from windlass.errors import RunFailed
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
-from windlass.training.memory import open_micro_batch, smaller_micro_batch
+from windlass.training.batch import open_micro_batch, smaller_micro_batch
 
 pytestmark = pytest.mark.dist
 
@@ -114,10 +114,9 @@ def test_out_of_memory_advises_what_the_layout_can_use(layout, world, shards):
     )
     plan, state = SimpleNamespace(recipe=recipe), SimpleNamespace(step=0)
     recorder: Any = SimpleNamespace(plan=plan, ranks=ranks, state=state, started_up=False)
-    error = torch.OutOfMemoryError("no memory")
     words = ["train.micro_batch=2", "parallel.activation_checkpointing"]
     with pytest.raises(RunFailed) as caught:
-        smaller_micro_batch(error, recipe.batch(world), recorder)
+        smaller_micro_batch(recipe.batch(world), recorder)
     assert all(word in str(caught.value) for word in words)
     assert ("full_shard" in str(caught.value)) == shards
 

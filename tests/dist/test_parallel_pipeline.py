@@ -35,8 +35,8 @@ from windlass.model.build import build_model
 from windlass.parallel.parallelize import counted, parallelize, unwrap
 from windlass.parallel.pipeline import needs, order, split_blocks, timetable
 from windlass.recipe.network import ModelSettings
-from windlass.training import setup
-from windlass.training.saving import add_stages
+from windlass.training.record import optimizer_groups
+from windlass.training.saver import add_stages
 
 LAYERS = 5
 TIED = {"model__layers": LAYERS, "model__head_bias": True}
@@ -219,7 +219,7 @@ def measured(join, recipe):
         sampling = Sampling(max_tokens=15, seed=3)
         texts = generate(model, [[1, 2, 3], [5]], sampling, ranks)
         train(ranks, recipe, trainer, range(1))  # an evaluation leaves nothing behind
-        groups = setup.optimizer_groups(unwrap(model), trainer.optimizer, ranks)
+        groups = optimizer_groups(unwrap(model), trainer.optimizer, ranks)
         return loss, [score.sum for score in scores], texts, groups
 
 

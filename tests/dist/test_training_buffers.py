@@ -7,7 +7,7 @@ from harness import recipe, run_ranks
 from torch import nn
 
 from windlass.parallel.parallelize import parallelize
-from windlass.training.buffers import Buffers
+from windlass.training.state import Buffers
 
 
 class Model(nn.Module):

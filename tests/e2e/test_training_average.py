@@ -19,7 +19,7 @@ from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import setup
+from windlass.training import trainer
 
 __all__ = ["corpus"]
 
@@ -114,8 +114,8 @@ def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
 
 def forget(monkeypatch) -> None:
     """Restore the average's count without its tensors."""
-    restore = setup.restore
-    monkeypatch.setattr(setup, "restore", lambda *given: restore(*given[:3]))
+    restore = trainer.restore
+    monkeypatch.setattr(trainer, "restore", lambda *given: restore(*given[:3]))
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -150,9 +150,9 @@ def test_a_rewind_restores_the_average(corpus, tmp_path):
     assert [e["step"] for e in run.events if e["event"] == "rewound"] == [6]
     again = averaged(corpus, tmp_path / "again")
     skipped = {"skipped": ((48, 64),)}
-    loader = setup.Loader
+    loader = trainer.Loader
     with pytest.MonkeyPatch.context() as patch:  # the same samples without a rewind
-        patch.setattr(setup, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         straight = train(again)
     for name in at(run, STEPS).names("average/"):
         assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))

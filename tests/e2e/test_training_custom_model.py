@@ -10,6 +10,7 @@ from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,8 @@ from transformers import AutoModel
 from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
+from windlass.data.open import Data
+from windlass.data.samples import Batch
 from windlass.launch.local import launch
 from windlass.run import Run
 from windlass.training.callbacks import Callbacks, UserCode
@@ -48,6 +51,29 @@ PAGE_MODEL = ["model.vocab=0", "model.layers=1", "model.width=16", "model.heads=
 def recipe(folder: Path, *more: str) -> Recipe:
     small = "train.steps=6 train.global_batch=8 model.context=16 eval.every=3 telemetry.every=1"
     return Recipe.load("quickstart", [*small.split(), f"run.dir='{folder}'", *more])
+
+
+class Counting:
+    """Samples of three tokens, which need no tokenizer."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def read(self, indices: np.ndarray) -> Batch:
+        rows = (np.arange(17) + indices[:, None]) % 3
+        return Batch(rows[:, :-1], rows[:, 1:])
+
+
+def test_a_run_of_the_recipes_model_on_samples_of_ones_own_loads_again(tmp_path):
+    """The run records the vocabulary, because there is no tokenizer."""
+    data = Data(train=Counting(), val=Counting(), tokenizer=None, fingerprint="counting", vocab=3)
+    run = train(recipe(tmp_path / "run", *PAGE_MODEL), data=data)
+    model = load_model(run)
+    assert model(torch.tensor([[0, 1, 2]])).shape == (1, 3, 3)
+    [scores] = evaluate(run, data=data).results.values()
+    assert scores["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
+    with refused("tokenizer"):
+        export(run, tmp_path / "export")
 
 
 def test_a_model_and_samples_of_ones_own(tmp_path, page):

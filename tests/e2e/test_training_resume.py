@@ -4,6 +4,7 @@ others.
 
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
 def test_a_resume_draws_no_initial_weights(corpus, tmp_path, monkeypatch):
     recipe = recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 2})
     train(recipe, stop_at=1)
-    monkeypatch.setattr("windlass.training.setup.initialise", None)
+    monkeypatch.setattr("windlass.training.network.initialise", None)
     assert train(recipe).state == "finished"
 
 
@@ -107,6 +108,26 @@ def test_the_memory_of_saves_is_reserved_after_the_first_step(corpus, tmp_path, 
     run = train(recipe, callbacks=[each_step(measure)])
     files = [file.stat().st_size for file in run.checkpoints_dir.rglob("*.safetensors")]
     assert files and all(sizes[0] - 4096 < size <= sizes[0] for size in files)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_the_blocked_time_of_a_save_is_what_the_step_waited(
+    corpus, tmp_path, monkeypatch, background
+):
+    """On a disk that takes longer than a step, with a single save before the last step's."""
+    write = Writer._write
+
+    def slowly(*job):
+        time.sleep(0.5)
+        write(*job)
+
+    monkeypatch.setattr(Writer, "_write", slowly)
+    more = {"checkpoint.every": 3, "train.steps": 4, "eval.every": 0}
+    more["checkpoint.background"] = str(background).lower()
+    run = train(recipe_of(corpus, tmp_path / "run", **more))
+    first = next(e for e in run.events if e["event"] == "checkpoint")
+    assert first["step"] == 3 and first["write_s"] < 0.5
+    assert (first["blocked_s"] >= 0.5) == (not background)
 
 
 def test_a_checkpoint_holds_its_step_if_the_writer_starts_after_the_next_updates(

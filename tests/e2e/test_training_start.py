@@ -25,7 +25,7 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
 from windlass.run import Run, read_lines
-from windlass.training import setup, start, trainer
+from windlass.training import directory, trainer
 from windlass.training.start import is_restart, job_id, resolve_start
 
 __all__ = ["corpus"]
@@ -88,7 +88,11 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     def fail(*_: object) -> None:
         raise RunFailed("a failure of the test")
 
-    places = ((setup, "candidate_checkpoints"), (setup, "prepare_model"), (trainer, "Recorder"))
+    places = (
+        (directory, "candidate_checkpoints"),
+        (trainer, "prepare_network"),
+        (trainer, "Recorder"),
+    )
     for module, name in places:
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
             patch.setattr(module, name, fail)
@@ -192,9 +196,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     with refused("extend_to=", "3 epochs"):
         train(recipe, extend_to="three epochs")
     with monkeypatch.context() as patch, pytest.raises(RunFailed):
-        patch.setattr(
-            setup, "describe_origin", Mock(side_effect=RunFailed("a failure of the test"))
-        )
+        patch.setattr(trainer, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
@@ -263,7 +265,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(setup, "describe_origin", None)  # before the run's first event
+        patch.setattr(trainer, "Recorder", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")
@@ -362,9 +364,9 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
         wait_for(lambda: run.lines("train") or living.poll() is not None, 90)
         run.heartbeat_path.unlink()  # its lock alone tells
         assert run.alive and run.state == "running"
-        monkeypatch.setattr(start, "LOCK_WAIT_SECONDS", 0.2)
+        monkeypatch.setattr(directory, "LOCK_WAIT_SECONDS", 0.2)
         with refused(str(living.pid)):
-            start.acquire_run_lock(run.path)
+            directory.acquire_run_lock(run.path)
         with refused(str(living.pid)):
             train(Recipe.load("quickstart", overrides), fresh=True)
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]

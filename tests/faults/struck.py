@@ -18,16 +18,16 @@ from typing import Any
 
 what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
 PLACES = {
-    "start": ("windlass.training.setup", "open_data"),
-    "choose": ("windlass.training.setup", "candidate_checkpoints"),
-    "load": ("windlass.training.setup", "restore"),
+    "start": ("windlass.training.trainer", "open_data"),
+    "choose": ("windlass.training.directory", "candidate_checkpoints"),
+    "load": ("windlass.training.trainer", "restore"),
     "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluation.likelihood", "max_async"),
     "sample": ("windlass.evaluation.generate", "max_async"),
     "data": ("windlass.data.loader", "Loader._read"),
-    "save": ("windlass.training.saving", "gather_shard"),
+    "save": ("windlass.training.saver", "gather_shard"),
 }
 """By phase: a module, and a name in it that is called in this phase."""
 WAIT_SECONDS = {"start": 120.0, "choose": 120.0, "data": 5.0}

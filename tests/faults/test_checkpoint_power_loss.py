@@ -24,7 +24,8 @@ from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.start import LEFT_OVER, StartPlan, write_start
+from windlass.training.directory import write_start
+from windlass.training.start import LEFT_OVER, StartPlan
 
 
 @dataclass

@@ -13,7 +13,7 @@ from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import setup, trainer
+from windlass.training import trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
@@ -39,11 +39,11 @@ def whole(tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         trainers = record_trainers(patch)
         skipped = {"skipped": ((58, 61),)}
-        patch.setattr(setup, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
-loader = setup.Loader
+loader = trainer.Loader
 
 
 def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
@@ -81,22 +81,22 @@ def after_six(run: Run) -> list[object]:
 
 def forget(monkeypatch, component: str) -> None:
     """Drop one component of the state on its way back."""
-    restore, from_json = setup.restore, TrainState.from_json
+    restore, from_json = trainer.restore, TrainState.from_json
     if component == "moments":
         monkeypatch.setattr(
-            setup,
+            trainer,
             "restore",
             lambda checkpoint, model, _, average: restore(checkpoint, model, None, average),
         )
     elif component == "average":
-        monkeypatch.setattr(setup, "restore", lambda *given: restore(*given[:3]))
+        monkeypatch.setattr(trainer, "restore", lambda *given: restore(*given[:3]))
     elif component == "weights":
         first = lambda checkpoint, model, *_: initialise(unwrap(model), 1337)  # noqa: E731
-        monkeypatch.setattr(setup, "restore", first)
+        monkeypatch.setattr(trainer, "restore", first)
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(setup, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
+        monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:
 
         def dropped(saved):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.order import Order, describe_order, step_samples
+from windlass.data.order import Order, step_samples
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -87,15 +87,3 @@ def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
     wanted = [n for n in range(1000) if n not in left_out]
     found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
     assert found.tolist() == wanted[: len(found)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "first", "third"),
-    [
-        ("shuffled", "samples shuffled, seed 7", "samples shuffled anew, seed 7"),
-        ("shards-shuffled", "in file order", "shards shuffled for this epoch, seed 7"),
-        ("sequential", "in file order", "in file order"),
-    ],
-)
-def test_the_order_of_an_epoch_in_words(kind, first, third):
-    assert [describe_order(kind, 7, epoch) for epoch in (0, 2)] == [first, third]

@@ -1,7 +1,5 @@
 """The check that a user's module returns a sum; tests/e2e/test_training_startup_checks.py sees the others."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch.nn.functional as F
 from windlass.errors import UserError
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
+from windlass.recipe import Recipe
 from windlass.training import checks
 
 
@@ -53,7 +52,7 @@ def test_only_a_sum_over_labels_passes(kind, labels):
 
     torch.manual_seed(0)
     ranks = Ranks(DistEnv(), torch.device("cpu"))
-    given = Model(7, 7), Rows(*labels), ranks, nullcontext
+    given = Model(7, 7), Rows(*labels), ranks, Recipe()
     if kind == "sum":
         checks.check_loss_is_a_sum(*given)
         return
@@ -67,4 +66,4 @@ def test_samples_without_labels_are_no_reason_to_refuse_a_sum():
             return (super().forward(tokens).sum(2) * (labels != -100)).sum()
 
     ranks = Ranks(DistEnv(), torch.device("cpu"))
-    checks.check_loss_is_a_sum(Sum(7, 7), Rows(0, 0), ranks, nullcontext)
+    checks.check_loss_is_a_sum(Sum(7, 7), Rows(0, 0), ranks, Recipe())

@@ -15,7 +15,7 @@ from windlass import Recipe, train
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.loss import CHUNK_BYTES
-from windlass.training.compiling import missing_tools
+from windlass.training.network import missing_tools
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

@@ -18,14 +18,13 @@ from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
-from windlass.model.build import build_model, read_sizes
+from windlass.model.build import read_sizes
 from windlass.model.hf import HfCache
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.memory import measured_sizes, open_micro_batch
-from windlass.training.setup import describe_costs
+from windlass.training.batch import measured_sizes, open_micro_batch
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -89,7 +88,7 @@ def test_a_run_counts_the_documents_of_its_rows(tmp_path, monkeypatch):
         counts.append(arguments[-1])
         raise RunFailed("far enough")
 
-    monkeypatch.setattr("windlass.training.memory.open_micro_batch", stop)
+    monkeypatch.setattr("windlass.training.batch.open_micro_batch", stop)
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join([json.dumps({"text": f"a document {i}"}) for i in range(99)]))
     for masked in (True, False):
@@ -172,7 +171,7 @@ def test_segments_grow_for_ragged_rows_once_the_device_is_chosen(
         plans.append(torch.backends.cuda.cudnn_sdp_enabled())
         raise RunFailed("far enough")
 
-    monkeypatch.setattr("windlass.training.setup.batch_and_horizon", stop)
+    monkeypatch.setattr("windlass.training.trainer.batch_of", stop)
     own = Data(train=[], val=None, tokenizer=None, vocab=50, fingerprint="")
     recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", data__packing=packing)
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -188,20 +187,6 @@ def test_which_rows_are_ragged():
     squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
     assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
     assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_
-
-
-def test_what_slower_ways_of_a_model_of_transformers_cost_is_said(tmp_path):
-    keys = {"model.kind": "hf", "model.context": 64, "model.from_scratch": True, "optim.lr": 1e-4}
-    said = dict[str, list[str]]()
-    for kind in ("llama", "other head"):
-        directory = hf_fixtures.save("llama", tmp_path / kind)
-        recipe = Recipe().replace(keys | {"model.name": str(directory)})
-        model = build_model(recipe, 0)
-        if kind == "other head":
-            model.head_form = None
-        said[kind] = describe_costs(model, recipe.batch(2))
-    assert said["llama"] == []
-    assert "all logits" in said["other head"][0] and "GB" in said["other head"][0]
 
 
 def test_a_model_without_a_cache_says_once_that_it_reads_all_tokens_again(tmp_path):

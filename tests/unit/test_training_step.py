@@ -105,7 +105,7 @@ def test_the_update_divides_as_if_the_gradients_were_clipped_before(kind, precis
     initialise(model, 0)
     other = copy.deepcopy(model)
     trainer = bare_trainer(model, recipe, Ranks(DistEnv(), cpu))
-    scale = 1.0 if trainer.scaler is None else float(trainer.scaler.scale)
+    scale = 1.0 if trainer.scaler.scale is None else float(trainer.scaler.scale)
     optimizer = build_optimizer(other, recipe.optim, "cpu")
     for _ in range(3):
         other.load_state_dict(model.state_dict())  # fp16 rounds weights that differ in a last bit

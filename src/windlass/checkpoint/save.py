@@ -143,7 +143,9 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
         self._thread.start()
         if not self.background:
+            staged = time.perf_counter()
             self._until_idle(None, while_waiting)
+            save.waited_s += time.perf_counter() - staged
 
     def _copy(self, save: Save) -> None:
         """Begin to copy the boxes of a save into host memory, as its file.

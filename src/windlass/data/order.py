@@ -97,14 +97,6 @@ def sample_indices(
     return indices
 
 
-def describe_order(kind: str, seed: int, epoch: int) -> str:
-    """The order of an epoch (from 0) in words."""
-    if kind == "shuffled":
-        return f"samples shuffled{' anew' if epoch else ''}, seed {seed}"
-    shuffled = kind != "sequential" and epoch
-    return f"shards shuffled for this epoch, seed {seed}" if shuffled else "in file order"
-
-
 def step_samples(
     step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
 ) -> np.ndarray:

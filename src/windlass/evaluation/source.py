@@ -99,14 +99,13 @@ def find_source(
         tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
         if not tokenizer and "own_model" not in run.environment:  # on the user's own data
             tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
+            tokenizer = tokenizer if tokenizer.vocab == choice.meta["vocab"] else None
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
         recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
-        source = Source(
-            str(run.path), recipe, tokenizer, template, choice.path, choice.step, run, module
-        )
-        source = replace(source, weights=weights)
+        source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
+        source = replace(source, module=module, weights=weights)
         source.open_checkpoint()  # raises if it has no averaged weights
         return source
     if weights != "raw":
@@ -146,8 +145,10 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
             f"pass the model from Python, as evaluate(run, model={source.own_model}(...))"
         )
     if model is None:
-        run_path = source.run.path if source.run else None
-        model = build_model(recipe, source.tokenizer.vocab, run=run_path)
+        run_path, vocab = source.run.path if source.run else None, 0
+        if source.checkpoint is not None:
+            vocab = source.open_checkpoint().meta["vocab"]
+        model = build_model(recipe, vocab, run=run_path)
     if recipe.train.precision == "fp64":
         model = model.double()
     wrapped = parallelize(model, ranks, recipe)

@@ -80,6 +80,9 @@ def export(
     source, directory = find_source(run, weights=weights), Path(directory)
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
+    if source.tokenizer is None and not source.own_model:
+        problem = f"{run} was trained on data without a tokenizer, which an export needs"
+        raise UserError(f"{problem}: give it to train as Data(tokenizer=...)")
     checkpoint = source.open_checkpoint()
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"

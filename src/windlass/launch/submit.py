@@ -203,7 +203,10 @@ def submit_run(
         inputs = {key: value for key, value in recipe.flat().items() if key not in places}
         recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     snapshot = str(run.path / SNAPSHOT)
-    saves = [e["write_s"] + e["blocked_s"] for e in run.events if e["event"] == "checkpoint"]
+    written = [e for e in run.events if e["event"] == "checkpoint"]
+    # Without `checkpoint.background` the step also waits for the write.
+    alone = not recipe.checkpoint.background
+    saves = [e["blocked_s"] + (0.0 if alone else e["write_s"]) for e in written]
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch

@@ -20,14 +20,14 @@ from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe
 from windlass.run import Run
 from windlass.telemetry.terminal import message
-from windlass.training.start import StartPlan, check_shared, resolve_start
+from windlass.training.start import StartPlan, resolve_start
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from windlass.training.callbacks import Callback, Measuring, UserCode
+    from windlass.training.callbacks import Callback, Measuring
 
 
 def train(
@@ -74,14 +74,15 @@ def train(
         RunFailed: The run cannot continue: a non-finite step, a lost rank, a full disk.
         Stopped: A signal stopped the run, which can be resumed.
     """
-    from windlass.optim.library import library_optimizer
     from windlass.training.callbacks import UserCode
 
-    env = detect_env()
+    env, code = detect_env(), UserCode(callbacks, suites or {})
     local = world != 1 and env.launcher == "none"
+    if local and (model is not None or data is not None or callbacks or suites):
+        problem = "local processes cannot receive your own model, data, callbacks or suites"
+        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
     with StopSignals() as stop, ExitStack() as stack:
-        wanted, code = as_recipe(recipe), UserCode(callbacks, suites or {})
-        library_optimizer(wanted.optim)  # raises for an optimizer that the library lacks
+        wanted = as_recipe(recipe)
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
             return finished_run(plan)
@@ -89,32 +90,16 @@ def train(
         plan.recipe.check_packages()
         code.check(plan.recipe)
         if not local:
-            train_rank(plan, stop, stack, model, data, code, stop_at)
+            from windlass.training.trainer import Trainer
+
+            samples = own_data(data, plan.recipe)
+            Trainer(plan, code, stop, stack, module=model, data=samples, stop_at=stop_at).run()
     if local:
-        if model is not None or data is not None or callbacks or suites:
-            problem = "local processes cannot receive your own model, data, callbacks or suites"
-            raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(plan, wanted, world, fresh, options)
     # The parts refer to each other: free the device's memory, files and sockets now.
     gc.collect()
     return Run(plan.run.path)  # with the recipe that an extension has changed
-
-
-def train_rank(
-    plan: StartPlan,
-    stop: StopSignals,
-    stack: ExitStack,
-    model: nn.Module | None,
-    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None,
-    code: UserCode,
-    stop_at: int,
-) -> None:
-    """Train as one rank in this process."""
-    from windlass.training.trainer import Trainer
-
-    samples = own_data(data, plan.recipe)
-    Trainer(plan, stop, stack, model, samples, code, stop_at).run()
 
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
@@ -131,15 +116,8 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 
 
 def finished_run(plan: StartPlan) -> Run:
-    """Print why the run is finished; several ranks first check that all hosts see it."""
-    env = detect_env()
-    if env.world > 1:
-        from windlass.parallel.dist import init_store
-
-        with init_store(env, plan.recipe) as ranks:
-            if ranks.env.nodes > 1:
-                check_shared(ranks, plan.run.path, [])
-    if env.rank == 0:
+    """Print why the run is finished; returns it."""
+    if detect_env().rank == 0:
         text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
         print(message(text, sys.stdout))
     return plan.run

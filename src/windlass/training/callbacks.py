@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,9 @@ class SaveEvent(Event):
     path: Path
 
 
+AnyEvent = TypeVar("AnyEvent", bound=Event)
+
+
 class Callback:
     """A user's code in a training: subclass it and override what you need.
 
@@ -172,19 +175,19 @@ class Callbacks:
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:
             with self.user_code():
-                event = StepEvent(*self._common(self.state.step), lr, batch, result)
+                event = self._event(StepEvent, self.state.step, lr=lr, batch=batch, _result=result)
                 for callback in self.code.callbacks:
                     callback.on_step(event)
 
     def evaluated(self, scores: Mapping[str, Mapping[str, Any]]) -> None:
         with self.user_code():
             results = {suite: dict(values) for suite, values in scores.items()}
-            event = EvaluationEvent(*self._common(self.state.step), results)
+            event = self._event(EvaluationEvent, self.state.step, results=results)
             for callback in self.code.callbacks:
                 callback.on_evaluation(event)
 
     def saved(self, step: int, path: Path) -> None:
-        event = SaveEvent(*self._common(step), path)
+        event = self._event(SaveEvent, step, path=path)
         with keeping_modes(self.model):
             for callback in self.code.callbacks:
                 callback.on_save(event)
@@ -198,9 +201,9 @@ class Callbacks:
         """The user's suites by their names in the ledger."""
         return {OWN_SUITE + name: partial(self._measure, name) for name in self.code.suites}
 
-    def _common(self, step: int) -> tuple[int, float, nn.Module, Optimizer, Callbacks]:
-        epoch = self.state.epochs(self.horizon)
-        return step, epoch, unwrap(self.model), self.optimizer, self
+    def _event(self, kind: type[AnyEvent], step: int, **fields: Any) -> AnyEvent:
+        epoch, model = self.state.epochs(self.horizon), unwrap(self.model)
+        return kind(step, epoch, model, self.optimizer, _callbacks=self, **fields)
 
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
         """Rank 0's scores of a suite, so that all ranks agree on the best checkpoint."""

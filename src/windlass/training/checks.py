@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,22 +17,22 @@ from windlass.evaluation.source import evaluating
 from windlass.model.build import scalar
 from windlass.model.documents import Documents, takes_documents
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import unwrap
+from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
+from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
 
 
-def startup_checks(
-    model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
+def check_weights(
+    network: nn.Module, tied_before: list[list[str]], wanted: torch.dtype, ranks: Ranks
 ) -> None:
-    """Check master weights and ties; RunFailed on every rank."""
-    wanted = torch.float64 if precision == "fp64" else torch.float32
+    """Check type and ties of the weights that will be trained; RunFailed on every rank."""
     # With fewer bits a weight would lose small updates to rounding.
-    trained = [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     wrong = [name for name, parameter in trained if parameter.dtype != wanted]
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
-    untied = [" and ".join(names) for names in tied_before if names not in tie_groups(model)]
+    untied = [" and ".join(names) for names in tied_before if names not in tie_groups(network)]
     problems += [f"{names} were tied in the model, and no longer are" for names in untied]
     gathered = dict.fromkeys(chain(*ranks.all_gather_object("startup checks", problems)))
     if gathered:
@@ -44,18 +43,19 @@ def startup_checks(
 def tie_groups(model: nn.Module) -> list[list[str]]:
     """The names of each tied weight."""
     names: dict[int, list[str]] = {}
-    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
-@torch.no_grad()
-def check_loss_is_a_sum(
-    model: nn.Module,
-    samples: Samples,
-    ranks: Ranks,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> None:
+@contextmanager
+def trial(model: nn.Module, recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with torch.no_grad(), evaluating(model), varying_shapes(), autocast(recipe, device):
+        yield
+
+
+def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe: Recipe) -> None:
     """Raise UserError if a user's module does not return the sum of the loss over unmasked labels.
 
     The loss of two samples equals the loss of one sample, plus the losses of both halves of the
@@ -67,7 +67,7 @@ def check_loss_is_a_sum(
     halves = [labels[1:].where(half, IGNORE_INDEX) for half in (first, ~first)]
     passes = [(tokens, labels), (tokens[:1], labels[:1]), *((tokens[1:], half) for half in halves)]
     try:
-        with evaluating(model), autocast():
+        with trial(model, recipe, ranks.device):
             whole, *parts = [float(scalar(unwrap(model)(*given))) for given in passes]
     except UserError:
         raise
@@ -108,15 +108,10 @@ def samples_with_labels(samples: Samples) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def check_documents(
-    model: nn.Module,
-    ranks: Ranks,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    packing: str,
-) -> None:
+def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Raise UserError unless a document's loss is independent of the document before it in a row.
 
-    All ranks call it together; it takes two passes over eight tokens. `packing` is `data.packing`.
+    All ranks call it together; it takes two passes over eight tokens.
     """
     network, problem = unwrap(model), ""
     if not takes_documents(network):
@@ -129,14 +124,14 @@ def check_documents(
             for first in (places, places + 1):
                 tokens = torch.where(second, places, first)
                 labels = torch.where(second, places, IGNORE_INDEX)
-                with torch.no_grad(), evaluating(model), autocast():
+                with trial(model, recipe, ranks.device):
                     losses.append(network(tokens, labels, documents=documents))
         except TypeError as error:
             problem = f"the model takes no positions ({first_line(error)})"
         else:
             if not torch.equal(*losses):
                 problem = "the model's attention does not keep the documents of a row apart"
-    if problem and packing == "best-fit":
+    if problem and recipe.data.packing == "best-fit":
         advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
         raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
     if problem:

@@ -51,12 +51,13 @@ class Evaluator:
     def __init__(
         self,
         recorder: Recorder,
+        *,
         model: nn.Module,
         data: Data,
         micro_batch: int,
         own_suites: Mapping[str, Callable[[Any], Scores]],
-        stop_requested: Callable[[], bool],
         average: Average,
+        stop_requested: Callable[[], bool],
     ):
         """`stop_requested` is asked between the passes of a measurement; `average` is measured
         beside the model."""

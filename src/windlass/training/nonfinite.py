@@ -21,8 +21,8 @@ from windlass.checkpoint.retention import left_out
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
+from windlass.training.directory import choose_undamaged, decide_on_rank_0
 from windlass.training.record import Recorder
-from windlass.training.start import choose_undamaged, decide_on_rank_0
 from windlass.training.state import LossScaler
 
 SPIKE_WINDOW = 128  # losses whose mean and deviation define a spike
@@ -105,12 +105,12 @@ class BadSteps:
     """Finds and counts bad steps on one rank, and decides by the policies of the recipe."""
 
     def __init__(
-        self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler | None, deferred: bool
+        self, recorder: Recorder, settings: TrainSettings, scaler: LossScaler, deferred: bool
     ):
         self.recorder, self.ranks, self.state = recorder, recorder.ranks, recorder.state
         self.settings, self.scaler, self.deferred = settings, scaler, deferred
         # Whether no update follows a bad step until the host has looked.
-        self._hold_updates = settings.on_nonfinite == "stop" and scaler is None
+        self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self.reset()
 
@@ -173,30 +173,29 @@ class BadSteps:
         if counts.bad:
             flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
             bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-            norm, fp16 = float(grad_norm), self.scaler is not None
+            norm, fp16 = float(grad_norm), self.scaler.enabled
             action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
             if action == "skip":
-                scale = float(self.scaler.scale) if self.scaler is not None else None
-                more = {"count": counts.bad, "in_a_row": counts.in_a_row, "loss_scale": scale}
-                self._skipped("skipped", reason, counts.bad, counts.longest, more)
+                more = {"in_a_row": counts.in_a_row, "loss_scale": self.scaler.scale}
+                self._skipped(
+                    "skipped", reason, counts.bad, counts.longest, count=counts.bad, **more
+                )
         if spike is not None and action in ("", "skip"):
             action, sigmas = settings.on_spike, f"{settings.spike_sigmas:g} standard deviations"
             text = f"the loss {spike:.4f} is a spike of more than {sigmas}"
             reason = f"step {state.step}: {text} (train.on_spike)"
             if action == "skip":
                 state.spikes_in_a_row = count = state.spikes_in_a_row + 1
-                self._skipped("spike", reason, 1, count, {"in_a_row": count})
+                self._skipped("spike", reason, 1, count, in_a_row=count)
         if action == "stop":
             raise RunFailed(reason)
         return reason if action == "rewind" else ""
 
-    def _skipped(
-        self, event: str, reason: str, count: int, in_a_row: int, fields: dict[str, Any]
-    ) -> None:
+    def _skipped(self, event: str, reason: str, updates: int, longest: int, **fields: Any) -> None:
         self.recorder.emit(event, reason=reason, **fields)
-        self.state.updates_skipped += count
-        if in_a_row >= self.settings.max_skips:
+        self.state.updates_skipped += updates
+        if longest >= self.settings.max_skips:
             raise RunFailed(
-                f"{in_a_row} updates in a row were skipped, the last because of: {reason}; lower "
+                f"{longest} updates in a row were skipped, the last because of: {reason}; lower "
                 "optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
             )

@@ -6,12 +6,11 @@ Every rank calls each method at the same step; rank 0 writes.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import psutil
@@ -19,12 +18,14 @@ import torch
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
-from windlass.data.describe import Facts, lines, warnings
-from windlass.data.loader import StepBatch
-from windlass.data.order import describe_order, step_samples
+from windlass.data.describe import Facts, describe, lines
+from windlass.data.describe import warnings as data_warnings
+from windlass.data.mixture import Mixture, shares_of_run
+from windlass.data.open import Data
 from windlass.errors import plural
 from windlass.estimate.milestones import evaluations
-from windlass.model.size import CountedSizes, describe_sizes
+from windlass.evaluation.source import is_new
+from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
 from windlass.processes import usable_cores
@@ -36,33 +37,24 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
-from windlass.telemetry.profile import StepProfile
-from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
+from windlass.telemetry.profile import StepProfile, record_memory
+from windlass.telemetry.timing import (
+    Goodput,
+    StepTimer,
+    averages,
+    device_hours,
+    mfu,
+    peak_flops,
+    wall_time,
+)
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.callbacks import StepResult
 from windlass.training.checks import check_first_loss
-from windlass.training.start import StartPlan, decide_on_rank_0
+from windlass.training.directory import RunDirectory, decide_on_rank_0
+from windlass.training.network import Network
 from windlass.training.state import TrainState
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """Numbers of the model and its device, for the ledger and the checkpoints."""
-
-    sizes: CountedSizes
-    precision: str  # of the arithmetic, with `auto` resolved
-    compiles: bool  # `train.compile`, with `auto` resolved
-    dropout: bool
-    ties: list[list[str]]  # names of weights that were tied before the model was parallelized
-    hf: bool  # whether the recipe names a model of `transformers`
-    own_model: str  # the class of a user's own model; else empty
-    flops_per_token: float | None  # forward and backward, 6N plus attention; None: unknown
-    device_name: str
-    peak_flops: float | None  # FLOP/s of the device; None: unknown
-    rows: int  # of the embedding
-    fresh: bool  # whether Windlass initialises the weights at random
 
 
 class Recorder:
@@ -70,51 +62,62 @@ class Recorder:
 
     def __init__(
         self,
-        plan: StartPlan,
+        directory: RunDirectory,
         ranks: Ranks,
-        facts: ModelFacts,
-        horizon: Horizon,
         state: TrainState,
-        attempt: int,
-        origin: dict[str, Any],
+        horizon: Horizon,
+        network: Network,
+        data: Data,
         console: Console,
         stack: ExitStack,
     ):
-        """`origin` goes into `environment.json`; `stack` closes what this opens."""
-        settings, self.plan, self.run, self.ranks = plan.recipe.telemetry, plan, plan.run, ranks
-        self.facts, self.state, self.horizon, self.console = facts, state, horizon, console
+        """`stack` closes what this opens."""
+        self.plan, self.run, self.ranks = directory.plan, directory.run, ranks
+        self.state, self.horizon, self.console = state, horizon, console
+        self.network, self.data = network, data
+        recipe, on_gpu = self.plan.recipe, ranks.device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
+        tf32 = recipe.train.tf32
+        self.peak_flops = peak_flops(self.device_name, network.precision, tf32=tf32)
         self.goodput = Goodput()
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
-        # The sources of a mixture have epochs of their own.
-        self.logs_epochs = horizon.samples_per_epoch >= horizon.samples_per_step
-        self.logs_epochs &= not plan.recipe.data.mix
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        seconds, path = self.goodput.seconds, self.run.metrics_path
-        self.ledger = Ledger(path, attempt, ranks.main, lambda: {"seconds": seconds()})
+        seconds, settings = self.goodput.seconds, recipe.telemetry
+        self.ledger = Ledger(
+            self.run.metrics_path, directory.attempt, ranks.main, lambda: {"seconds": seconds()}
+        )
         stack.callback(self.ledger.close)
         env = ranks.env
-        place = (ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place)
-        self.placed = ranks.all_gather_object("environment", environment.describe_rank(*place))
-        self.launch = self._write_environment(origin) if ranks.main else {}
+        place = environment.describe_rank(
+            ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
+        )
+        self.placed = ranks.all_gather_object("environment", place)
+        self.launch = self._write_environment() if ranks.main else {}
         self.sampler = DeviceSampler(
             self.run.devices_dir,
             rank=ranks.rank,
             world=ranks.world,
             device=ranks.device,
             every=settings.sample_seconds,
-            attempt=attempt,
+            attempt=directory.attempt,
             phases=seconds,
         )
         stack.callback(self.sampler.stop)
         trackers = settings.trackers if ranks.main else []
         self.trackers = Trackers(self.run.path, trackers, settings.flush_seconds)
         stack.callback(self.trackers.close)
+        self.profile = StepProfile(
+            settings.profile, self.run.path, ranks.rank, ranks.device, horizon.steps
+        )
+        stack.callback(self.profile.close)
+        if settings.memory_snapshot and on_gpu:
+            record_memory()
 
     def emit(
         self,
@@ -133,7 +136,7 @@ class Recorder:
         elif text:
             self.console.event(text, step)
 
-    def _write_environment(self, origin: dict[str, Any]) -> dict[str, str]:
+    def _write_environment(self) -> dict[str, str]:
         """Write `environment.json`; returns the launch for the header."""
         env, ranks = self.ranks.env, self.ranks
         backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
@@ -141,90 +144,94 @@ class Recorder:
         launch |= {"strategy": ranks.strategy.name, "backend": backend}
         launch |= {"versions": environment.versions(self.placed)}
         launch |= environment.describe_job(os.environ)
-        environment.write_environment(self.run.path, self.placed, launch=launch, **origin)
+        environment.write_environment(
+            self.run.path, self.placed, launch=launch, **self.network.origin
+        )
         alone = ranks.world == 1 and "job" not in launch
         return {} if alone else environment.describe_launch(launch, self.placed)
 
     def started(
         self,
         batch: BatchPlan,
-        facts_of_data: Facts,
+        mixture: Mixture | None,
         groups: list[dict[str, Any]],
-        resumed_from: str,
-        notes: list[str],
+        source: str,
+        warnings: Iterable[str],
     ) -> None:
         """Show the header and warnings, and write the event of this start.
 
-        `groups`: from `count_groups`.
+        `groups`: from `optimizer_groups`; `source`: where the weights come from; empty at step 0.
         """
-        facts, state, plan, horizon = self.facts, self.state, self.plan, self.horizon
-        sizes, strategy = self.ranks.mesh.sizes, self.ranks.strategy.name
-        shared: dict[str, Any] = {"world": self.ranks.world, "strategy": strategy}
-        shared |= {"mesh": asdict(sizes), "precision": facts.precision, "compiles": facts.compiles}
-        shared["device"] = facts.device_name
-        val_samples = facts_of_data.get("val", {}).get("samples", 0)
-        measured = evaluations(plan.recipe, horizon, val_samples)
-        ranks = f"{self.ranks.world} rank{'s' * (self.ranks.world != 1)} x {facts.device_name}"
-        fused = " (fused)" * any(group["fused"] for group in groups)
-        optimizer = f"{plan.recipe.optim.kind}{fused}: {describe_groups(groups)}"
-        how = facts.precision, "compiled" * facts.compiles
-        cores = plural(usable_cores(), "core") if self.ranks.device.type == "cpu" else ""
-        header = {
-            "run": str(self.run.path),
-            "recipe": f"{plan.recipe.preset} ({plan.recipe.config_hash})",
-            "ranks": ", ".join(filter(None, [ranks, strategy, sizes.layout, *how])),
-            **self.launch,
-            "threads": cores and f"{torch.get_num_threads()} of {cores}",
-            "model": describe_sizes(facts.sizes),
-            "optim": optimizer,
-            **self._work(facts_of_data, batch),
-            "eval": str(measured or ""),
-        }
-        self.console.header(header, state.step)
+        state, plan, ranks, sizes = self.state, self.plan, self.ranks, self.network.sizes
+        data = describe(self.data)
+        if mixture is not None:
+            data["mixture"] = shares_of_run(mixture, self.horizon, state.skipped)
+        samples = data.get("val", {}).get("samples", 0)
+        measured = evaluations(plan.recipe, self.horizon, samples)
+        self.console.header(self._header(batch, groups, data, str(measured or "")), state.step)
         self.console.log(environment.describe_places(self.placed))
-        for note in (*notes, *warnings(facts_of_data), measured and measured.warning):
-            if note:
-                self.console.warning(note)
+        for text in (*warnings, *data_warnings(data), measured and measured.warning):
+            if text:
+                self.console.warning(text)
         branched, event = plan.branch_from, "resumed" if plan.resuming and state.step else "started"
         self.emit(
             "branched" if branched else event,
-            f"resumed from {resumed_from}" if resumed_from else "",
-            **shared,
+            f"resumed from {source}" if source else "",
+            world=ranks.world,
+            strategy=ranks.strategy.name,
+            mesh=asdict(ranks.mesh.sizes),
+            precision=self.network.precision,
+            compiles=self.network.compiled,
+            device=self.device_name,
             optimizer_groups=groups,
-            parameters=facts.sizes.total,
-            trained=facts.sizes.trained,
-            network=facts.sizes.network or None,
+            parameters=sizes.total,
+            trained=sizes.trained,
+            network=sizes.network or None,
             threads=torch.get_num_threads(),
-            steps=horizon.steps,
+            steps=self.horizon.steps,
             micro_batch=batch.micro_batch,
             accumulation=batch.accumulation,
             global_batch=batch.global_batch,
-            samples_per_epoch=horizon.samples_per_epoch,
-            data=facts_of_data,
+            samples_per_epoch=self.horizon.samples_per_epoch,
+            data=data,
             extended_from=plan.extends_from or None,
             branched_from=str(branched.absolute()) if branched else None,
         )
 
-    def _work(self, facts: Facts, batch: BatchPlan) -> dict[str, str]:
-        """The header's lines about the data and the steps."""
-        steps, done = self.horizon.steps, self.state.step
-        samples = self.horizon.samples_per_step * steps
-        per_sample = facts["train"].get("tokens_per_sample", batch.context)
-        tokens = round(per_sample * samples / steps)
-        data = lines(facts, self.plan.recipe.model.context)
+    def _header(
+        self, batch: BatchPlan, groups: list[dict[str, Any]], facts: Facts, evaluated: str
+    ) -> dict[str, str]:
+        """The facts of this start by name; an empty one is not shown."""
+        recipe, ranks, horizon, network = self.plan.recipe, self.ranks, self.horizon, self.network
+        layout = [f"{plural(ranks.world, 'rank')} x {self.device_name}", ranks.strategy.name]
+        layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
+        threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
+        fused = " (fused)" * any(group["fused"] for group in groups)
+        data = lines(facts, batch.context)
+        epochs = horizon.samples_per_step * horizon.steps / horizon.samples_per_epoch
+        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
         parts += [f"validation {data['validation']}", data["tokenizer"]]
-        epochs = samples / self.horizon.samples_per_epoch
-        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
         parts += [f"{count} epoch{'s' * (count != '1')}"]
-        about = "about " * ("lengths" in data)  # rows differ in length
-        total = f"{short(steps * tokens)} tokens"
-        work = f"{plural(steps, 'step')} x {about}{tokens:,} tokens = {total}"
         more = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
+        per_sample = facts["train"].get("tokens_per_sample", batch.context)
+        tokens = round(per_sample * horizon.samples_per_step)
+        about = "about " * ("lengths" in data)  # rows differ in length
+        total = f"{short(horizon.steps * tokens)} tokens"
+        work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens = {total}"
+        done = f", resumed after step {self.state.step:,}" if self.state.step else ""
         return {
+            "run": str(self.run.path),
+            "recipe": f"{recipe.preset} ({recipe.config_hash})",
+            "ranks": ", ".join(filter(None, layout)),
+            **self.launch,
+            "threads": threads if ranks.device.type == "cpu" else "",
+            "model": describe_sizes(network.sizes),
+            "optim": f"{recipe.optim.kind}{fused}: {describe_groups(groups)}",
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},
-            "work": work + (f", resumed after step {done:,}" if done else ""),
+            "work": work + done,
+            "eval": evaluated,
         }
 
     def settings_changed(self) -> None:
@@ -323,21 +330,16 @@ class Recorder:
         """Completed epochs of the training data."""
         return self.state.epochs(self.horizon)
 
-    def stepped(self, batch: StepBatch, result: StepResult) -> None:
+    def stepped(self, result: StepResult) -> None:
         """Report a completed step. Waits for the device only after the first step of a start."""
-        state, horizon = self.state, self.horizon
         self.padded_tokens += result.padded_tokens
-        self.console.tick(state.step)
+        self.console.tick(self.state.step)
         if not self.started_up:
             self.first_step()
-        per_epoch, first = horizon.samples_per_epoch, batch.first_sample
-        epoch = (first + horizon.samples_per_step) // per_epoch
-        if self.logs_epochs and epoch > first // per_epoch:
-            more = state.step < horizon.steps
-            order = self.describe_order(epoch) if more else None
-            text = f"epoch {epoch:,} ends"
-            text += f"; epoch {epoch + 1:,} begins: {order}" if more else ""
-            self.emit("epoch", text, ended=epoch, begins=epoch + 1 if more else None, order=order)
+        if self.profile.ends(self.state.step):
+            with self.outside("save"):
+                text, files = self.profile.write()
+            self.emit("profile", text, files=files, warning=not files)
 
     def first_step(self) -> None:
         """Report the time from the start of the process to the end of the first step."""
@@ -356,51 +358,30 @@ class Recorder:
         text = f"first step done {whole:.1f} s after the start: {text}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
-    def write_profile(self, profile: StepProfile) -> None:
-        with self.outside("save"):
-            text, files = profile.write()
-        self.emit("profile", text, files=files, warning=not files)
-
-    def enter_epoch(self) -> None:
-        """At a start: show the epoch that begins or continues, and the order of its samples."""
-        state, horizon = self.state, self.horizon
-        if state.step == horizon.steps or not self.logs_epochs:
-            return
-        size, per_epoch = horizon.samples_per_step, horizon.samples_per_epoch
-        epoch = int(step_samples(state.step, size, state.skipped)[0]) // per_epoch
-        epochs = math.ceil(size * (horizon.steps - 1) / per_epoch)
-        number = f"epoch {epoch + 1:,}" + (f" of {epochs:,}" if epochs > 1 else "")
-        order = self.describe_order(epoch)
-        if state.step == 0 and not any(event["event"] == "epoch" for event in self.run.events):
-            self.emit("epoch", f"{number} begins: {order}", begins=1, order=order)
-        else:
-            self.console.event(f"{number} continues: {order}", state.step)
-
-    def describe_order(self, epoch: int) -> str:
-        return describe_order(self.plan.recipe.data.order, self.plan.recipe.run.seed, epoch)
-
     def train(
         self,
         loss: float,
         lr: float,
         grad_norm: float,
-        loss_scale: float | None,
+        loss_scale: torch.Tensor | None,
         sources: Mapping[str, float],
     ) -> None:
         """A `train` line: the loss of this step over all ranks, and speeds since the last line.
 
         `sources`: the fields of a mixture.
         """
-        state, world, facts = self.state, self.ranks.world, self.facts
+        state, world, flops = self.state, self.ranks.world, self.network.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
-        self.logged, flops = now, facts.flops_per_token
-        checked = state.step == 1 and self.plan.recipe.train.startup_checks
-        if checked and (text := check_first_loss(loss, facts.rows, facts.fresh)):
-            self.emit("warning", text, warning=True, reason=text)
+        self.logged = now
+        if state.step == 1 and self.plan.recipe.train.startup_checks:
+            rows = self.network.sizes.vocab or self.data.vocab
+            fresh = not self.network.own and is_new(self.plan.recipe.model)
+            if text := check_first_loss(loss, rows, fresh):
+                self.emit("warning", text, warning=True, reason=text)
         line = self.ledger.write(
             "train",
             state.step,
@@ -418,8 +399,8 @@ class Recorder:
             samples_per_s=samples_per_s,
             samples_per_s_per_device=samples_per_s / world,
             steps_per_s=1 / seconds,
-            mfu=mfu(tokens_per_s, flops, facts.peak_flops, world) if flops else None,
-            loss_scale=loss_scale,
+            mfu=mfu(tokens_per_s, flops, self.peak_flops, world) if flops else None,
+            loss_scale=None if loss_scale is None else float(loss_scale),
             **sources,
         )
         if self.ranks.device.type == "cuda":
@@ -486,8 +467,8 @@ class Recorder:
             wall_time=seconds,
             device_hours=device_hours(raw),
             world=self.ranks.world,
-            parameters=self.facts.sizes.total,
-            trained=self.facts.sizes.trained,
+            parameters=self.network.sizes.total,
+            trained=self.network.sizes.trained,
             updates_skipped=state.updates_skipped,
             attempts=self.ledger.attempt + 1,
             **means,

@@ -1,48 +1,33 @@
 """What a start does in a run directory: begin a new run, resume, extend or branch.
 
-`resolve_start` decides, changes nothing and needs no torch, so command line, launcher and ranks
-decide alike from the same files. Rank 0 alone writes. It writes the lineage (the recipe, and the
-checkpoint that the present steps continue from) before `recipe.toml`, so a kill between the two
-leaves a run that resumes. A restart by a scheduler repeats the command line; it resumes from the
-newest checkpoint.
+It decides, changes nothing and needs no torch, so command line, launcher and ranks decide alike from
+the same files; `directory.py` writes. A restart by a scheduler repeats the command line; it resumes
+from the newest checkpoint.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 import os
 import re
-import shlex
 import socket
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from windlass.checkpoint.choose import candidates, first_undamaged
+from windlass.checkpoint.choose import candidates
 from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.load import Checkpoint, checkpoints_in, open_checkpoint
-from windlass.checkpoint.retention import Lineage, lineage_at, read_lineage, record, write_lineage
-from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError, argument, plural
-from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
+from windlass.checkpoint.load import checkpoints_in, open_checkpoint
+from windlass.checkpoint.retention import read_lineage
+from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import describe_jump, phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
-from windlass.recipe.paths import located
 from windlass.recipe.units import EPOCHS
-from windlass.run import LOCK, OCCUPIED, Run, last_start
-
-if TYPE_CHECKING:
-    from windlass.parallel.dist import Ranks
-
-Value = TypeVar("Value")
+from windlass.run import LOCK, Run, last_start
 
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.
@@ -65,7 +50,6 @@ LEFT_OVER = re.compile(
 )
 """Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
 begin beside them."""
-LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
 @dataclass(frozen=True)
@@ -161,6 +145,10 @@ def _resume(
         if begins_at.parent != directory or not same_step:
             problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
             raise UserError(f"{problem}; give another run.dir")
+    old, new = run.recipe.flat(), recipe.flat()
+    moved = recipe.run.base not in ("", run.recipe.run.base)
+    unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
+    changed = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
     return StartPlan(
         recipe,
         run,
@@ -168,18 +156,8 @@ def _resume(
         finished=not extends_from and _is_finished(run, recipe),
         extends_from=extends_from,
         restarted=restarted,
-        changes=changes_of(run, recipe),
+        changes={key: [old.get(key), new[key]] for key in changed},
     )
-
-
-def changes_of(run: Run, recipe: Recipe) -> dict[str, list[Any]]:
-    """The settings that a resume changes and records: key -> [old, new]."""
-    old, new = run.recipe.flat(), recipe.flat()
-    unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
-    if recipe.run.base in ("", run.recipe.run.base):
-        unrecorded = (*unrecorded, "run.base")
-    differ = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
-    return {key: [old.get(key), new[key]] for key in differ}
 
 
 def _is_finished(run: Run, recipe: Recipe) -> bool:
@@ -236,27 +214,13 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     advice, same = "undo the changes", {"init_from": ""}
     if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):
-        command = command_of_new_run(recipe, origin, which)
-        advice += f", or begin a new run with its weights:\n  {command}"
+        weights = f"model.init_from={origin.path}@{which} data.tokenizer=auto"
+        advice += f", or begin a new run with its weights ({weights})"
     refuse_changes(problem, origin.recipe, recipe, BRANCHES, advice)
     steps = recipe.train.steps
     if isinstance(steps, int) and steps <= step:
         raise UserError(f"train.steps = {steps} is not past the step {step} to branch from")
     return checkpoint
-
-
-def command_of_new_run(recipe: Recipe, origin: Run, which: str) -> str:
-    """The command that trains a recipe from weights of a run, with the run's tokenizer."""
-    old, new, home = origin.recipe.flat(), recipe.flat(), recipe.home or Path()
-    one_start = (*UNRECORDED, "run.base", "data.tokenizer", "model.init_from")
-    changes = {k: v for k, v in new.items() if v != old.get(k) and not k.startswith(one_start)}
-    changes = {key: located(key, value, home) for key, value in changes.items()}
-    changes |= {"run.dir": str(recipe.run_dir), "model.init_from": f"{origin.path}@{which}"}
-    changes |= {"data.tokenizer": "auto"}
-    if recipe.data.dir != origin.recipe.data.dir:
-        changes["data.dir"] = recipe.data.dir
-    words = [f"{key}={typed(value)}" for key, value in changes.items()]
-    return shlex.join(["windlass", "train", str(origin.path), *words])
 
 
 def refuse_changes(
@@ -295,79 +259,6 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
         return lineage.job.get("scheduled") == job["scheduled"]
     same_launch = lineage.job.get("launch", "") == job["launch"]
     return env.attempt > 0 and env.launcher not in SCHEDULERS and same_launch
-
-
-def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
-    """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
-    value, error, failed = None, "", False
-    if ranks.main:
-        try:
-            value = decide()
-        except (UserError, RunFailed) as raised:
-            error, failed = raised.text, isinstance(raised, RunFailed)
-        except OSError as raised:
-            error = f"{raised.filename}: {raised.strerror}; give another run.dir"
-    value, error, failed = ranks.broadcast_object(name, [value, error, failed])
-    if error:
-        raise RunFailed(error) if failed else UserError(error)
-    return value  # type: ignore[return-value]
-
-
-def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
-    """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
-    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
-    return first_undamaged([Path(path) for path in paths], ranks)
-
-
-def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
-    """Raise UserError if a host does not see the run directory of rank 0, or its `data`: the
-    directories of all sources.
-
-    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's own disk, so there the hosts compare the shards.
-    """
-    own = [shards_in(place) for place in data]
-    places = {"run.dir": run.absolute()}
-    if data:
-        places["data.dir"] = data[0].parent.absolute()
-
-    def create() -> dict[str, str]:
-        marks = {}
-        for key, place in places.items():
-            if key == "data.dir" and all(own):
-                continue
-            parent = next(path for path in (place, *place.parents) if path.is_dir())
-            try:  # a new name, which is in no cache of NFS
-                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
-            except OSError as error:
-                problem = f"{parent} cannot be written ({error.strerror})"
-                raise UserError(f"{problem}; give another {key}") from None
-            os.close(descriptor)
-        return marks
-
-    marks = decide_on_rank_0(ranks, "shared", create)
-    prepared = ranks.broadcast_object("prepared", own)
-    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, own, strict=True)):
-        missing.append("data.dir")
-    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
-    if ranks.main:
-        for mark in marks.values():
-            Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody continues while the files exist
-    for key, place in places.items():
-        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
-        if blind:
-            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
-            advice = f"put it on a file system that all hosts share ({key}=PATH)"
-            raise UserError(f"{key}: {place} {seen}: {advice}")
-
-
-def shards_in(directory: Path) -> list[str]:
-    """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
-    index = Index.load(directory)
-    shards = [shard.identity for shard in index.shards] if index else []
-    return [index.tokenizer.fingerprint, *shards] if index else []
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
@@ -428,67 +319,12 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
 
 def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
     """Raise UserError if a checkpoint of another run has another recipe, but for the steps."""
-    meta = open_checkpoint(checkpoint, deep=False).meta
-    if meta.get("line") == hash_without_steps(recipe):
+    found = open_checkpoint(checkpoint, deep=False).meta.get("recipe")
+    if found == recipe.config_hash:
         return
     problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
     origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
-    if origin.exists:
-        advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
-        refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
-    raise UserError(f"{problem} config hash {meta.get('recipe')}, and here {recipe.config_hash}")
-
-
-def hash_without_steps(recipe: Recipe) -> str:
-    """A config hash without `train.steps`: equal for runs that differ only in length."""
-    settings = recipe.semantic_settings()
-    del settings["train.steps"]
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
-    """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
-    files, run = files or Files(), plan.run
-    if not plan.resuming:
-        files.make_dirs(run.path)
-    path, step = (choice.path, choice.step) if choice else (None, 0)
-    lineage = lineage_at(run.path, path, step, job_id())
-    if plan.resuming and not plan.extends_from:
-        write_lineage(run.path, lineage, files)
-    else:
-        longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
-        record(run.path, lineage, recipe, files)
-
-
-def write_settings(plan: StartPlan) -> None:
-    """Record the changed settings."""
-    path = plan.run.path
-    record(path, read_lineage(path) or Lineage(), plan.recipe, Files())
-
-
-def rename_old_run(path: Path) -> None:
-    """Rename a run directory to `….old-N` (`--fresh`); UserError if a process may train in it."""
-    if not path.exists():
-        return
-    run = Run(path)
-    if lock_held(run.lock_path) is None and run.state == "running":
-        problem = f"{path} has a fresh heartbeat: another host may train in it"
-        raise UserError(f"{problem}; try again in a minute")
-    lock = acquire_run_lock(path)
-    names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
-    path.rename(next(name for name in names if not name.exists()))
-    if lock is not None:
-        lock.close()
-
-
-def acquire_run_lock(run: Path) -> IO[str] | None:
-    """Hold the lock of a run directory until the returned file is closed or this process ends.
-
-    Returns None if the file system has no locks. Raises UserError, with the holder, after
-    LOCK_WAIT_SECONDS.
-    """
-    try:
-        return acquire_lock(run / LOCK, LOCK_WAIT_SECONDS)
-    except LockHeld as held:
-        raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None
+    if not origin.exists:
+        raise UserError(f"{problem} config hash {found}, and here {recipe.config_hash}")
+    advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
+    refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)

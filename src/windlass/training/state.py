@@ -1,20 +1,33 @@
-"""The counters of a training, the seed of a step, fp16's loss scale, and the sum of the losses."""
+"""The state of a training beside weights and optimizer: counters, fp16's loss scale, the sum of the
+losses, buffers.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from windlass.data.mixture import Mixture
-from windlass.data.samples import Batch
+from windlass.data.mixture import (
+    MixedSamples,
+    Mixture,
+    Stage,
+    continue_stages,
+    next_sample,
+    stages_of,
+)
+from windlass.data.samples import Batch, Samples
 from windlass.model.loss import SourceSums
+from windlass.model.quantised import Linear4bit
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
-from windlass.recipe import Horizon
+from windlass.parallel.parallelize import unwrap
+from windlass.recipe import Horizon, Recipe
 from windlass.seeds import seed_of
 
 SCALE_START = 65536.0  # the first fp16 loss scale
@@ -86,26 +99,53 @@ class TrainState:
 class LossScaler:
     """fp16's loss scale, on the device: an overflow halves it, 2,000 steps without one double it."""
 
-    def __init__(self, device: torch.device, state: TrainState):
+    def __init__(self, device: torch.device, state: TrainState, precision: str):
+        """`scale` is None in other precisions."""
+        self.enabled = precision == "fp16"
+        self.scale: Tensor | None = None
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.load(state)
 
     def load(self, state: TrainState) -> None:
         """Take the scale of the counters, or the initial one if they have none."""
-        self.scale = self._zero + (state.loss_scale or SCALE_START)
-        self.good_steps = self._zero + state.scale_good_steps
+        if self.enabled:
+            self.scale = self._zero + (state.loss_scale or SCALE_START)
+            self.good_steps = self._zero + state.scale_good_steps
 
     def save(self, state: TrainState) -> None:
         """Put the scale into the counters. Waits for the device."""
-        state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
+        state.loss_scale, state.scale_good_steps = 0.0, 0
+        if self.scale is not None:
+            state.loss_scale, state.scale_good_steps = float(self.scale), int(self.good_steps)
 
     def update(self, bad: Tensor) -> None:
         """After a step; `bad` is 1.0 if it overflowed."""
+        if self.scale is None:
+            return
         overflow, good = bad > 0, self.good_steps + 1
         grows = ~overflow & (good >= SCALE_GROWS_AFTER)
         grown = torch.where(grows, self.scale * 2.0, self.scale)
         self.scale = torch.where(overflow, self.scale * 0.5, grown)
         self.good_steps = torch.where(overflow | grows, self._zero, good)
+
+
+def mixture_of(
+    recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
+) -> Mixture | None:
+    """The mixture from the state's step on; None if the data is not one.
+
+    Puts its stages into the state. UserError if its sources end before the run.
+    """
+    if not isinstance(samples, MixedSamples):
+        return None
+    planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
+    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
+    past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
+    stages = continue_stages(past, planned, at)
+    mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
+    mixture.check(horizon.steps, horizon.samples_per_step)
+    state.mixture = [list(stage) for stage in stages]
+    return mixture
 
 
 class LossSum:
@@ -179,3 +219,54 @@ class LossSum:
             fields |= {f"source.{name}.loss": loss / labels} if labels else {}
             fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}
         return fields
+
+
+class Buffers:
+    """The persistent buffers of a model that change in training, such as statistics of BatchNorm.
+
+    The ranks see different samples, so their buffers would differ. After each step the first data
+    rank sends the buffers that change to the others. Its value is always valid, but a mean of
+    counters or codes is not. Every rank calls each method at the same step.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks):
+        self.ranks, self.changing = ranks, list[str]()  # known after the first step
+        self.owners = {
+            f"{prefix}.{name}".removeprefix("."): (module, name)
+            for prefix, module in unwrap(model).named_modules()
+            if ranks.mesh.loss_ranks is not None and not isinstance(module, Linear4bit)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        self.before = {name: tensor.clone() for name, tensor in self.read(self.owners)}
+
+    def find_changing(self) -> None:
+        """After the first step: find the buffers that it has changed on any rank."""
+        if self.before:
+            own = [n for n, tensor in self.read(self.owners) if not tensor.equal(self.before[n])]
+            every = set().union(*self.ranks.all_gather_object("buffers", own))
+            self.changing, self.before = [name for name in self.owners if name in every], {}
+
+    def share(self, every: bool) -> None:
+        """Take the first data rank's values of the buffers that change, or of `every` one.
+
+        A buffer may change later than in the first step, so a save and an evaluation need all.
+        """
+        # A view of bytes must begin at a multiple of its type's size.
+        tensors = sorted(
+            (tensor for _, tensor in self.read(self.owners if every else self.changing)),
+            key=lambda tensor: -tensor.element_size(),
+        )
+        if not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        mesh = self.ranks.mesh
+        group = mesh.loss_ranks if flat.device.type == "cpu" else mesh.loss_group
+        dist.broadcast(flat, group=group, group_src=0)
+        for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+
+    def read(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+        """The present tensors by name; a module may replace its buffers."""
+        owners = ((name, *self.owners[name]) for name in names)
+        return [(name, module._buffers[own].detach()) for name, module, own in owners]

@@ -21,20 +21,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import BEST, FINAL, leave_out
+from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.retention import BEST, FINAL
 from windlass.checkpoint.state_dict import restore
-from windlass.data.describe import describe
 from windlass.data.loader import Loader, MicroBatch, StepBatch
-from windlass.data.mixture import shares_of_run
-from windlass.data.open import Data
+from windlass.data.locate import data_dirs
+from windlass.data.open import Data, open_data
 from windlass.data.order import step_samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
-from windlass.model.build import build_model, keeping_modes, own_module, scalar, set_training
+from windlass.model.build import scalar
 from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
+from windlass.model.loss import takes_sources
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
@@ -52,17 +53,17 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
-from windlass.training import memory, setup, start
-from windlass.training.buffers import Buffers
+from windlass.training.batch import batch_of, horizon_of, report_smaller, smaller_micro_batch
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
-from windlass.training.checks import startup_checks
-from windlass.training.compiling import resolve_compile
+from windlass.training.checks import ran_out_of_memory, uses_dropout
+from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, check_evaluations
+from windlass.training.network import Network, optimizer_groups, prepare_device
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
-from windlass.training.saving import Saver
-from windlass.training.start import StartPlan, decide_on_rank_0
-from windlass.training.state import LossScaler, TrainState, step_seed
+from windlass.training.saver import Saver
+from windlass.training.start import StartPlan
+from windlass.training.state import Buffers, LossScaler, LossSum, TrainState, mixture_of, step_seed
 from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -77,113 +78,115 @@ class Trainer:
     def __init__(
         self,
         plan: StartPlan,
+        code: UserCode,
         stop: StopSignals,
         stack: ExitStack,
+        *,
         module: nn.Module | None,
         data: Data | None,
-        code: UserCode,
-        stop_at: int = 0,
+        stop_at: int,
     ):
         """Make every part in order; `stack` closes the parts in reverse order.
 
         `module` and `data` are the user's; None: the recipe's.
         """
-        self.recipe, self.stop, self.stop_at = plan.recipe, stop, stop_at
+        recipe, run, own = plan.recipe, plan.run, module is not None
+        self.recipe, self.stop, self.stop_at = recipe, stop, stop_at
         self.ends_early = False  # set by `train.early_stop`: no further step
-        recipe, run, custom = plan.recipe, plan.run, module is not None
-        self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
-        self.data = data = setup.open_shared(plan, ranks, data)
-        init_process_group(ranks, recipe)  # chooses the device
-        memory.prepare_for_ragged_rows(recipe, ranks.device, stack)
-        self.batch, self.horizon = setup.batch_and_horizon(plan, ranks, data, custom)
-        if module is not None:
-            stack.enter_context(keeping_modes(module))
-            set_training(module)
-            built = own_module(module, recipe.model.context)
-        else:
-            built = build_model(recipe, data.vocab, run=None if plan.fresh else run.path)
-        check_evaluations(recipe, data, built)
-        console = Console(self.horizon.steps, ranks.rank)
-        stack.callback(console.close)
-        place = setup.open_run_directory(plan, ranks, console, self.horizon, stack)
 
+        # Ranks. At first they exchange values only, because preparing the data may take longer than
+        # a collective; then each rank chooses its device, and the mesh has its groups.
+        self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
+        if ranks.env.nodes > 1:
+            check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
+        if data is None:
+            data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+        self.data = data
+        init_process_group(ranks, recipe)
+        prepare_device(recipe, ranks.device, stack)
+
+        self.batch = batch_of(plan, ranks, data, own)
+        self.horizon = horizon = horizon_of(recipe, data, own)
+
+        # The model without values, so that bad input is found before the directory changes.
+        self.network = network = Network(plan, ranks, data, horizon, module, stack)
+        check_evaluations(recipe, data, network.model)
+
+        # The directory, its lock, and the checkpoint to start from.
+        console = Console(horizon.steps, ranks.rank)
+        stack.callback(console.close)
+        self.directory = directory = RunDirectory(plan, ranks, horizon, console, stack)
+
+        # The model on its device, divided among the ranks, with its first weights.
         console.begin("building the model, with its first weights")
-        self.model, self.facts = setup.prepare_model(
-            *(plan, ranks, data, built, custom, place.choice),
-            resolve_compile(recipe, ranks, self.horizon, custom, place.notes),
-        )
+        self.model = network.divide(directory, data)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
-        network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
+
+        # What changes with the weights, perhaps from the checkpoint.
+        shards = ranks.strategy.shards_optimizer
         self.optimizer = build_optimizer(
-            network, recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
+            unwrap(self.model), recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
         )
-        self.average = Average(network, recipe.train.average, self.horizon)
-        if place.choice is not None:
-            console.begin(f"reading {place.choice.path}")
-        self.state, source = setup.load_checkpoint(
-            *(place, recipe, ranks, data, self.batch, self.facts),
-            *(self.model, self.optimizer, self.average),
-        )
+        self.average = Average(unwrap(self.model), recipe.train.average, horizon)
+        facts = network.facts(data, self.batch.micro_batch)
+        self.state = TrainState()
+        if directory.checkpoint is not None:
+            console.begin(f"reading {directory.checkpoint.path}")
+            ranks.mark(directory.checkpoint.step, "load")
+            directory.compare(facts, dropout=uses_dropout(self.model))
+            same_kind = directory.checkpoint.meta.get("optimizer") == recipe.optim.kind
+            optimizer = self.optimizer if same_kind else None
+            self.state = self.restore(directory.checkpoint, optimizer)
+            self.state.skipped += directory.left_out()
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
-        fp16 = self.facts.precision == "fp16"
-        self.scaler = LossScaler(ranks.device, self.state) if fp16 else None
-        self.losses = setup.open_losses(plan, data, self.horizon, self.state, ranks, self.model)
+        self.scaler = LossScaler(ranks.device, self.state, network.precision)
+        mixture = mixture_of(recipe, data.train, horizon, self.state)
+        self.losses = LossSum(self.state, ranks, mixture, takes_sources(unwrap(self.model)))
         self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, self.horizon, self.model, self.optimizer
+            code, recipe, ranks, self.state, horizon, self.model, self.optimizer
         )
+
         # Every part that a user's input can break has worked, so the run begins.
-        decide_on_rank_0(ranks, "write", lambda: setup.begin_run(plan, data, place.choice))
-        facts, origin = self.facts, setup.describe_origin(self.model, self.facts, ranks)
+        directory.begin(data)
         self.recorder = recorder = Recorder(
-            plan, ranks, facts, self.horizon, self.state, place.attempt, origin, console, stack
+            directory, ranks, self.state, horizon, network, data, console, stack
         )
-        self.profile = setup.open_profile(plan, ranks, self.horizon, stack)
         stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
         self.saver = Saver(
             recorder,
             self.callbacks,
-            self.model,
-            self.optimizer,
-            self.losses,
-            self.scaler,
-            self.average,
-            setup.describe_checkpoints(recipe, data, self.facts),
-            self.batch.micro_batch,
-            place.name,
-            custom,
+            model=self.model,
+            optimizer=self.optimizer,
+            losses=self.losses,
+            scaler=self.scaler,
+            average=self.average,
+            meta=facts,
+            attempt=directory.attempt_name,
+            own=own,
         )
-        suites, micro_batch = self.callbacks.suites(), self.batch.micro_batch
         self.evaluator = Evaluator(
-            recorder, self.model, data, micro_batch, suites, self.poll_stop, self.average
+            recorder,
+            model=self.model,
+            data=data,
+            micro_batch=self.batch.micro_batch,
+            own_suites=self.callbacks.suites(),
+            average=self.average,
+            stop_requested=self.poll_stop,
         )
-        self.report_start(plan, place, custom, source)
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
 
-    def report_start(
-        self, plan: StartPlan, place: setup.RunPlace, custom: bool, source: str
-    ) -> None:
-        """Report the start, and write the settings that a resume has changed."""
-        notes, step, size = [*place.notes], self.state.step, self.saver.shard().total_bytes
-        if self.ranks.main:
-            # torch's optimizers have no state before their first step.
-            size += 0 if self.optimizer.state else 8 * self.facts.sizes.trained
-            notes += setup.disk_shortage(plan, self.horizon, step, size)
-        notes += setup.describe_costs(self.model, self.batch)
-        notes += [note] if not custom and (note := export_note(self.recipe.model)) else []
-        groups = setup.optimizer_groups(self.model, self.optimizer, self.ranks)
-        facts = describe(self.data)
-        if mixture := self.losses.mixture:
-            facts["mixture"] = shares_of_run(mixture, self.horizon, self.state.skipped)
-        self.recorder.started(self.batch, facts, groups, source, notes)
-        memory.report_smaller(self.recorder, self.batch.micro_batch)
-        if plan.changes:
-            self.recorder.settings_changed()
-            decide_on_rank_0(self.ranks, "settings", lambda: start.write_settings(plan))
-        if place.choice is not None:
-            self.saver.resume_from(step)
+    def restore(self, checkpoint: Checkpoint, optimizer: Optimizer | None) -> TrainState:
+        """Fill model, average and, if given, the optimizer from a checkpoint; returns its counters."""
+        state = TrainState.from_json(checkpoint.counters)
+        if checkpoint.meta.get("average", "none") != self.recipe.train.average.kind:
+            state.averaged = 0  # a branch has changed it, so it starts anew
+        averages = self.average.tensors if state.averaged else {}
+        restore(checkpoint, self.model, optimizer, averages)
+        self.average.load(state.averaged)
+        return state
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped if a signal ends it."""
@@ -205,21 +208,33 @@ class Trainer:
             raise
 
     def begin(self) -> None:
-        """Check the model; do the evaluation and sample of this step that a kill or stop left out."""
-        recorder, batch, train = self.recorder, self.batch, self.recipe.train
+        """Report the start; do the evaluation and sample of this step that a kill or stop left out."""
+        recorder, batch, directory = self.recorder, self.batch, self.directory
+        export = "" if self.network.own else export_note(self.recipe.model)
+        warnings = [*directory.warnings, *self.network.warnings, export]
+        recorder.started(
+            batch,
+            self.losses.mixture,
+            groups=optimizer_groups(self.model, self.optimizer, self.ranks),
+            source=directory.source(batch.micro_batch),
+            warnings=[*warnings, self.saver.disk_shortage()],
+        )
+        report_smaller(recorder, batch.micro_batch)
+        if directory.plan.changes:
+            recorder.settings_changed()
+            directory.write_settings()
+        if directory.checkpoint is not None:
+            self.saver.resume_from(self.state.step)
         done = recorder.read_measured(self.state.step)
-        if train.startup_checks:
-            startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
         self.ends_early = recorder.stops_improving()
         if self.evaluator.due and (self.ends_early or "eval" not in done):
             self.evaluate()
         if self.evaluator.sample_due and "sample" not in done:
             self.evaluator.sample()
-        recorder.enter_epoch()
         size = f"{batch.accumulation} x {batch.micro_batch} x {batch.context:,} tokens on each rank"
-        compiling = "compiling, and " if self.facts.compiles else ""
+        compiling = "compiling, and " if self.network.compiled else ""
         recorder.console.begin(f"{compiling}the first step: {size}")
-        recorder.goodput.enter("compile" if self.facts.compiles else "train")
+        recorder.goodput.enter("compile" if self.network.compiled else "train")
         recorder.restart_counts()
 
     def loop_within_memory(self) -> bool:
@@ -228,13 +243,14 @@ class Trainer:
             try:
                 return self.loop()
             except RuntimeError as error:
-                self.batch = memory.smaller_micro_batch(error, self.batch, self.recorder)
+                if not ran_out_of_memory(error):
+                    raise
+            # Here the exception is gone, which held what the step had allocated.
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.reset()
-            memory.release_memory(self.facts.compiles)
+            self.batch = smaller_micro_batch(self.batch, self.recorder)
             self.evaluator.use_micro_batch(self.batch.micro_batch)
-            self.saver.micro_batch = self.batch.micro_batch
-            memory.report_smaller(self.recorder, self.batch.micro_batch)
+            self.saver.meta["micro_batch"] = self.batch.micro_batch
             self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
@@ -249,13 +265,11 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                asks = bool(self.callbacks.stop_reason)
-                flags = collectives.max_async(
-                    [self.stop.requested, self.saver.failures, asks], ranks
-                )
+                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.stop_reason)]
+                flags = collectives.max_async(own, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
-                self.profile.begin(state.step + 1)
+                recorder.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
                 samples = horizon.samples_per_step
@@ -263,9 +277,7 @@ class Trainer:
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
-                recorder.stepped(batch, result)
-                if self.profile.ends(state.step):
-                    recorder.write_profile(self.profile)
+                recorder.stepped(result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
                     self.saver.reserve(self.saver.shard())
@@ -275,9 +287,7 @@ class Trainer:
 
                 last = state.step == horizon.steps
                 log_due = last or state.step == 1 or state.step % recipe.telemetry.every == 0
-                periods = recipe.checkpoint.every, recipe.checkpoint.keep_every
-                save_due = any(horizon.due(every, state.step) for every in periods)
-                evaluation_due = evaluator.due
+                save_due, evaluation_due = self.saver.due, evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
@@ -295,9 +305,8 @@ class Trainer:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
                 if log_due:  # waits for the device
-                    scale = float(self.scaler.scale) if self.scaler is not None else None
                     self.losses.read()
-                    sources = self.losses.take_sources(samples)
+                    sources, scale = self.losses.take_sources(samples), self.scaler.scale
                     recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
                 if save_due and self.saver.newest != state.step:
                     self.saver.save()
@@ -321,11 +330,11 @@ class Trainer:
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
         ranks, timer = self.ranks, self.recorder.timer
-        scale = self.scaler.scale if self.scaler is not None else None
+        scale = self.scaler.scale
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if self.facts.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.network.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         last = self.model.pipeline.stages - 1 if staged else None  # the stage with the loss
@@ -370,7 +379,7 @@ class Trainer:
         """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
-        scale = self.scaler.scale if self.scaler is not None else None
+        scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
         grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
         grad_norm = grad_norm if scale is None else grad_norm / scale
@@ -389,15 +398,28 @@ class Trainer:
             set_lr(self.optimizer, lr_multiplier)
             self.optimizer.step()
             self.average.update(step, bad)
-        if self.scaler is not None:
-            self.scaler.update(bad)
+        self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm, spike
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
-        own = self.batch, self.ranks, self.state, self.losses.mixture
-        return setup.open_loader(self.recipe, self.data, *own)
+        data, state = self.recipe.data, self.state
+        formats = {data.part(number).format for number in range(len(data.mix) or 1)}
+        ragged = formats != {"text"} and data.packing != "best-fit"
+        return Loader(
+            self.data.train,
+            self.batch,
+            self.ranks.mesh.data_rank,
+            seed=self.recipe.run.seed,
+            kind=data.order,
+            device=self.ranks.device,
+            prefetch=data.prefetch,
+            first_step=state.step,
+            skipped=tuple(state.skipped),
+            length_buckets=data.length_buckets and ragged,
+            mixture=self.losses.mixture,
+        )
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
@@ -451,21 +473,15 @@ class Trainer:
         """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
         recorder, state = self.recorder, self.state
         self.saver.finish()
-        choice = choose_rewind(recorder, reason)
+        checkpoint = choose_rewind(recorder, reason)
         self.losses.reset()
-        checkpoint = open_checkpoint(choice.path, deep=False)
-        saved = TrainState.from_json(checkpoint.counters)
-        averages = self.average.tensors if saved.averaged else {}
-        restore(checkpoint, self.model, self.optimizer, averages)
-        self.average.load(saved.averaged)
+        saved = self.restore(checkpoint, self.optimizer)
         first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
         samples = (first, stop_sample)
-        record = partial(leave_out, recorder.run.path, choice.path, choice.step, samples)
-        decide_on_rank_0(self.ranks, "rewind", record)
+        self.directory.leave_out(checkpoint, samples)
         state.return_to(saved, samples)
         self.bad_steps.reset()
-        if self.scaler is not None:
-            self.scaler.load(state)
+        self.scaler.load(state)
         self.saver.resume_from(state.step)
         recorder.rewound(reason, *samples)
 

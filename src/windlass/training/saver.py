@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from windlass import processes
-from windlass.checkpoint.commit import Save
+from windlass.checkpoint.commit import Save, shortage
 from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
+from windlass.estimate.milestones import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
@@ -34,35 +35,50 @@ class Saver(Writer):
         self,
         recorder: Recorder,
         callbacks: Callbacks,
+        *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         losses: LossSum,
-        scaler: LossScaler | None,
+        scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
-        micro_batch: int,
         attempt: str,
-        custom: bool,
+        own: bool,
     ):
-        """`meta`: of every checkpoint, beside its reason and the micro-batch; `attempt`: the name of
-        this start; `custom`: a user's own module, whose forward pass may change weights."""
-        plan, self.ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
-        self.settings, self.telemetry = plan.recipe.checkpoint, plan.recipe.telemetry
+        """`meta`: of every checkpoint, beside its reason; `attempt`: the name of this start; `own`:
+        a user's own module, whose forward pass may change weights."""
+        plan, ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
         super().__init__(
             plan.run.checkpoints_dir,
-            self.ranks.rank,
-            self.ranks.world,
+            ranks.rank,
+            ranks.world,
             attempt=attempt,
-            policy=policy_of(self.settings, horizons, read_lineage(plan.run.path)),
-            background=self.settings.background,
+            policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
+            background=plan.recipe.checkpoint.background,
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
+        self.recipe, self.ranks = plan.recipe, ranks
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
-        self.average, self.meta, self.micro_batch, self.custom = average, meta, micro_batch, custom
+        self.average, self.meta, self.own = average, meta, own
         self._warned = False  # of a save that takes longer than the grace
+
+    @property
+    def due(self) -> bool:
+        """Whether a save is due at this step."""
+        periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
+        return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
+
+    def disk_shortage(self) -> str:
+        """A warning if the disk has no room for the run's checkpoints; else empty."""
+        size, recorder = self.shard().total_bytes, self.recorder
+        # torch's optimizers have no state before their first step.
+        size += 0 if self.optimizer.state else 8 * recorder.network.sizes.trained
+        present = len(list(self.directory.glob("step-????????")))
+        count = checkpoints_to_come(self.recipe, recorder.horizon, self.state.step, present)
+        return shortage(recorder.run.path, count * size, "the run") if count else ""
 
     def shard(self, average: bool = True) -> Shard:
         """The part of model, optimizer and, if asked, the average that this rank writes."""
@@ -79,16 +95,13 @@ class Saver(Writer):
         with recorder.outside("save"):
             self.ranks.mark(state.step, "save")
             self.losses.read()
-            if self.scaler is not None:
-                self.scaler.save(state)
-            else:
-                state.loss_scale, state.scale_good_steps = 0.0, 0
+            self.scaler.save(state)
             state.averaged = self.average.begun(state.step)
-            meta = self.meta | {"reason": reason, "micro_batch": self.micro_batch}
+            meta = self.meta | {"reason": reason}
             shard = self.shard(average=state.averaged > 0)
             scores = recorder.scores
             self.write(state.step, shard, state.to_json(), meta, scores, recorder.beat)
-            if self.custom:
+            if self.own:
                 self.settle()
 
     def finish(self, timeout: float | None = None) -> bool:
@@ -119,7 +132,7 @@ class Saver(Writer):
     @property
     def grace(self) -> float:
         """Seconds from a signal to the end of the run: the setting's, or more in a batch job."""
-        return max(self.settings.grace_seconds, job_grace())
+        return max(self.recipe.checkpoint.grace_seconds, job_grace())
 
     def report_seconds(self, seconds: float) -> None:
         """Tell a batch job how long a save takes; warn once if it does not fit into the grace."""
@@ -164,7 +177,7 @@ class Saver(Writer):
         recorder.log(self.callbacks.take_logged())
         recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
-        flush = self.telemetry.flush_seconds
+        flush = self.recipe.telemetry.flush_seconds
         if signalled:
             flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
         recorder.show(recorder.trackers.finish(flush))

@@ -1,0 +1,289 @@
+"""The run directory of a start, on its ranks: shared by all hosts, locked, written.
+
+Rank 0 alone writes. It writes the lineage (the recipe, and the checkpoint that the present steps
+continue from) before `recipe.toml`, so a kill between the two leaves a run that resumes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from windlass.checkpoint.choose import first_undamaged, recover, rename_damaged
+from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.retention import (
+    Lineage,
+    leave_out,
+    left_out,
+    lineage_at,
+    read_lineage,
+    record,
+    write_lineage,
+)
+from windlass.data.open import Data
+from windlass.data.shards import Index
+from windlass.errors import RunFailed, UserError, argument, plural
+from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
+from windlass.parallel.dist import Ranks
+from windlass.recipe import Horizon, typed
+from windlass.run import LOCK, OCCUPIED, Run, read_lines
+from windlass.telemetry.console import Console
+from windlass.training.start import (
+    StartPlan,
+    candidate_checkpoints,
+    describe_extension,
+    job_id,
+)
+
+Value = TypeVar("Value")
+
+LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
+
+
+class RunDirectory:
+    """The run directory of this start, locked until the end of `stack`.
+
+    `checkpoint` is the one to start from (None: step 0). `attempt` is the number of this start, and
+    `attempt_name` a name that no other start has.
+    """
+
+    def __init__(
+        self, plan: StartPlan, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
+    ):
+        self.plan, self.ranks, self.run = plan, ranks, plan.run
+        ranks.mark(0, "load")
+        console.begin("looking for a checkpoint, and verifying it")
+        # The checkpoint of a new run (a branch, a path) is verified before anything changes, the
+        # checkpoint of a resumed run under the lock.
+        choose = partial(choose_undamaged, ranks, lambda: candidate_checkpoints(plan, horizon))
+        self.checkpoint = None if plan.resuming else choose()
+        locked = decide_on_rank_0(ranks, "lock", partial(self._lock, stack))
+        self.attempt, self.attempt_name, self.warnings = locked
+        console.open_log(plan.run.log_path)
+        if plan.resuming:
+            self.checkpoint = choose()
+        if self.checkpoint is not None:
+            self.warnings += self.checkpoint.notes
+            if ranks.main:
+                self.warnings += describe_extension(plan, self.checkpoint.step, horizon)
+
+    def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
+        """Lock the directory; returns the attempt, its name and warnings."""
+        run, plan = self.run, self.plan
+        if plan.fresh:
+            rename_old_run(run.path)
+        Files().make_dirs(run.path)
+        if (lock := acquire_run_lock(run.path)) is not None:
+            stack.enter_context(lock)
+        if not plan.resuming and run.exists:
+            problem = f"another process has just begun a run in {run.path}"
+            raise UserError(f"{problem}; give another run.dir")
+        run.heartbeat_path.touch()
+        attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]
+        attempt = max(attempts, default=-1) + 1
+        return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
+
+    def compare(self, now: Mapping[str, Any], dropout: bool) -> None:
+        """Add a warning for each difference between this start and the one that wrote the checkpoint.
+
+        `now`: from `Network.facts`; `dropout`: whether the model draws random numbers. UserError
+        if the data has changed.
+        """
+        assert self.checkpoint is not None
+        before, path, warnings = (
+            {**now, **self.checkpoint.meta},
+            self.checkpoint.path,
+            self.warnings,
+        )
+        if before["data"] != now["data"]:
+            raise UserError(
+                f"the data is not what {path} was trained on (fingerprint {before['data']}, here "
+                f"{now['data']}): bring the old data back (data.dir), or start over with "
+                f"{argument('fresh')}"
+            )
+        # A branch may change the kinds of optimizer and average.
+        if (old := before["optimizer"]) != now["optimizer"]:
+            problem = f"{now['optimizer']} cannot use the state of {old}"
+            warnings.append(f"{problem}: the optimizer state starts over")
+        if (old := before["average"]) != now["average"]:
+            change = "is dropped" if now["average"] == "none" else "starts anew"
+            warnings.append(f"the average {change}: the checkpoint has train.average.kind = {old}")
+        if dropout and (old := before["micro_batch"]) != now["micro_batch"]:
+            # The masks follow from the number and the shape of the micro-batch.
+            change = f"the micro-batch was {old} sequences and is {now['micro_batch']}"
+            warnings.append(f"dropout draws other masks from here on: {change} (train.micro_batch)")
+        if (old := before["precision"]) != now["precision"]:
+            change = f"was {old} up to step {self.checkpoint.step} and is {now['precision']}"
+            warnings.append(f"the arithmetic {change} (train.precision): the losses differ")
+        if (old := before["compiles"]) != now["compiles"]:
+            change = f"from {typed(old)} to {typed(now['compiles'])}"
+            warnings.append(f"train.compile changes {change}, which rounds otherwise")
+
+    def source(self, micro_batch: int) -> str:
+        """The checkpoint, with its ranks and micro-batch if they were others; "" without one."""
+        if self.checkpoint is None:
+            return ""
+        source, ranks = str(self.checkpoint.path), self.checkpoint.manifest.world
+        before = self.checkpoint.meta.get("micro_batch")
+        if (ranks, before) != (self.ranks.world, micro_batch):
+            source += f", saved by {plural(ranks, 'rank')} with micro-batches of {before}"
+        return source
+
+    def left_out(self) -> list[tuple[int, int]]:
+        """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""
+        assert self.checkpoint is not None
+        read = partial(left_out, self.run.path, self.checkpoint.path)
+        return [(start, stop) for start, stop in decide_on_rank_0(self.ranks, "left out", read)]
+
+    def leave_out(self, checkpoint: Checkpoint, samples: tuple[int, int]) -> None:
+        """Record, durably, a return to a checkpoint that leaves out a range of samples."""
+        write = partial(leave_out, self.run.path, checkpoint.path, checkpoint.step, samples)
+        decide_on_rank_0(self.ranks, "rewind", write)
+
+    def begin(self, data: Data) -> None:
+        """Write the start of a new run or lineage; every rank calls it."""
+        decide_on_rank_0(self.ranks, "write", partial(self._begin, data))
+
+    def _begin(self, data: Data) -> None:
+        plan, path = self.plan, self.run.path
+        if self.checkpoint is not None:
+            rename_damaged(self.checkpoint, path)
+        goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
+        if not plan.resuming or plan.extends_from or goes_back:
+            write_start(plan, self.checkpoint)
+        data.save_tokenizer(path)
+        if (path / "tokenizer").is_dir():
+            Files().sync_tree(path / "tokenizer")
+            Files().sync_dir(path)
+
+    def write_settings(self) -> None:
+        """Record the settings that a resume has changed; every rank calls it."""
+
+        def write() -> None:
+            path = self.run.path
+            record(path, read_lineage(path) or Lineage(), self.plan.recipe, Files())
+
+        decide_on_rank_0(self.ranks, "settings", write)
+
+
+def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
+    """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
+    value, error, failed = None, "", False
+    if ranks.main:
+        try:
+            value = decide()
+        except (UserError, RunFailed) as raised:
+            error, failed = raised.text, isinstance(raised, RunFailed)
+        except OSError as raised:
+            error = f"{raised.filename}: {raised.strerror}; give another run.dir"
+    value, error, failed = ranks.broadcast_object(name, [value, error, failed])
+    if error:
+        raise RunFailed(error) if failed else UserError(error)
+    return value  # type: ignore[return-value]
+
+
+def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
+    """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
+    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
+    return first_undamaged([Path(path) for path in paths], ranks)
+
+
+def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
+    """Raise UserError if a host does not see the run directory of rank 0, or its `data`: the
+    directories of all sources.
+
+    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
+    read-only, or a copy on each host's own disk, so there the hosts compare the shards.
+    """
+    own = [shards_in(place) for place in data]
+    places = {"run.dir": run.absolute()}
+    if data:
+        places["data.dir"] = data[0].parent.absolute()
+
+    def create() -> dict[str, str]:
+        marks = {}
+        for key, place in places.items():
+            if key == "data.dir" and all(own):
+                continue
+            parent = next(path for path in (place, *place.parents) if path.is_dir())
+            try:  # a new name, which is in no cache of NFS
+                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
+            except OSError as error:
+                problem = f"{parent} cannot be written ({error.strerror})"
+                raise UserError(f"{problem}; give another {key}") from None
+            os.close(descriptor)
+        return marks
+
+    marks = decide_on_rank_0(ranks, "shared", create)
+    prepared = ranks.broadcast_object("prepared", own)
+    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
+    if any(shards and shards != here for shards, here in zip(prepared, own, strict=True)):
+        missing.append("data.dir")
+    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
+    if ranks.main:
+        for mark in marks.values():
+            Path(mark).unlink(missing_ok=True)
+    ranks.broadcast_object("removed")  # nobody continues while the files exist
+    for key, place in places.items():
+        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
+        if blind:
+            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
+            advice = f"put it on a file system that all hosts share ({key}=PATH)"
+            raise UserError(f"{key}: {place} {seen}: {advice}")
+
+
+def shards_in(directory: Path) -> list[str]:
+    """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
+    index = Index.load(directory)
+    shards = [shard.identity for shard in index.shards] if index else []
+    return [index.tokenizer.fingerprint, *shards] if index else []
+
+
+def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
+    """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
+    files, run = files or Files(), plan.run
+    if not plan.resuming:
+        files.make_dirs(run.path)
+    path, step = (choice.path, choice.step) if choice else (None, 0)
+    lineage = lineage_at(run.path, path, step, job_id())
+    if plan.resuming and not plan.extends_from:
+        write_lineage(run.path, lineage, files)
+    else:
+        longer = {"train.steps": plan.recipe.train.steps}
+        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+        record(run.path, lineage, recipe, files)
+
+
+def rename_old_run(path: Path) -> None:
+    """Rename a run directory to `….old-N` (`--fresh`); UserError if a process may train in it."""
+    if not path.exists():
+        return
+    run = Run(path)
+    if lock_held(run.lock_path) is None and run.state == "running":
+        problem = f"{path} has a fresh heartbeat: another host may train in it"
+        raise UserError(f"{problem}; try again in a minute")
+    lock = acquire_run_lock(path)
+    names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
+    path.rename(next(name for name in names if not name.exists()))
+    if lock is not None:
+        lock.close()
+
+
+def acquire_run_lock(run: Path) -> IO[str] | None:
+    """Hold the lock of a run directory until the returned file is closed or this process ends.
+
+    Returns None if the file system has no locks. Raises UserError, with the holder, after
+    LOCK_WAIT_SECONDS.
+    """
+    try:
+        return acquire_lock(run / LOCK, LOCK_WAIT_SECONDS)
+    except LockHeld as held:
+        raise UserError(f"{OCCUPIED} {run} already ({held}); wait for it, or stop it") from None

@@ -1,0 +1,235 @@
+"""The model of a training: built or the user's own, checked, divided among the ranks, with its first
+weights.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import shutil
+import sysconfig
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from windlass.checkpoint.state_dict import named_state
+from windlass.data.open import Data
+from windlass.data.samples import masks_documents
+from windlass.errors import UserError
+from windlass.estimate.rank import compiles
+from windlass.interop.init_from import load_initial
+from windlass.model import hf_files
+from windlass.model.build import build_model, keeping_modes, own_module, set_training, sizes_of
+from windlass.model.documents import takes_documents
+from windlass.model.gpt import initialise
+from windlass.model.hf import HfModel
+from windlass.model.loss import Objective
+from windlass.model.size import CountedSizes, flops_per_token
+from windlass.optim.build import count_groups
+from windlass.parallel.architecture import code_for
+from windlass.parallel.dist import Ranks, use_deterministic
+from windlass.parallel.parallelize import (
+    attention_without_plans,
+    counted,
+    parallelize,
+    resolve_precision,
+    unwrap,
+)
+from windlass.recipe import Horizon, Recipe
+from windlass.training.checks import (
+    check_documents,
+    check_loss_is_a_sum,
+    check_weights,
+    tie_groups,
+)
+from windlass.training.directory import RunDirectory, decide_on_rank_0
+from windlass.training.start import StartPlan
+
+
+class Network:
+    """The model of a training: the recipe's, without values for its weights, or the user's own.
+
+    Attributes:
+        own: Whether the module is the user's.
+        sizes: Its parameters, counted.
+        origin: For `environment.json`: the class of a user's own model, or the files of
+            `transformers`.
+        flops_per_token: Forward and backward; None: unknown.
+        precision, compiled: `train.precision` and `train.compile`, with `auto` resolved.
+        warnings: For the start.
+    """
+
+    def __init__(
+        self,
+        plan: StartPlan,
+        ranks: Ranks,
+        data: Data,
+        horizon: Horizon,
+        module: nn.Module | None,
+        stack: ExitStack,
+    ):
+        """Raises UserError if the model cannot be saved, or has no row for some token."""
+        self.recipe, self.ranks, self.own = plan.recipe, ranks, module is not None
+        recipe = plan.recipe
+        if module is not None:
+            stack.enter_context(keeping_modes(module))
+            set_training(module)
+            model = own_module(module, recipe.model.context)
+        else:
+            model = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path)
+        named_state(model)  # raises for a tensor that a checkpoint cannot hold
+        if data.vocab > (rows := embedding_rows(model, data.vocab)):
+            problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
+            raise UserError(f"model.vocab: {problem}; set 0 or more")
+        self.model, self.sizes = model, sizes_of(model)
+        self.origin = describe_origin(model, self.own)
+        self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
+        self.precision = resolve_precision(recipe.train.precision, ranks.device)
+        self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
+        if recipe.train.compile == "auto":  # a user's own module compiles only by `true`
+            self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
+            if self.compiled and (missing := self._missing_tools()):
+                self.compiled = False
+                self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
+
+    def facts(self, data: Data, micro_batch: int) -> dict[str, Any]:
+        """The meta data of this start's checkpoints."""
+        return {
+            "recipe": self.recipe.config_hash,
+            "data": data.fingerprint,
+            "vocab": data.vocab,
+            "micro_batch": micro_batch,
+            "precision": self.precision,
+            "compiles": self.compiled,
+            "optimizer": self.recipe.optim.kind,
+            "average": self.recipe.train.average.kind,
+        }
+
+    def _missing_tools(self) -> str:
+        capability = torch.cuda.get_device_capability
+        return decide_on_rank_0(
+            self.ranks, "compile", lambda: missing_tools(capability(self.ranks.device))
+        )
+
+    def divide(self, directory: RunDirectory, data: Data) -> nn.Module:
+        """The model on its device, divided among the ranks; with its first weights, unless a
+        checkpoint has them.
+
+        Raises UserError or RunFailed for mistakes that would stay silent.
+        """
+        recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
+        ties, fp64 = tie_groups(self.model), self.precision == "fp64"
+        set_objective(self.model, recipe)
+        model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
+        network = unwrap(model)
+        if recipe.train.startup_checks:
+            check_weights(network, ties, torch.float64 if fp64 else torch.float32, ranks)
+        if isinstance(network, HfModel) and not self.own:
+            save = partial(hf_files.save_origin, network, directory.run.path)
+            decide_on_rank_0(ranks, "origin", save)
+        if directory.checkpoint is not None:
+            return model
+        if self.own and recipe.train.startup_checks:
+            check_loss_is_a_sum(model, data.train, ranks, recipe)
+        elif not self.own and recipe.model.init_from:
+            load_initial(network, recipe, ranks)
+        elif not self.own:
+            initialise(network, recipe.run.seed, ranks.mesh.loss_group)
+        masked = masks_documents(data.train) and takes_documents(network)
+        if masked or recipe.data.document_mask is True or recipe.data.packing == "best-fit":
+            check_documents(model, ranks, recipe)
+        return model
+
+
+def embedding_rows(model: nn.Module, default: int) -> int:
+    """The vocabulary of a model: its `vocab`, or the rows of its only embedding; else `default`."""
+    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return int(getattr(model, "vocab", tables[0] if len(tables) == 1 else default))
+
+
+def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
+    """Configure the device until `stack` ends; UserError if this build of torch has no kernels for
+    it.
+    """
+    use_deterministic(recipe.train.deterministic)
+    if device.type == "cuda":
+        about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
+        capability, compiled = (about.major, about.minor), torch.cuda.get_arch_list()
+        text, wheel = code_for(about.name, capability, compiled, torch.__version__, cuda)
+        if wheel and cuda:
+            raise UserError(f"{text}: {wheel}")
+    if recipe.data.ragged_:
+        stack.enter_context(attention_without_plans())
+        # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
+        # none. The allocator may be in use already, so its environment variable would come too late.
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if device.type == "cuda" and not any(name in os.environ for name in names):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def missing_tools(capability: tuple[int, int]) -> str:
+    """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
+    if capability < (7, 0):
+        return "Triton needs a GPU of compute capability 7.0 or more"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is missing"
+    if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
+        return "Triton needs a C compiler, as gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Triton needs Python.h, from python3-dev or the like"
+    return ""
+
+
+def set_objective(model: nn.Module, recipe: Recipe) -> None:
+    """Give the objective to the module that computes the loss; UserError if it is the user's."""
+    objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
+    owners = [m for m in model.modules() if isinstance(getattr(m, "objective", None), Objective)]
+    for owner in owners:
+        owner.objective = objective  # type: ignore[assignment]
+    if any(objective) and not owners:
+        key = "train.z_loss" if objective.z else "train.label_smoothing"
+        problem = "your own module computes its loss itself"
+        raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
+
+
+def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
+    """FLOPs of a token, forward and backward: 6N and attention, without frozen gradients."""
+    if recipe.model.kind == "hf" or recipe.model.freeze:
+        return sizes.flops_per_token()
+    attended = getattr(data.train, "attended", None) if masks_documents(data.train) else None
+    return flops_per_token(recipe.model, sizes.vocab, attended)
+
+
+def describe_origin(model: nn.Module, own: bool) -> dict[str, Any]:
+    """The model's origin for `environment.json`: a user's class, or files of `transformers`."""
+    if own:
+        wrapped = isinstance(model, HfModel)
+        name = type(model.model if wrapped else model).__name__
+        return {"own_model": name, "wrapped": wrapped}
+    return {"model": hf_files.describe_origin(model)} if isinstance(model, HfModel) else {}
+
+
+def optimizer_groups(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """`count_groups` over all stages of a pipeline."""
+    stages = ranks.mesh.rows(("pp",))[0]
+    if len(stages) == 1:
+        return count_groups(optimizer.param_groups)
+    rows: Any = getattr(optimizer, "rows", {})
+    own = {id(rows.get(p, p)) for p in counted(model)}
+    groups = [
+        g | {"params": [p for p in g["params"] if id(p) in own]} for g in optimizer.param_groups
+    ]
+    total = dict[str, dict[str, Any]]()
+    every = ranks.all_gather_object("optimizer groups", count_groups(groups))
+    for group in itertools.chain.from_iterable(every[stage] for stage in stages):
+        before = total.setdefault(group["name"], group | {"tensors": 0, "parameters": 0})
+        for key in ("tensors", "parameters"):
+            before[key] += group[key]
+    return list(total.values())
