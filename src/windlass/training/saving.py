@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from windlass import processes
+from windlass.checkpoint.base import base_of
 from windlass.checkpoint.commit import Save
+from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
@@ -19,6 +21,7 @@ from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import unwrap
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
@@ -43,9 +46,11 @@ class Saver(Writer):
         micro_batch: int,
         attempt: str,
         custom: bool,
+        start: Checkpoint | None,
     ):
         """`meta`: of every checkpoint, beside its reason and the micro-batch; `attempt`: the name of
-        this start; `custom`: a user's own module, whose forward pass may change weights."""
+        this start; `custom`: a user's own module, whose forward pass may change weights; `start`:
+        the checkpoint that the weights come from."""
         plan, self.ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
         self.settings, self.telemetry = plan.recipe.checkpoint, plan.recipe.telemetry
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
@@ -58,6 +63,9 @@ class Saver(Writer):
             attempt=attempt,
             policy=policy_of(self.settings, horizons, read_lineage(plan.run.path)),
             background=self.settings.background,
+            base=None
+            if custom
+            else base_of(unwrap(model), plan.recipe, plan.run.path, start, self.ranks),
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
@@ -68,7 +76,15 @@ class Saver(Writer):
         """The part of model, optimizer and, if asked, the average that this rank writes."""
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
         averages = self.average.tensors if average else {}
-        shard = gather_shard(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
+        shard = gather_shard(
+            self.model,
+            self.optimizer,
+            ranks.rank,
+            ranks.world,
+            stages,
+            averages,
+            base=self.base.weights if self.base else (),
+        )
         return shard if stages == 1 else add_stages(shard, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.choose import recover, rename_damaged
 from windlass.checkpoint.commit import shortage
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
@@ -306,6 +307,7 @@ def load_checkpoint(
         notes.append(f"the average {new}: the checkpoint has train.average.kind = {there}")
         state.averaged = 0
     averages = average.tensors if state.averaged else {}
+    fill_base(checkpoint, unwrap(model), recipe, ranks)
     restore(checkpoint, model, optimizer if same_kind else None, averages)
     average.load(state.averaged)
     source, world = str(place.choice.path), checkpoint.manifest.world

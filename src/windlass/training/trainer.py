@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import BEST, FINAL, leave_out
 from windlass.checkpoint.state_dict import restore
@@ -153,6 +154,7 @@ class Trainer:
             self.batch.micro_batch,
             place.name,
             custom,
+            place.choice,
         )
         suites, micro_batch = self.callbacks.suites(), self.batch.micro_batch
         self.evaluator = Evaluator(
@@ -456,6 +458,7 @@ class Trainer:
         checkpoint = open_checkpoint(choice.path, deep=False)
         saved = TrainState.from_json(checkpoint.counters)
         averages = self.average.tensors if saved.averaged else {}
+        fill_base(checkpoint, unwrap(self.model), self.recipe, self.ranks)
         restore(checkpoint, self.model, self.optimizer, averages)
         self.average.load(saved.averaged)
         first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
