@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 
 sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
@@ -27,6 +29,7 @@ from windlass.checkpoint import base as bases
 from windlass.checkpoint.base import frozen_weights
 from windlass.checkpoint.choose import list_checkpoints
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.cli import main
 from windlass.errors import installed
 from windlass.estimate.subject import subject_of
 from windlass.evaluation.source import load_model as load
@@ -59,6 +62,24 @@ def base(tmp_path: Path) -> Path:
     sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2}
     hf_fixtures.save("llama", tmp_path / "base", **sizes)
     return hf_fixtures.save_tokenizer([TEXT], tmp_path / "base")
+
+
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call `windlass WORDS` here, which ends with `code`: its output, or its message for code 2."""
+
+    def run(*words: str | Path, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        output, errors = capsys.readouterr()
+        assert (ended.value.code or 0) == code, errors
+        return errors if code == 2 else output
+
+    return run
 
 
 def recipe(base: Path, name: str, *overrides: str, **model: Any) -> Recipe:
@@ -160,7 +181,7 @@ def test_every_byte_of_the_base_is_hashed_once(base: Path, monkeypatch: pytest.M
 
 
 def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_works(
-    base: Path,
+    base: Path, call: Call
 ) -> None:
     wanted = recipe(base, "run", **ADAPTERS)
     run = train(wanted, stop_at=2)
@@ -177,13 +198,13 @@ def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_work
         with refused(str(base), "checkpoint.base=DIR"):
             verb()
     assert not (folder / "out").exists()
-    for words in (["train", folder / "run"], ["sample", folder / "run"]):
-        output = windlass(*words, code=2).stderr
-        assert "checkpoint.base=DIR" in output and "Traceback" not in output
+    assert "checkpoint.base=DIR" in call("sample", folder / "run", code=2)
+    output = windlass("train", folder / "run", code=2).stderr
+    assert "checkpoint.base=DIR" in output and "Traceback" not in output
     ids = torch.tensor([[1, 2]])
     assert evaluate(run, overrides=[place]).results["loss"]["loss"] == loss
     assert torch.equal(load_model(run, overrides=[place])(ids), logits)
-    windlass("export", folder / "run", folder / "out", place)
+    call("export", folder / "run", folder / "out", place)
     assert (folder / "out" / "config.json").is_file()
     run = train(wanted.replace(place))
     # the run remembers the place
@@ -195,10 +216,10 @@ def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_work
     assert torch.equal(load_model(f"{folder / 'third'}@2")(ids), logits)
 
 
-def test_another_base_in_its_place_is_refused(base: Path) -> None:
+def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
     wanted = recipe(base, "run", **ADAPTERS)
     run = train(wanted, stop_at=2)
-    assert windlass("checkpoints", run.path, "--verify").stdout.count("every byte good") == 2
+    assert call("checkpoints", run.path, "--verify").count("every byte good") == 2
     before = change(base)
     for verb in (lambda: train(wanted), lambda: generate(run, "the"), lambda: load_model(run)):
         with refused("SHA-256", str(base), "checkpoint.base=DIR"):
@@ -207,14 +228,48 @@ def test_another_base_in_its_place_is_refused(base: Path) -> None:
     # the same size and time: only a look at every byte sees it
     file = sorted(base.glob("*.safetensors"))[-1]
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    windlass("checkpoints", run.path)
-    done = windlass("checkpoints", run.path, "--verify", code=1)
-    assert f"base {base}: is bad" in done.stdout and file.name in done.stdout
-    listed = json.loads(windlass("checkpoints", run.path, "--verify", "--json", code=1).stdout)
+    call("checkpoints", run.path)
+    output = call("checkpoints", run.path, "--verify", code=1)
+    assert f"base {base}: is bad" in output and file.name in output
+    listed = json.loads(call("checkpoints", run.path, "--verify", "--json", code=1))
     assert [row["files"] for row in listed["bases"]] == [len([*base.glob("*.safetensors")])]
     file.unlink()
     with refused(file.name, "checkpoint.base=DIR"):
         train(wanted)
+
+
+def test_a_base_of_the_hub_is_found_by_its_commit(
+    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the Hub's cache, without a network; `main` has moved on since the run began."""
+    commit, other = "01" * 20, "23" * 20
+    cache = base.parent / "models--some--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    base.rename(cache / "snapshots" / commit)
+    (cache / "refs" / "main").write_text(commit)
+    for name, value in {"HF_HUB_CACHE": str(base.parent), "HF_HUB_OFFLINE": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    wanted = recipe(base, "run", "model.name=some/tiny", **ADAPTERS)
+    run = train(wanted, stop_at=2)
+    saved = at(run, 2).manifest.base
+    assert saved is not None and (saved.name, saved.commit) == ("some/tiny", commit)
+    shutil.copytree(cache / "snapshots" / commit, cache / "snapshots" / other)
+    change(cache / "snapshots" / other)
+    (cache / "refs" / "main").write_text(other)
+    assert f"some/tiny@{commit[:12]}" in call("checkpoints", run.path, "--verify")
+    assert math.isfinite(evaluate(train(wanted)).results["loss"]["loss"])
+    shutil.rmtree(cache / "snapshots" / commit)
+    with refused("some/tiny", "checkpoint.base=DIR"):
+        load_model(run)
+    call("checkpoints", run.path, "--verify", code=1)
+    assert load_model(run, overrides=[f"checkpoint.base={copy_of(cache, other)}"])
+
+
+def copy_of(cache: Path, commit: str) -> Path:
+    """The base as it was, in a directory of its own."""
+    change(shutil.copytree(cache / "snapshots" / commit, cache / "copy"))  # the byte again
+    return cache / "copy"
 
 
 def test_a_checkpoint_with_its_base_needs_nothing_else(base: Path) -> None:
@@ -280,7 +335,7 @@ def test_a_branch_and_a_rewind_have_the_base_again(base: Path) -> None:
 def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
     whole = train(recipe(base, "whole", "train.steps=6", **ADAPTERS))
     wanted = recipe(base, "run", "train.steps=6", "checkpoint.every=1", **ADAPTERS)
-    wanted.save(base.parent / "recipe.toml")
+    (base.parent / "recipe.toml").write_text(wanted.toml())
     command = [sys.executable, str(KILLED), str(base.parent / "recipe.toml"), "5"]
     assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
     newest = max((base.parent / "run" / "checkpoints").glob("step-*"))
@@ -332,8 +387,9 @@ def test_other_ranks_and_strategies_continue_it(
     """Adapters bit for bit as they were saved, beside the base's own weights; and the losses of one
     process."""
     exact = "train.precision=fp32" if kind in ("4bit", "bf16") else "train.precision=fp64"
-    wanted = recipe(base, "run", exact, **KINDS[kind])
-    straight = train(recipe(base, "straight", exact, **KINDS[kind]))
+    how = exact, "train.micro_batch=2"  # masks of dropout follow from the micro-batch
+    wanted = recipe(base, "run", *how, **KINDS[kind])
+    straight = train(recipe(base, "straight", *how, **KINDS[kind]))
     first = train_on(before[0], wanted.replace(before[1]), stop_at=2)
     fresh = build_model(wanted, 0, device="cpu")
     initialise(fresh, wanted.run.seed)
