@@ -102,7 +102,11 @@ def missing_package(error: ImportError) -> str:
 
 
 def directory(
-    name: str, revision: str = "", key: str = "model.name", weights: bool = False
+    name: str,
+    revision: str = "",
+    key: str = "model.name",
+    weights: bool = False,
+    download: bool = True,
 ) -> Path:
     """The local directory of a model or tokenizer: `name` itself, or a download from the Hub.
 
@@ -110,6 +114,7 @@ def directory(
         revision: a commit, tag or branch of the Hub.
         key: the setting that names the model, for messages.
         weights: also download the safetensors files that the index names, or the single one.
+        download: UserError instead of a download.
 
     Raises UserError if the Hub does not provide it.
     """
@@ -118,16 +123,18 @@ def directory(
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise UserError(f"{key}: there is no directory {name}")
-    prepare()
+    if download:
+        prepare()
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):
         from huggingface_hub import snapshot_download
 
-        version = revision or None
+        version, local = revision or None, not download
         small: dict[str, Any] = {"allow_patterns": SMALL_FILES, "ignore_patterns": SUBFOLDERS}
-        folder = Path(snapshot_download(name, revision=version, **small))
+        folder = Path(snapshot_download(name, revision=version, local_files_only=local, **small))
         if weights:
             version = commit_of(folder) or version
-            snapshot_download(name, revision=version, allow_patterns=weight_files(folder))
+            files = weight_files(folder)
+            snapshot_download(name, revision=version, local_files_only=local, allow_patterns=files)
         return folder
 
 

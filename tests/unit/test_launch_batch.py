@@ -502,10 +502,10 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     from windlass.estimate.layouts import host_memory_gb
 
     recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
-    disk = checkpoint_bytes(recipe.model, 50304) / 1e9
+    disk = checkpoint_bytes(recipe, 50304) / 1e9
     assert host_memory_gb(recipe, 4, 4, on_cpu=False) == math.ceil(4 * 8 + 2 * disk)
     sharded = recipe.replace("parallel.strategy=full_shard", "model.layers=100")
-    large = checkpoint_bytes(sharded.model, 50304) / 1e9
+    large = checkpoint_bytes(sharded, 50304) / 1e9
     assert host_memory_gb(sharded, 8, 4, on_cpu=False) == math.ceil(4 * 8 + large)
     assert host_memory_gb(recipe, 1, 1, on_cpu=True) > 3 + 2 * disk
     monkeypatch.chdir(tmp_path)

@@ -237,12 +237,14 @@ def test_parameters_of_the_presets_are_the_published_ones(preset, vocab, total, 
 
 
 def test_flops_and_bytes_of_known_models() -> None:
-    gpt2, c4 = Recipe.load("gpt2-124m").model, Recipe.load("c4-30m").model
+    gpt2, recipe = Recipe.load("gpt2-124m").model, Recipe.load("c4-30m")
+    c4 = recipe.model
     assert flops_per_token(gpt2, 50304) == 6 * 123_689_472 + 12 * 12 * 768 * 1024
     # An embedding that is not the head is only looked up.
     assert count(c4, 50257).multiplied == 29_995_520 - 50257 * 256 - 256 * 256
-    assert size.checkpoint_bytes(c4, 50257) == 12 * 29_995_520
-    assert size.checkpoint_bytes(c4, 50257, "muon") == 12 * 29_995_520 - 4 * 4 * 1_048_576
+    assert size.checkpoint_bytes(recipe, 50257) == 12 * 29_995_520
+    muon = recipe.replace("optim.kind=muon")
+    assert size.checkpoint_bytes(muon, 50257) == 12 * 29_995_520 - 4 * 4 * 1_048_576
 
 
 @pytest.mark.parametrize(
@@ -275,20 +277,25 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = {"kind": "hf", "name": str(tmp_path), "context": 48}
     total = AutoModelForCausalLM.from_config(config).num_parameters()
-    whole = read_sizes(Recipe.model_validate({"model": tree}))
+    recipe = Recipe.model_validate({"model": tree})
+    whole = read_sizes(recipe)
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     network = {"architecture": kind, "layers": layers, "heads": heads, "width": config.hidden_size}
     network["vocab"] = hf_fixtures.VOCAB
     assert whole == CountedSizes(total, total, hf_fixtures.VOCAB, network)
-    assert (whole.flops_per_token(), whole.checkpoint_bytes()) == (6 * total, 12 * total)
+    assert whole.flops_per_token() == 6 * total
+    assert size.checkpoint_bytes(recipe, 0, whole) == 12 * total
     if kind == "llama":
         targets = {"rank": 4, "targets": ["q_proj", "v_proj"]}
-        lora = read_sizes(Recipe.model_validate({"model": {**tree, "lora": targets}}))
+        recipe = Recipe.model_validate({"model": {**tree, "lora": targets}})
+        lora = read_sizes(recipe)
         adapters = 3 * 4 * (64 + 48)
         assert lora == CountedSizes(total + adapters, adapters, hf_fixtures.VOCAB, network)
         # a frozen matrix has no gradient
         assert lora.flops_per_token() == 4 * (total + adapters) + 2 * adapters
-        assert lora.checkpoint_bytes() == 4 * (total + adapters) + 8 * adapters
+        assert size.checkpoint_bytes(recipe, 0, lora) == 12 * adapters
+        archive = recipe.replace("checkpoint.with_base=true")
+        assert size.checkpoint_bytes(archive, 0, lora) == 4 * (total + adapters) + 8 * adapters
 
 
 @pytest.mark.parametrize("kv_heads", [2, 4])

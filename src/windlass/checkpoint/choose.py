@@ -193,6 +193,9 @@ class CheckpointList:
     run: Path
     verified: bool  # every byte was hashed; otherwise sizes were compared
     measure: str  # the recipe's `checkpoint.best`
+    bases: list[dict[str, Any]]
+    """The bases that the checkpoints refer to: `name`, `files`, `bytes`, and with `verified` their
+    `problem`."""
     checkpoints: list[dict[str, Any]]
     """By step: `step`, `path`, `time` of the commit (UTC, ISO 8601), `bytes` and `world` (None if it
     is damaged), `scores` of its step in the ledger, why retention has `kept` it, and its `problem`."""
@@ -224,7 +227,17 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
         }
         for c in sorted(found, key=lambda c: c.step)
     ]
+    bases = {c.content.base.title: c.content.base for c in found if c.content and c.content.base}
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     bad = [n for n in names if n.startswith("bad-")]
-    return CheckpointList(run.path, verify, policy.measure, rows, temporary, bad)
+    listed = [
+        {"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""}
+        for title, base in bases.items()
+    ]
+    if verify and bases:
+        from windlass.checkpoint.base import check_base  # imports torch
+
+        for row, base in zip(listed, bases.values(), strict=True):
+            row["problem"] = check_base(base, recipe)
+    return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary, bad)

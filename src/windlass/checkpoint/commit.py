@@ -198,6 +198,7 @@ class Save:
             "aliases": self.shard.aliases,
             "tensors": dict(sorted(tensors.items())),
             "files": written,
+            "base": self.writer.base and self.writer.base.model_dump(),
         }
         return to_json(manifest)
 

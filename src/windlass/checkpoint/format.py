@@ -29,7 +29,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -138,6 +138,24 @@ class FileInfo(BaseModel):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class Base(BaseModel):
+    """The files of frozen weights, to which a checkpoint refers instead of holding the weights."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str  # as `model.name`: a directory, or a name on the Hub
+    commit: str  # of the Hub; empty for a directory
+    files: dict[Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")], FileInfo]
+    weights: tuple[str, ...]  # the names of the tensors
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}@{self.commit[:12]}" if self.commit else self.name
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+
 class Manifest(BaseModel):
     """Everything about a checkpoint except its numbers; validated when it is read."""
 
@@ -154,6 +172,7 @@ class Manifest(BaseModel):
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
     files: dict[FileName, FileInfo]
+    base: Base | None = None  # of weights that are not among the tensors
 
     @property
     def reason(self) -> str:
@@ -233,11 +252,24 @@ def manifests_in(directory: Path) -> dict[Path, Manifest]:
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of this rank's share of the files (by size); Damaged at a difference."""
+    """Hash every byte of this rank's share of the files; Damaged at a difference."""
+    sizes = {name: info.size for name, info in manifest.files.items()}
+    try:
+        for name, digest in hash_files(path, sizes, rank, world):
+            if digest != (expected := manifest.files[name].sha256):
+                raise Damaged(f"{name} was changed: its SHA-256 is not {expected[:12]}…")
+    except OSError as error:
+        raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
+
+
+def hash_files(
+    path: Path, sizes: Mapping[str, int], rank: int = 0, world: int = 1
+) -> Iterator[tuple[str, str]]:
+    """The SHA-256 of each file in this rank's share of the files, which are divided by size."""
     load, mine = [0] * world, []
-    for name, info in sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0])):
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         lightest = load.index(min(load))
-        load[lightest] += info.size
+        load[lightest] += size
         if lightest == rank:
             mine.append(name)
     stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
@@ -251,11 +283,7 @@ def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) 
 
     with ThreadPoolExecutor(THREADS) as pool:
         try:
-            for name, digest in zip(mine, pool.map(sha256, mine), strict=True):
-                if digest != (expected := manifest.files[name].sha256):
-                    raise Damaged(f"{name} was changed: its SHA-256 is not {expected[:12]}…")
-        except OSError as error:
-            raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
+            yield from zip(mine, pool.map(sha256, mine), strict=True)
         finally:
             stop.set()
 

@@ -29,7 +29,7 @@ import torch
 
 from windlass.checkpoint.choose import discard
 from windlass.checkpoint.commit import Save, explain
-from windlass.checkpoint.format import Manifest, manifests_in, names_in
+from windlass.checkpoint.format import Base, Manifest, manifests_in, names_in
 from windlass.checkpoint.retention import PERIODIC, Policy, Scores, read_lineage, retain
 from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
@@ -55,6 +55,7 @@ class Writer:
     attempt: str = "0"  # letters and digits: the same on all ranks, different at every start
     policy: Policy = field(default_factory=Policy)
     background: bool = True  # False: `write` returns after the commit
+    base: Base | None = None  # of the weights that no shard has
 
     def __post_init__(self) -> None:
         self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed

@@ -7,7 +7,7 @@ name; their other names are aliases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -33,14 +33,19 @@ def gather_shard(
     world: int = 1,
     stages: int = 1,
     average: Mapping[str, Tensor] = MappingProxyType({}),
+    base: Collection[str] = (),
 ) -> Shard:
     """The part of model, optimizer and averaged weights that this rank writes, as views.
+
+    `base`: the tensors that the checkpoint does not hold, because it refers to their files.
 
     Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
     reshards gathered parameters. In a pipeline `total_bytes` is only of this rank's stages.
     """
     tensors, aliases = named_state(model, optimizer)
     tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in base}
+    aliases = {alias: name for alias, name in aliases.items() if name in tensors}
     for name in getattr(unwrap(model), "copies", ()):
         inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
@@ -78,11 +83,13 @@ def restore(
 ) -> None:
     """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
 
-    Each rank reads only its boxes. The optimizer gets exactly the state in the checkpoint.
+    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). The optimizer gets exactly the state in the checkpoint.
     `average`: averaged weights by parameter, to be filled, too.
     UserError names all tensors that are missing, left over, or of another shape or type.
     """
     targets, aliases = _model_tensors(model)
+    if base := checkpoint.manifest.base:
+        targets = {name: t for name, t in targets.items() if name not in base.weights}
     _check_same_model(checkpoint, targets, aliases.keys() | _elsewhere(model, MODEL))
     targets |= {AVERAGE + name: tensor for name, tensor in average.items()}
     try:

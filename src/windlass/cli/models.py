@@ -148,7 +148,8 @@ def _write(text: str) -> None:
 
 def export(
     run: RunPath,
-    directory: Path = Argument(..., metavar="DIR", help="A new directory."),
+    directory: Annotated[Path, Argument(metavar="DIR", help="A new directory.")],
+    overrides: Overrides,
     adapter: bool = Option(False, "--adapter", help="Write the LoRA adapter alone, for peft."),
     push: str = Option("", metavar="NAME/MODEL", help="Upload to a private Hub repository."),
     dtype: str = Option(
@@ -167,7 +168,8 @@ def export(
     """
     from windlass.interop.export import export as export_run
 
-    typer.echo(f"exported: {(done := export_run(run, directory, adapter, push, dtype, weights))}")
+    done = export_run(run, directory, adapter, push, dtype, weights, overrides)
+    typer.echo(f"exported: {done}")
     if not (done / "config.json").exists() and not adapter:
         typer.echo("the weights alone, because no architecture of transformers is your own model")
     if push:

@@ -112,11 +112,15 @@ def checkpoints(
         total = format_bytes(sum(row["bytes"] or 0 for row in rows))
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
+        for base in listing.bases:
+            size, good = format_bytes(base["bytes"]), ", every byte good" * verify
+            state = f"is bad: {base['problem']}" if base["problem"] else f"{size}{good}"
+            typer.echo(f"base {base['name']}: {state}")
         for name in listing.temporary:
             say(f"{name} is in progress or left from a kill; the next start removes it")
         for name in listing.bad:
             say(f"{name} is a damaged checkpoint that nothing reads; delete it if you like")
-    if bad:
+    if bad or any(base["problem"] for base in listing.bases):
         raise typer.Exit(FAILED)
 
 

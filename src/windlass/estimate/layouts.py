@@ -11,7 +11,7 @@ from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.optimum import recipe_vocab
 from windlass.estimate.rank import Layout, layout_of
-from windlass.model.size import CountedSizes, checkpoint_bytes, count
+from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 
@@ -182,14 +182,13 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
     """
     network: Network = recipe.model
     vocab = recipe_vocab(recipe) or LARGE_VOCAB
-    average = recipe.train.average.checkpoint_bytes
-    on_disk = checkpoint_bytes(recipe.model, vocab) + average * count(recipe.model, vocab).total
+    on_disk = checkpoint_bytes(recipe, vocab)
     if recipe.model.kind == "hf":
         try:
             from windlass.model.build import read_sizes  # needs torch
 
             network = read_sizes(recipe, 0)
-            on_disk = network.checkpoint_bytes() + average * network.trained
+            on_disk = checkpoint_bytes(recipe, vocab, network)
         except (ImportError, UserError):
             return 0
     layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")

@@ -66,9 +66,8 @@ class Subject:
     def size(self) -> Size:
         """The model's size; without the vocabulary only its blocks."""
         recipe, model, own = self.recipe, self.recipe.model, self.counted
-        average = recipe.train.average.checkpoint_bytes
         if own is not None:
-            flops, on_disk = own.flops_per_token(), own.checkpoint_bytes() + average * own.trained
+            flops, on_disk = own.flops_per_token(), checkpoint_bytes(recipe, own.vocab, own)
             return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
         if model.kind == "hf":
             return Size()
@@ -79,7 +78,7 @@ class Subject:
         parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
-        on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind) + average * sizes.total
+        on_disk = checkpoint_bytes(recipe, vocab)
         return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 
 from windlass import hub
 from windlass.checkpoint import choose
+from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.chat import Template
@@ -157,7 +158,9 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
         if source.adapter is not None:
             fill_from_adapter(unwrap(wrapped).model, source.adapter)  # type: ignore[arg-type]
     else:
-        restore(source.open_checkpoint(), wrapped)
+        checkpoint = source.open_checkpoint()
+        fill_base(checkpoint, unwrap(wrapped), recipe, ranks)
+        restore(checkpoint, wrapped)
     return wrapped.eval() if source.module is None else wrapped
 
 

@@ -29,7 +29,7 @@ from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.quantised import Linear4bit
-from windlass.recipe import Recipe
+from windlass.recipe import Changes, Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
@@ -56,6 +56,7 @@ def export(
     push: str = "",
     dtype: str = "auto",
     weights: str = "raw",
+    overrides: Changes = (),
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
 
@@ -69,6 +70,7 @@ def export(
         dtype: Precision of the weights: `fp32`, `bf16` or `fp16`. `auto`: of a merged model as its
             base's, else `fp32` as in training.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
+        overrides: Settings of its recipe to change, as `checkpoint.base=DIR`.
 
     Raises:
         UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
@@ -77,7 +79,7 @@ def export(
         raise UserError(f"{argument('dtype', dtype)}: write auto, {', '.join(DTYPES)}")
     if push:
         hub.check_push(push)
-    source, directory = find_source(run, weights=weights), Path(directory)
+    source, directory = find_source(run, overrides, weights=weights), Path(directory)
     if source.checkpoint is None:
         raise UserError(f"{run} is a directory of transformers already")
     if source.tokenizer is None and not source.own_model:

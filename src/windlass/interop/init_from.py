@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from windlass import hub
+from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.choose import find_checkpoint
-from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError, require
 from windlass.model import convert
@@ -52,7 +52,8 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         return
     try:
         checkpoint = find_checkpoint(path if path.exists() else name, ranks)
-        restore(open_checkpoint(checkpoint.path, deep=False), model)
+        fill_base(checkpoint, model, recipe, ranks)
+        restore(checkpoint, model)
         check_multipliers(checkpoint.path.parent.parent / "recipe.toml", recipe)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None

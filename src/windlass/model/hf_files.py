@@ -1,8 +1,8 @@
 """The files of a model of `transformers`: its weights, streamed into parameters, and its origin.
 
 Each rank reads only its slices of the safetensors files, without communication. `RUN/origin` holds
-configuration, code, the tokenizer's files and a record (`origin.json`). With it and a checkpoint a
-run is complete even if the original weights are gone.
+configuration, code, the tokenizer's files and a record (`origin.json`). If weights are trained, a
+run is complete with it and a checkpoint; frozen ones stay in their files.
 """
 
 from __future__ import annotations

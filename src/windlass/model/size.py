@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 BYTES_FP32 = 4
@@ -111,13 +112,6 @@ def flops_per_token(settings: ModelSettings, vocab: int, attended: float | None 
     return 6 * count(settings, vocab).multiplied + attention
 
 
-def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
-    """Bytes of a checkpoint: fp32 weights and optimizer state, without a few kB of JSON."""
-    # AdamW has two moments per parameter; Muon has one for the blocks' matrices.
-    one_moment = settings.layers * block_matrices(settings) if optimizer == "muon" else 0
-    return BYTES_FP32 * (3 * count(settings, vocab).total - one_moment)
-
-
 Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, peak bytes without and with gradients
 
 
@@ -161,9 +155,18 @@ class CountedSizes:
         """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""
         return 4 * self.total + 2 * self.trained
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: fp32 weights, and AdamW's two moments per trained one."""
-        return self.weight_bytes() + BYTES_FP32 * 2 * self.trained
+
+def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
+    """Bytes of a checkpoint without a few kB of JSON: fp32 weights, optimizer state, and the
+    average; `counted`: the sizes of a model that is not a plain GPT."""
+    # AdamW has two moments for each trained parameter; Muon has one for a block's matrix.
+    moments = 2 * BYTES_FP32 + recipe.train.average.checkpoint_bytes
+    if counted is None:
+        model, total = recipe.model, count(recipe.model, vocab).total
+        one_moment = model.layers * block_matrices(model) if recipe.optim.kind == "muon" else 0
+        return (BYTES_FP32 + moments) * total - BYTES_FP32 * one_moment
+    weights = BYTES_FP32 * counted.trained if recipe.refers_to_base else counted.weight_bytes()
+    return weights + moments * counted.trained
 
 
 def describe_network(network: dict[str, Any]) -> str:

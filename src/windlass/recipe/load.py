@@ -156,6 +156,12 @@ class Recipe(Frozen):
         return {key: value for key, value in self.flat().items() if not key.startswith(where)}
 
     @property
+    def refers_to_base(self) -> bool:
+        """Whether checkpoints refer to the files of frozen weights instead of holding them."""
+        model, own_files = self.model, not (self.model.from_scratch or self.model.init_from)
+        return model.kind == "hf" and own_files and not self.checkpoint.with_base
+
+    @property
     def config_hash(self) -> str:
         """Twelve hexadecimal digits: equal for recipes that train the same model the same way."""
         text = json.dumps(self.semantic_settings(), sort_keys=True)

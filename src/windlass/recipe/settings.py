@@ -262,6 +262,11 @@ class CheckpointSettings(Section):
     """Keep the best checkpoint."""
     resume: str = "latest"
     """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if one exists)."""
+    with_base: bool = False
+    """With `hf`: hold frozen weights in each checkpoint. By default it refers to the model's files
+    by their SHA-256, unless the run began with `true`, `model.from_scratch` or `model.init_from`."""
+    base: str = ""
+    """With `hf`: the directory of these files if they are no longer at `model.name`."""
     background: bool = True
     """Write in the background while training continues; `false`: wait for the disk."""
     max_failed_saves: int = Field(3, ge=1)

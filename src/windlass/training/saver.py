@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from windlass import processes
+from windlass.checkpoint.base import base_of
 from windlass.checkpoint.commit import Save, shortage
+from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
@@ -20,6 +22,7 @@ from windlass.estimate.milestones import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import unwrap
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
@@ -44,9 +47,11 @@ class Saver(Writer):
         meta: dict[str, Any],
         attempt: str,
         own: bool,
+        start: Checkpoint | None,
     ):
         """`meta`: of every checkpoint, beside its reason; `attempt`: the name of this start; `own`:
-        a user's own module, whose forward pass may change weights."""
+        a user's own module, whose forward pass may change weights; `start`: the checkpoint that the
+        weights come from."""
         plan, ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
@@ -58,6 +63,7 @@ class Saver(Writer):
             attempt=attempt,
             policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
             background=plan.recipe.checkpoint.background,
+            base=None if own else base_of(unwrap(model), plan.recipe, plan.run.path, start, ranks),
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks = plan.recipe, ranks
@@ -84,7 +90,15 @@ class Saver(Writer):
         """The part of model, optimizer and, if asked, the average that this rank writes."""
         ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
         averages = self.average.tensors if average else {}
-        shard = gather_shard(self.model, self.optimizer, ranks.rank, ranks.world, stages, averages)
+        shard = gather_shard(
+            self.model,
+            self.optimizer,
+            ranks.rank,
+            ranks.world,
+            stages,
+            averages,
+            base=self.base.weights if self.base else (),
+        )
         return shard if stages == 1 else add_stages(shard, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import BEST, FINAL
 from windlass.checkpoint.state_dict import restore
@@ -165,6 +166,7 @@ class Trainer:
             meta=facts,
             attempt=directory.attempt_name,
             own=own,
+            start=directory.checkpoint,
         )
         self.evaluator = Evaluator(
             recorder,
@@ -184,6 +186,7 @@ class Trainer:
         if checkpoint.meta.get("average", "none") != self.recipe.train.average.kind:
             state.averaged = 0  # a branch has changed it, so it starts anew
         averages = self.average.tensors if state.averaged else {}
+        fill_base(checkpoint, unwrap(self.model), self.recipe, self.ranks)
         restore(checkpoint, self.model, optimizer, averages)
         self.average.load(state.averaged)
         return state

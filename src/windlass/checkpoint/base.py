@@ -1,0 +1,142 @@
+"""The base of adapters: files of frozen weights, to which the checkpoints of a run refer.
+
+Windlass hashes the files at the first start, and again if their directory, a size or a modification
+time has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from windlass import hub
+from windlass.checkpoint.format import Base, FileInfo, hash_files
+from windlass.checkpoint.load import MODEL, Checkpoint
+from windlass.errors import UserError
+from windlass.fileio import Files, read_json, to_json
+from windlass.model import hf_files
+from windlass.model.quantised import Linear4bit
+from windlass.recipe import Recipe
+
+if TYPE_CHECKING:
+    from windlass.parallel.dist import Ranks
+
+RECORD = "base.json"  # in a run's `origin`: the SHA-256 of the files, and how the files looked then
+
+
+def base_of(
+    model: nn.Module, recipe: Recipe, run: Path, start: Checkpoint | None, ranks: Ranks
+) -> Base | None:
+    """The base to which a run's checkpoints refer; None: they hold all weights.
+
+    `model` is the recipe's, unwrapped, with its weights. If these come from the checkpoint `start`,
+    the base is that checkpoint's. Collective over `ranks`.
+    """
+    if not recipe.refers_to_base:
+        return None
+    if start is not None:
+        return start.manifest.base
+    if not (weights := frozen_weights(model)):
+        return None
+    origin = hf_files.describe_origin(model)
+    files = identify(hf_files.weights_directory(model), run, ranks)
+    return Base(name=origin["name"], commit=origin["commit"], files=files, weights=tuple(weights))
+
+
+def frozen_weights(model: nn.Module) -> list[str]:
+    """The tensors of an `HfModel` that stay as its files have them, by their names in a checkpoint:
+    frozen parameters, and codes in 4 bits."""
+    parameters = model.named_parameters()
+    names = [name for name, p in parameters if not p.requires_grad and ".lora_" not in name]
+    for path, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            names += [name for name, _ in module.named_buffers(path, recurse=False)]
+    return [MODEL + name for name in names]
+
+
+def fill_base(
+    checkpoint: Checkpoint, model: Any, recipe: Recipe, ranks: Ranks | None = None
+) -> None:
+    """Fill an unwrapped model with the base of a checkpoint, if it has one, before `restore`.
+
+    Collective over `ranks`. UserError if the base is gone, or its files have changed.
+    """
+    base = checkpoint.manifest.base
+    if base is None:
+        return
+    if not hasattr(model, "fill_weights"):
+        problem = f"{checkpoint.path} refers to its base {base.title}"
+        raise UserError(f"{problem}, which {type(model).__name__} cannot read: pass no model")
+    try:
+        directory = find_base(base, recipe)
+        check_same(base, identify(directory, checkpoint.path.parent.parent, ranks))
+    except UserError as error:
+        problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
+        advice = "put it back (a link is enough), or write where it is: checkpoint.base=DIR"
+        raise UserError(f"{problem}; {advice}") from None
+    model.fill_weights(recipe.run.seed, directory)
+
+
+def find_base(base: Base, recipe: Recipe, download: bool = True) -> Path:
+    """The directory of a base: `checkpoint.base`, or where the recipe's model comes from."""
+    moved, name = recipe.checkpoint.base, recipe.model.name.removeprefix("hf:")
+    if base.commit and not moved:
+        return hub.directory(name, base.commit, weights=True, download=download)
+    if not (directory := Path(moved or name).expanduser()).is_dir():
+        raise UserError(f"there is no directory {directory}")
+    return directory
+
+
+def check_base(base: Base, recipe: Recipe) -> str:
+    """Why the files of a base are not as they were, every byte; an empty string if they are."""
+    try:
+        check_same(base, identify(find_base(base, recipe, download=False)))
+    except UserError as error:
+        return error.text
+    return ""
+
+
+def check_same(base: Base, files: dict[str, FileInfo]) -> None:
+    """Raise UserError if the files in a directory are not those of the base."""
+    for name, expected in base.files.items():
+        if (there := files.get(name)) is None:
+            raise UserError(f"{name} is missing")
+        if there != expected:
+            raise UserError(f"the SHA-256 of {name} is not {expected.sha256[:12]}…")
+
+
+def identify(
+    directory: Path, run: Path | None = None, ranks: Ranks | None = None
+) -> dict[str, FileInfo]:
+    """Size and SHA-256 of each weight file in a directory; UserError if one cannot be read.
+
+    Collective over `ranks`, which share the hashing. `run` keeps the result, so files that still
+    look the same are not hashed again.
+    """
+    record, problem, seen = run and run / hf_files.FOLDER / RECORD, "", False
+    sizes, look, digests = dict[str, int](), dict[str, Any](), dict[str, str]()
+    try:
+        stats = {name: (directory / name).stat() for name in hub.weight_files(directory)}
+        sizes = {name: stat.st_size for name, stat in stats.items()}
+        times = {name: stat.st_mtime_ns for name, stat in stats.items()}
+        look = {"directory": str(directory.resolve()), "sizes": sizes, "times_ns": times}
+        known = read_json(record) if record else {}
+        rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
+        seen = known.get("look") == look
+        digests = known["sha256"] if seen else dict(hash_files(directory, sizes, rank, world))
+    except OSError as error:
+        problem = f"{error.filename} cannot be read: {error.strerror}"
+    if ranks is not None:
+        problems = ranks.all_gather_object("base problems", problem)
+        problem = next(filter(None, problems), "")
+        for share in ranks.all_gather_object("base", digests):
+            digests |= share
+    if problem:
+        raise UserError(problem)
+    if record and not seen and (ranks is None or ranks.main):
+        with contextlib.suppress(OSError):  # of a run that may only be read
+            Files().replace(record, to_json({"look": look, "sha256": digests}), durable=False)
+    return {name: FileInfo(size=size, sha256=digests[name]) for name, size in sizes.items()}

@@ -1,0 +1,407 @@
+"""Checkpoints that refer to the frozen weights of their base: size, resume, other ranks, a base that is
+gone, moved or changed, and every verb that reads one.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+sys.path.append(str(Path(__file__).parents[1] / "dist"))
+
+from harness import Join, run_ranks
+
+import hf_fixtures
+from helpers import curve, each_step, refused, windlass
+from windlass import evaluate, generate, load_model, train
+from windlass.checkpoint import base as bases
+from windlass.checkpoint.base import frozen_weights
+from windlass.checkpoint.choose import list_checkpoints
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.cli import main
+from windlass.errors import installed
+from windlass.estimate.subject import subject_of
+from windlass.evaluation.source import load_model as load
+from windlass.interop.export import export
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.recipe import Recipe
+from windlass.run import Run
+
+TEXT = "the cat sat on the mat and the dog ran after the cat " * 60
+KILLED = Path(__file__).with_name("killed.py")
+ADAPTERS = {"lora": {"rank": 4}}
+FREEZE = {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": ADAPTERS,
+    "dora": {"lora": {"rank": 4, "dora": True, "dropout": 0.1}},
+    "freeze": FREEZE,
+    "bf16": {**ADAPTERS, "frozen_precision": "bf16"},
+    "4bit": {"lora": {"rank": 4, "base": "4bit"}},
+}
+needs_4bit = pytest.mark.skipif(
+    not installed("bitsandbytes"), reason="not run: bitsandbytes is not installed"
+)
+EACH = [pytest.param(kind, marks=needs_4bit if kind == "4bit" else ()) for kind in KINDS]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+    hf_fixtures.save("llama", tmp_path / "base", **sizes)
+    return hf_fixtures.save_tokenizer([TEXT], tmp_path / "base")
+
+
+Call = Callable[..., str]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call `windlass WORDS` here, which ends with `code`: its output, or its message for code 2."""
+
+    def run(*words: str | Path, code: int = 0) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in words])
+        output, errors = capsys.readouterr()
+        assert (ended.value.code or 0) == code, errors
+        return errors if code == 2 else output
+
+    return run
+
+
+def recipe(base: Path, name: str, *overrides: str, **model: Any) -> Recipe:
+    folder = base.parent
+    tree = {
+        "preset": "base",
+        "model": {"kind": "hf", "name": str(base), "context": 32, **model},
+        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data")},
+        "train": {"steps": 4, "global_batch": 4},
+        "optim": {"lr": 1e-2},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 2},
+        "telemetry": {"every": 1},
+        "run": {"dir": str(folder / name)},
+    }
+    return Recipe.from_dict(tree).replace(*overrides)
+
+
+def at(run: Run, step: int = 4) -> Checkpoint:
+    return open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
+
+
+def move(base: Path) -> str:
+    """Move the base; the setting that says where it is."""
+    base.rename(base.with_name("moved"))
+    return f"checkpoint.base={base.with_name('moved')}"
+
+
+def change(base: Path) -> os.stat_result:
+    """Change a byte of the base's weights; how the file looked before."""
+    file = sorted(base.glob("*.safetensors"))[-1]
+    before, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    return before
+
+
+@pytest.mark.parametrize("kind", EACH)
+def test_a_checkpoint_holds_what_is_trained_and_a_resume_is_exact(kind: str, base: Path) -> None:
+    straight = train(recipe(base, "straight", **KINDS[kind]))
+    halves = recipe(base, "halves", **KINDS[kind])
+    train(halves, stop_at=2)
+    run = train(halves)
+    assert curve(run) == curve(straight)
+    network = build_model(halves, 0)
+    frozen, saved = set(frozen_weights(network)), at(run)
+    trained = [p for p in network.parameters() if p.requires_grad]
+    assert saved.manifest.base is not None and set(saved.manifest.base.weights) == frozen
+    assert not frozen & set(saved.names()) and len(saved.names("model/")) == len(trained)
+    # the rest are JSON, two scalars of AdamW per tensor, and padding
+    numbers = 12 * sum(p.numel() for p in trained)
+    file = next(saved.path.glob("*.safetensors")).stat().st_size
+    assert numbers < file < numbers + 1000 * len(trained)
+    assert subject_of(halves).size.checkpoint_bytes == numbers
+
+
+def test_the_loaded_model_is_the_trained_one(base: Path) -> None:
+    wanted = recipe(base, "run", "train.average.kind=ema", **ADAPTERS)
+    seen: dict[str, torch.Tensor] = {}
+
+    def copy(now: Any) -> None:
+        seen.update({name: p.detach().clone() for name, p in now.model.named_parameters()})
+
+    run = train(wanted, callbacks=[each_step(copy)])
+    loaded = dict(load(run.path, device="cpu").named_parameters())
+    assert loaded.keys() == seen.keys()
+    assert all(torch.equal(loaded[name], seen[name]) for name in seen)
+    averaged = dict(load(run.path, device="cpu", weights="average").named_parameters())
+    differ = {name for name in seen if not torch.equal(averaged[name], seen[name])}
+    assert differ == {name for name, p in loaded.items() if p.requires_grad}
+
+
+def test_every_byte_of_the_base_is_hashed_once(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[Path] = []
+
+    def counting(directory: Path, *place: Any) -> Any:
+        hashed.append(directory)
+        return hash_files(directory, *place)
+
+    hash_files = bases.hash_files
+    monkeypatch.setattr(bases, "hash_files", counting)
+    wanted = recipe(base, "run", **ADAPTERS)
+    run = train(wanted, stop_at=2)
+    train(wanted)
+    generate(run, "the", max_tokens=2)
+    assert hashed == [base]
+    os.utime(base / "model.safetensors.index.json")  # not a weight file
+    generate(run, "the", max_tokens=2)
+    assert hashed == [base]
+    os.utime(sorted(base.glob("*.safetensors"))[0])
+    for _ in range(2):
+        generate(run, "the", max_tokens=2)
+    assert hashed == [base] * 2
+    place = move(base)
+    for _ in range(2):
+        evaluate(run, overrides=[place])
+    assert hashed == [base] * 2 + [base.with_name("moved")]
+
+
+def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_works(
+    base: Path, call: Call
+) -> None:
+    wanted = recipe(base, "run", **ADAPTERS)
+    run = train(wanted, stop_at=2)
+    loss, logits = evaluate(run).results["loss"]["loss"], load_model(run)(torch.tensor([[1, 2]]))
+    place, folder = move(base), base.parent
+    verbs: list[Any] = [
+        lambda *more: train(wanted.replace(*more)),
+        lambda *more: evaluate(run, overrides=more),
+        lambda *more: load_model(run, overrides=more),
+        lambda *more: export(run, folder / "out", overrides=more),
+        lambda *more: export(run, folder / "adapter", adapter=True, overrides=more),
+    ]
+    for verb in verbs:
+        with refused(str(base), "checkpoint.base=DIR"):
+            verb()
+    assert not (folder / "out").exists()
+    assert "checkpoint.base=DIR" in call("sample", folder / "run", code=2)
+    output = windlass("train", folder / "run", code=2).stderr
+    assert "checkpoint.base=DIR" in output and "Traceback" not in output
+    ids = torch.tensor([[1, 2]])
+    assert evaluate(run, overrides=[place]).results["loss"]["loss"] == loss
+    assert torch.equal(load_model(run, overrides=[place])(ids), logits)
+    call("export", folder / "run", folder / "out", place)
+    assert (folder / "out" / "config.json").is_file()
+    run = train(wanted.replace(place))
+    # the run remembers the place
+    assert curve(run)[-1][0] == 4 and generate(run, "the", max_tokens=2)
+    assert curve(run) == curve(train(recipe(base.with_name("moved"), "again", **ADAPTERS)))
+    base.with_name("moved").rename(folder / "elsewhere")
+    base.symlink_to(folder / "elsewhere")  # a link is enough
+    assert train(recipe(base, "third", **ADAPTERS), stop_at=2).checkpoints_dir.is_dir()
+    assert torch.equal(load_model(f"{folder / 'third'}@2")(ids), logits)
+
+
+def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
+    wanted = recipe(base, "run", **ADAPTERS)
+    run = train(wanted, stop_at=2)
+    assert call("checkpoints", run.path, "--verify").count("every byte good") == 2
+    before = change(base)
+    for verb in (lambda: train(wanted), lambda: generate(run, "the"), lambda: load_model(run)):
+        with refused("SHA-256", str(base), "checkpoint.base=DIR"):
+            verb()
+    assert list_checkpoints(run.path).checkpoints[0]["problem"] == ""
+    # the same size and time: only a look at every byte sees it
+    file = sorted(base.glob("*.safetensors"))[-1]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    call("checkpoints", run.path)
+    output = call("checkpoints", run.path, "--verify", code=1)
+    assert f"base {base}: is bad" in output and file.name in output
+    listed = json.loads(call("checkpoints", run.path, "--verify", "--json", code=1))
+    assert [row["files"] for row in listed["bases"]] == [len([*base.glob("*.safetensors")])]
+    file.unlink()
+    with refused(file.name, "checkpoint.base=DIR"):
+        train(wanted)
+
+
+def test_a_base_of_the_hub_is_found_by_its_commit(
+    base: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the Hub's cache, without a network; `main` has moved on since the run began."""
+    commit, other = "01" * 20, "23" * 20
+    cache = base.parent / "models--some--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    base.rename(cache / "snapshots" / commit)
+    (cache / "refs" / "main").write_text(commit)
+    for name, value in {"HF_HUB_CACHE": str(base.parent), "HF_HUB_OFFLINE": True}.items():
+        monkeypatch.setattr(constants, name, value)
+    wanted = recipe(base, "run", "model.name=some/tiny", **ADAPTERS)
+    run = train(wanted, stop_at=2)
+    saved = at(run, 2).manifest.base
+    assert saved is not None and (saved.name, saved.commit) == ("some/tiny", commit)
+    shutil.copytree(cache / "snapshots" / commit, cache / "snapshots" / other)
+    change(cache / "snapshots" / other)
+    (cache / "refs" / "main").write_text(other)
+    assert f"some/tiny@{commit[:12]}" in call("checkpoints", run.path, "--verify")
+    assert math.isfinite(evaluate(train(wanted)).results["loss"]["loss"])
+    shutil.rmtree(cache / "snapshots" / commit)
+    with refused("some/tiny", "checkpoint.base=DIR"):
+        load_model(run)
+    call("checkpoints", run.path, "--verify", code=1)
+    assert load_model(run, overrides=[f"checkpoint.base={copy_of(cache, other)}"])
+
+
+def copy_of(cache: Path, commit: str) -> Path:
+    """The base as it was, in a directory of its own."""
+    change(shutil.copytree(cache / "snapshots" / commit, cache / "copy"))  # the byte again
+    return cache / "copy"
+
+
+def test_a_checkpoint_with_its_base_needs_nothing_else(base: Path) -> None:
+    straight = train(recipe(base, "straight", **ADAPTERS))
+    wanted = recipe(base, "run", "checkpoint.with_base=true", **ADAPTERS)
+    train(wanted, stop_at=2)
+    shutil.rmtree(base)
+    run = train(wanted)
+    assert curve(run) == curve(straight) and at(run).manifest.base is None
+    assert math.isfinite(evaluate(run).results["loss"]["loss"])
+    again = run.recipe.replace("checkpoint.with_base=false")
+    train(again, extend_to=6)  # what it has read from a checkpoint is in no file that it knows
+    assert at(run, 6).manifest.base is None
+
+
+def test_with_base_archives_a_run_that_goes_on(base: Path) -> None:
+    wanted = recipe(base, "run", **ADAPTERS)
+    train(wanted, stop_at=2)
+    run = train(wanted.replace("checkpoint.with_base=true"))
+    assert at(run, 2).manifest.base is not None and at(run, 4).manifest.base is None
+    shutil.rmtree(base)
+    assert generate(run, "the", max_tokens=2)
+
+
+def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
+    """From scratch, from another run, or of a user's own: then no files have these weights."""
+    from transformers import AutoModelForCausalLM
+
+    source = train(recipe(base, "source", **ADAPTERS))
+    init = recipe(base, "init", f"model.init_from={source.path}", **ADAPTERS)
+    scratch = recipe(base, "scratch", **FREEZE, from_scratch=True)
+    own = AutoModelForCausalLM.from_pretrained(base)
+    own.get_input_embeddings().requires_grad_(False)
+    runs = [train(init), train(scratch), train(recipe(base, "own", **FREEZE), model=own)]
+    shutil.rmtree(base)
+    for run in runs[:2]:
+        assert at(run).manifest.base is None and generate(run, "the", max_tokens=2)
+    assert at(runs[2]).manifest.base is None
+    # the adapters that it began with are the source's
+    first = next(name for name in at(source).names("model/") if ".lora_B" in name)
+    assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
+
+
+def test_a_branch_and_a_rewind_have_the_base_again(base: Path) -> None:
+    wanted = recipe(base, "run", "train.on_nonfinite=rewind", "train.steps=6", **ADAPTERS)
+    spoiled: list[int] = []
+
+    def spoil(now: Any) -> None:
+        if now.step == 3 and not spoiled:
+            spoiled.append(3)
+            with torch.no_grad():
+                for parameter in now.model.parameters():  # the frozen ones, too
+                    parameter.mul_(float("nan"))
+
+    run = train(wanted, callbacks=[each_step(spoil)])
+    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [2]
+    assert all(math.isfinite(line["loss"]) for line in run.lines("train"))
+    branch = wanted.replace(f"run.dir={base.parent / 'branch'}", "train.on_nonfinite=stop")
+    there = train(branch, branch_from=f"{run.path}@2")
+    assert at(there, 6).manifest.base == at(run, 2).manifest.base
+
+
+def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
+    whole = train(recipe(base, "whole", "train.steps=6", **ADAPTERS))
+    wanted = recipe(base, "run", "train.steps=6", "checkpoint.every=1", **ADAPTERS)
+    (base.parent / "recipe.toml").write_text(wanted.toml())
+    command = [sys.executable, str(KILLED), str(base.parent / "recipe.toml"), "5"]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+    newest = max((base.parent / "run" / "checkpoints").glob("step-*"))
+    file = newest / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    run = train(wanted)
+    assert (run.checkpoints_dir / f"bad-{newest.name}").is_dir()
+    assert curve(run) == curve(whole)
+
+
+def rank(join: Join, wanted: Recipe, port: int, stop_at: int) -> None:
+    os.environ |= {"RANK": str(join.rank), "WORLD_SIZE": str(join.world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train(wanted, stop_at=stop_at)
+
+
+def train_on(world: int, wanted: Recipe, stop_at: int = 0) -> Run:
+    """Train with forked ranks: the libraries are imported once, here."""
+    import peft  # noqa: F401
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    run_ranks(rank, world, wanted, port, stop_at, timeout=200)
+    return Run(wanted.run_dir)
+
+
+TENSOR = "parallel.tensor=2"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [
+        ("lora", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
+        ("lora", (1, "parallel.strategy=auto"), (2, "parallel.strategy=ddp")),
+        ("dora", (1, "parallel.strategy=auto"), (2, "parallel.strategy=full_shard")),
+        ("bf16", (2, "parallel.strategy=ddp"), (2, "parallel.strategy=full_shard")),
+        ("freeze", (2, TENSOR), (1, "parallel.tensor=1")),
+        ("freeze", (2, "parallel.strategy=shard_optim"), (2, TENSOR)),
+        pytest.param(
+            *("4bit", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
+            marks=needs_4bit,
+        ),
+    ],
+)
+def test_other_ranks_and_strategies_continue_it(
+    kind: str, before: tuple[int, str], after: tuple[int, str], base: Path
+) -> None:
+    """Adapters bit for bit as they were saved, beside the base's own weights; and the losses of one
+    process."""
+    exact = "train.precision=fp32" if kind in ("4bit", "bf16") else "train.precision=fp64"
+    how = exact, "train.micro_batch=2"  # masks of dropout follow from the micro-batch
+    wanted = recipe(base, "run", *how, **KINDS[kind])
+    straight = train(recipe(base, "straight", *how, **KINDS[kind]))
+    first = train_on(before[0], wanted.replace(before[1]), stop_at=2)
+    fresh = build_model(wanted, 0, device="cpu")
+    initialise(fresh, wanted.run.seed)
+    loaded = dict(load(f"{first.path}@2", device="cpu").named_parameters())
+    for name, parameter in fresh.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(loaded[name], at(first, 2).tensor(f"model/{name}")), name
+        else:
+            assert torch.equal(loaded[name], parameter.to(loaded[name].dtype)), name
+    run = train_on(after[0], wanted.replace(after[1]))
+    tolerance = 1e-5 if exact.endswith("fp32") else 1e-12
+    losses = [loss for _, loss in curve(straight, "loss")]
+    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)
+    (last,) = {step.name for step in run.checkpoints_dir.iterdir()} - {"step-00000002"}
+    assert at(run).manifest.base == at(first, 2).manifest.base and last == "step-00000004"
