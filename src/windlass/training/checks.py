@@ -25,11 +25,12 @@ LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and
 
 
 def startup_checks(
-    model: nn.Module, tied_before: list[list[str]], precision: str, ranks: Ranks
+    model: nn.Module, tied_before: list[list[str]], precision: str, master: str, ranks: Ranks
 ) -> None:
-    """Check master weights and ties; RunFailed on every rank."""
-    wanted = torch.float64 if precision == "fp64" else torch.float32
-    # With fewer bits a weight would lose small updates to rounding.
+    """Check master weights and ties; RunFailed on every rank. `master`: `train.master`."""
+    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[master]
+    wanted = torch.float64 if precision == "fp64" else wanted
+    # With fewer bits a weight would lose small updates, unless the optimizer rounds for it.
     trained = [(name, p) for name, p in unwrap(model).named_parameters() if p.requires_grad]
     wrong = [name for name, parameter in trained if parameter.dtype != wanted]
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]

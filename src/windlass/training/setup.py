@@ -37,6 +37,7 @@ from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import read_sizes, sizes_of
 from windlass.model.documents import takes_documents
+from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective, takes_sources
@@ -188,6 +189,8 @@ def prepare_model(
     recipe = plan.recipe.replace({"train.compile": compiles})
     named_state(model)  # raises for a tensor that a checkpoint cannot hold
     use_deterministic(recipe.train.deterministic)
+    if custom and recipe.train.master == "bf16":
+        hold_trained(model)
     # A user's module has its vocabulary in `vocab`, or is given by its only embedding.
     tables = [m.num_embeddings for m in model.modules() if custom and isinstance(m, nn.Embedding)]
     rows = getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab)
@@ -195,6 +198,7 @@ def prepare_model(
         problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
         raise UserError(f"model.vocab: {problem}; set 0 or more")
     precision = resolve_precision(recipe.train.precision, ranks.device)
+    check_master(recipe, precision)
     device_name = check_device(ranks.device)
     sizes, hf = sizes_of(model), isinstance(model, HfModel) and not custom
     counted = hf or bool(recipe.model.freeze)
@@ -232,6 +236,15 @@ def prepare_model(
     if choice is None and (masked or d.document_mask is True or d.packing == "best-fit"):
         check_documents(model, ranks, partial(trial, recipe, ranks.device), d.packing)
     return model, facts
+
+
+def check_master(recipe: Recipe, precision: str) -> None:
+    """UserError if the weights are bf16 and the arithmetic is not."""
+    if recipe.train.master == "bf16" and precision != "bf16":
+        problem = (
+            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device'
+        )
+        raise UserError(f'{problem}: write train.precision="bf16", or train.master="fp32"')
 
 
 @contextmanager
@@ -294,9 +307,9 @@ def load_checkpoint(
             f"{argument('fresh')}"
         )
     ranks.mark(step, "load")
-    same_kind = old_kind == recipe.optim.kind
+    same_kind = old_kind == recipe.optimizer_state
     if not same_kind:  # a branch may change it
-        problem = f"{recipe.optim.kind} cannot use the state of {old_kind}"
+        problem = f"{recipe.optimizer_state} cannot use the state of {old_kind}"
         notes.append(f"{problem}: the optimizer state starts over")
     state, kind = TrainState.from_json(checkpoint.counters), recipe.train.average.kind
     state.skipped += [(start, stop) for start, stop in place.skipped]
@@ -344,7 +357,7 @@ def describe_checkpoints(recipe: Recipe, data: Data, facts: ModelFacts) -> dict[
         "data": data.fingerprint,
         "precision": facts.precision,
         "compiles": facts.compiles,
-        "optimizer": recipe.optim.kind,
+        "optimizer": recipe.optimizer_state,
         "average": recipe.train.average.kind,
         "threads": torch.get_num_threads(),
     }

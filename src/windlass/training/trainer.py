@@ -116,9 +116,14 @@ class Trainer:
         self.counted = counted(self.model)
         network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
         self.optimizer = build_optimizer(
-            network, recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
+            network,
+            recipe.optim,
+            ranks.device.type,
+            ranks.mesh.replicas,
+            shards,
+            recipe.run.seed,
         )
-        self.average = Average(network, recipe.train.average, self.horizon)
+        self.average = Average(network, recipe.train.average, self.horizon, recipe.run.seed)
         if place.choice is not None:
             console.begin(f"reading {place.choice.path}")
         self.state, source = setup.load_checkpoint(
@@ -209,7 +214,8 @@ class Trainer:
         recorder, batch, train = self.recorder, self.batch, self.recipe.train
         done = recorder.read_measured(self.state.step)
         if train.startup_checks:
-            startup_checks(self.model, self.facts.ties, self.facts.precision, self.ranks)
+            facts = self.facts
+            startup_checks(self.model, facts.ties, facts.precision, train.master, self.ranks)
         self.ends_early = recorder.stops_improving()
         if self.evaluator.due and (self.ends_early or "eval" not in done):
             self.evaluate()
@@ -386,7 +392,7 @@ class Trainer:
             needed = ranks.device.type != "cpu" or float(divisor) != 1.0
             if not set_divisor(self.optimizer, divisor if needed else None):
                 collectives.scale_gradients(self.parameters, 1 / divisor)
-            set_lr(self.optimizer, lr_multiplier)
+            set_lr(self.optimizer, lr_multiplier, step)
             self.optimizer.step()
             self.average.update(step, bad)
         if self.scaler is not None:
