@@ -15,7 +15,7 @@ from windlass.errors import UserError, argument, first_line
 from windlass.estimate.devices import Device, find_device, table, this_device
 from windlass.estimate.layouts import layout_on
 from windlass.estimate.optimum import recipe_vocab, resolve_steps
-from windlass.estimate.rank import Layout
+from windlass.estimate.rank import MASTER_BYTES, Layout
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
@@ -66,9 +66,11 @@ class Subject:
     def size(self) -> Size:
         """The model's size; without the vocabulary only its blocks."""
         recipe, model, own = self.recipe, self.recipe.model, self.counted
-        average = recipe.train.average.checkpoint_bytes
+        how = recipe.optim.kind, MASTER_BYTES[recipe.train.master]
+        average = how[1] * recipe.train.average.enabled
         if own is not None:
-            flops, on_disk = own.flops_per_token(), own.checkpoint_bytes() + average * own.trained
+            flops, on_disk = own.flops_per_token(), own.checkpoint_bytes(*how)
+            on_disk += average * own.trained
             return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
         if model.kind == "hf":
             return Size()
@@ -79,7 +81,7 @@ class Subject:
         parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
             return Size(non_embedding=sizes.non_embedding, parts=parts)
-        on_disk = checkpoint_bytes(model, vocab, recipe.optim.kind) + average * sizes.total
+        on_disk = checkpoint_bytes(model, vocab, *how) + average * sizes.total
         return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
 
     @property

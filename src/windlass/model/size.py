@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,11 +112,26 @@ def flops_per_token(settings: ModelSettings, vocab: int, attended: float | None 
     return 6 * count(settings, vocab).multiplied + attention
 
 
-def checkpoint_bytes(settings: ModelSettings, vocab: int, optimizer: str = "adamw") -> int:
-    """Bytes of a checkpoint: fp32 weights and optimizer state, without a few kB of JSON."""
-    # AdamW has two moments per parameter; Muon has one for the blocks' matrices.
+def block_of_moments(width: int) -> int:
+    """The numbers of a row that share a scale in 8-bit moments; 0: moments are not in 8 bits."""
+    return next((size for size in (256, 128, 64) if width % size == 0), 0)
+
+
+def moment_bytes(optimizer: str, master: int = BYTES_FP32, width: int = 64) -> float:
+    """Bytes of two moments of a weight of `master` bytes, in a matrix with rows of `width`."""
+    block = block_of_moments(width) if optimizer == "adamw8bit" else 0
+    return 2 * (1 + BYTES_FP32 / block) if block else 2.0 * master
+
+
+def checkpoint_bytes(
+    settings: ModelSettings, vocab: int, optimizer: str = "adamw", master: int = BYTES_FP32
+) -> int:
+    """Bytes of a checkpoint: weights of `master` bytes and optimizer state, without a few kB of
+    JSON."""
+    # Muon has one moment for the blocks' matrices.
     one_moment = settings.layers * block_matrices(settings) if optimizer == "muon" else 0
-    return BYTES_FP32 * (3 * count(settings, vocab).total - one_moment)
+    total = count(settings, vocab).total
+    return math.ceil((master + moment_bytes(optimizer, master)) * total) - master * one_moment
 
 
 Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, peak bytes without and with gradients
@@ -132,7 +148,7 @@ class CountedSizes:
         network: architecture, layers, heads, ... of a model of `transformers`.
         positions: parameters in our GPT's table of learned positions.
         in_4bit: parameters held in 4 bits, with a 32-bit scale for each 64 of them.
-        in_bf16: frozen parameters held in bf16.
+        in_bf16: parameters held in bf16.
         peaks: measured peaks of a step's memory, if there are any.
     """
 
@@ -152,18 +168,23 @@ class CountedSizes:
         grads = low_grads + (high_grads - low_grads) * more // each
         return low + (high - low) * more // each, grads
 
+    @property
+    def bytes_in_4bit(self) -> int:
+        """Bytes of the codes and scales of 4-bit weights."""
+        return self.in_4bit * 9 // 16
+
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
         """Bytes of the weights, with `each` for a weight that is in neither 4 bits nor bf16."""
         full = self.total - self.in_4bit - self.in_bf16
-        return each * full + self.in_4bit * 9 // 16 + 2 * self.in_bf16
+        return each * full + self.bytes_in_4bit + 2 * self.in_bf16
 
     def flops_per_token(self) -> int:
         """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""
         return 4 * self.total + 2 * self.trained
 
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint: fp32 weights, and AdamW's two moments per trained one."""
-        return self.weight_bytes() + BYTES_FP32 * 2 * self.trained
+    def checkpoint_bytes(self, optimizer: str = "adamw", master: int = BYTES_FP32) -> int:
+        """Bytes of a checkpoint: the weights, and the state of the trained ones."""
+        return self.weight_bytes() + math.ceil(moment_bytes(optimizer, master) * self.trained)
 
 
 def describe_network(network: dict[str, Any]) -> str:

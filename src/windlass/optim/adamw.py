@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from windlass.model.share import local_part, whole_shape
+from windlass.model.size import block_of_moments
 from windlass.optim.rounding import (
     BF16_DROPPED,
     FP8_DROPPED,
@@ -25,7 +26,6 @@ from windlass.optim.rounding import (
 )
 
 CHUNK = 2**24  # numbers that are float32 at a time, at most; or 16 rows, for equal tails of kernels
-BLOCKS = (256, 128, 64)  # numbers that share a scale: the largest that divides a row
 SMALLEST = 4096  # numbers of a tensor with 8-bit moments; smaller ones save nothing
 FP8, LARGEST, LEAST = torch.float8_e4m3fn, 448.0, 2.0**-9
 """The format, its largest number and its smallest above 0."""
@@ -35,9 +35,8 @@ ROOT = "exp_avg_sq_root"
 
 def block_of(p: Tensor) -> int:
     """The numbers of a parameter that share a scale in 8-bit moments; 0: it has other moments."""
-    if p.dim() < 2 or whole_shape(p).numel() < SMALLEST:
-        return 0
-    return next((size for size in BLOCKS if p.shape[-1] % size == 0), 0)
+    is_small = p.dim() < 2 or whole_shape(p).numel() < SMALLEST
+    return 0 if is_small else block_of_moments(p.shape[-1])
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
