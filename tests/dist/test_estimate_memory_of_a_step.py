@@ -42,6 +42,9 @@ ONE_RANK = [
     {"accumulation": 2},
     {"train__precision": "bf16"},
     {"optim__kind": "muon"},
+    {"optim__kind": "adamw8bit"},
+    {"train__precision": "bf16", "train__master": "bf16"},
+    {"train__precision": "bf16", "train__master": "bf16", "accumulation": 2},
     {"parallel__activation_checkpointing": "full"},
     {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
 ]
@@ -66,10 +69,13 @@ def test_one_rank(shape, settings):
 
 
 TWICE, REDUCE_EACH = {"accumulation": 2}, "parallel__reduce_each_micro_batch"
+BF16 = {"train__precision": "bf16", "train__master": "bf16"}
 SEVERAL_RANKS = [
     *((name, {}) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
     *(slow((name, TWICE)) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
     slow(("shard_optim", {"optim__kind": "muon"})),
+    *(slow((name, BF16)) for name in ("ddp", "shard_optim", "full_shard")),
+    slow(("full_shard", {"optim__kind": "adamw8bit"})),
     slow(("full_shard", TWICE | {REDUCE_EACH: False})),
     slow(("shard_grad_op", TWICE | {REDUCE_EACH: True})),
     slow(("full_shard", {"parallel__activation_checkpointing": "full"})),

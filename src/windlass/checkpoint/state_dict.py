@@ -103,9 +103,13 @@ def restore(
 
 
 def fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
-    """Read this rank's part of a tensor into it."""
+    """Read this rank's part of a tensor into it, in the tensor's precision."""
+    dtype = checkpoint.dtype(name)
     for offsets, box in boxes_of(local_part(tensor), held_runs(tensor)):
-        checkpoint.read_into(name, offsets, box)
+        part = box if dtype == box.dtype else torch.empty_like(box, dtype=dtype)
+        checkpoint.read_into(name, offsets, part)
+        if part is not box:
+            box.detach().copy_(part)
 
 
 def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any) -> None:
@@ -119,13 +123,15 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         why = "the recipe freezes other weights or has another optimizer"
         raise UserError(f"{problem}, which the optimizer here does not train: {why}")
     for name, parameter, group in trained:
+        before = dict(optimizer.state[parameter])
         optimizer.state[parameter].clear()
         tensors = dict[str, Tensor]()
         for key in saved.get(name, ()):
             full = f"{OPTIM}{name}/{key}"
             shape, kind = checkpoint.info(full).shape, {"dtype": checkpoint.dtype(full)}
-            if shape == whole_shape(parameter):
-                tensor = torch.zeros_like(parameter.detach(), **kind)
+            like = parameter if shape == whole_shape(parameter) else before.get(key)
+            if like is not None and shape == whole_shape(like):
+                tensor = torch.zeros_like(like.detach(), **kind)
             else:  # torch keeps a scalar on the host, except for fused optimizers
                 on_host = not shape and not group.get("fused")
                 tensor = torch.zeros(shape, device="cpu" if on_host else parameter.device, **kind)
@@ -144,7 +150,10 @@ def _check_same_model(
             problems.append(f"{short} is missing")
         elif (shape := checkpoint.info(name).shape) != (here := tuple(whole_shape(tensor))):
             problems.append(f"{short} is {list(shape)} there and {list(here)} here")
-        elif (dtype := checkpoint.dtype(name)) != tensor.dtype:
+        elif (dtype := checkpoint.dtype(name)) != tensor.dtype and {dtype, tensor.dtype} != {
+            torch.float32,
+            torch.bfloat16,
+        }:
             problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
     extra = sorted(saved - set(targets) - others)
     problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in extra]

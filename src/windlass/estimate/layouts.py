@@ -144,35 +144,6 @@ def layout_on(
     return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
 
 
-def recommend(rows: list[MemoryRow], micro_batch: int) -> tuple[dict[str, str | int | bool], str]:
-    """The settings of the first layout that fits, and the reason.
-
-    `micro_batch` 0 takes the largest that fits.
-    """
-    if rows[0].largest_micro_batch is None:
-        unknown = rows[0].fits is None
-        return {}, "the device's memory is unknown: give --memory GB" if unknown else ""
-    fitting = [row for row in rows if (row.fits if micro_batch else row.largest_micro_batch)]
-    if not fitting:
-        size = min(row.memory.total for row in rows) / 1e9
-        least = f"with micro-batch {rows[0].layout.micro_batch} the least is {size:.3g} GB"
-        device = f"Use a device with more than {size / USABLE:.3g} GB"
-        advice = "a lower train.precision, or a smaller train.micro_batch or model.context"
-        advice += "; a tight row may run" if any(row.tight for row in rows) else ""
-        return {}, f"nothing fits: {least}. {device}, more ranks, {advice}"
-    row = fitting[0]
-    layout = row.layout
-    settings: dict[str, str | int | bool] = {"parallel.strategy": layout.strategy}
-    settings["parallel.activation_checkpointing"] = layout.checkpointing
-    settings["train.micro_batch"] = micro_batch or row.largest_micro_batch or 0
-    settings |= {"parallel.shard_size": layout.shard} if layout.policy.grouped else {}
-    settings |= {"parallel.offload": True} if layout.offload else {}
-    if layout.reduce_each != "auto":
-        settings["parallel.reduce_each_micro_batch"] = layout.reduce_each
-    host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
-    return settings, f"the cheapest that fits{host}"
-
-
 def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
     """The host memory in GB that `per_host` of `world` ranks need, for a batch script.
 

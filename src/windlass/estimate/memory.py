@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.model.size import CountedSizes, unit_blocks
+from windlass.model.size import CountedSizes, moment_bytes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
 Network = ModelSettings | CountedSizes
@@ -27,6 +27,11 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 """Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
 two equal."""
+CHUNK = 2**24
+"""Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""
+CHUNK_COPIES = (
+    32  # bytes of each: weight, gradient and moments in float32, random bits, temporaries
+)
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -60,7 +65,7 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
     """The memory of the fullest rank at a step's peak; activations of counted sizes need measured
     peaks."""
     if isinstance(model, CountedSizes):
-        return _counted(model, layout)
+        return _counted(model, layout, optimizer)
     every = (_of_stage(Step(rank, optimizer), layout) for rank in ranks_of(model, vocab, layout))
     return max(every, key=lambda one: one.total)
 
@@ -68,10 +73,14 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
 def _of_stage(step: Step, layout: Layout) -> Memory:
     """The memory of a rank of one pipeline stage."""
     rank = step.rank
-    one_moment = rank.layers * rank.matrices if step.optimizer == "muon" else 0
-    moments = 2 * rank.total - one_moment
+    matrices = rank.layers * rank.matrices
+    state = step.master * (2 * rank.total - matrices * (step.optimizer == "muon"))
+    if step.optimizer == "adamw8bit":
+        low = matrices + rank.table * (1 if rank.tied else rank.first + rank.last)
+        each = moment_bytes(step.optimizer, step.master, step.model.width)
+        state -= int((2 * step.master - each) * low)
     ranks = layout.shard if layout.policy.shards_parameters else 1
-    parameters, state = -(-step.weights // ranks), -(-step.master * moments // layout.shard)
+    parameters, state = -(-step.weights // ranks), -(-state // layout.shard)
     average, host = parameters * layout.average, 0
     if layout.offload:  # parameters, their average, optimizer state and reduced gradients
         host, parameters, average, state = 2 * parameters + average + state, 0, 0, 0
@@ -82,17 +91,23 @@ def _of_stage(step: Step, layout: Layout) -> Memory:
     return replace(peak, host=host, buffers=buffers)
 
 
-def _counted(model: CountedSizes, layout: Layout) -> Memory:
-    """The memory with AdamW; a sharded model's blocks count as if they had equal sizes.
+def _counted(model: CountedSizes, layout: Layout, optimizer: str) -> Memory:
+    """The memory of counted sizes; a sharded model's blocks count as if they had equal sizes.
 
-    The ranks of `tensor` divide weights, gradients and state. The activations are those of one rank,
-    an upper bound.
+    The ranks of `tensor` divide weights, gradients and state; 4-bit weights are whole on each rank.
+    The activations are those of one rank, an upper bound.
     """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
-    master, sharded = max(4, compute), layout.policy.shards_parameters
+    full, sharded = max(4, compute), layout.policy.shards_parameters
+    master = layout.weight_bytes
     trained = -(-model.trained // layout.tensor)
-    weights, gradients = -(-model.weight_bytes(master) // layout.tensor), master * trained
-    state = -(-2 * gradients // layout.shard)
+    in_4bit = -(-model.bytes_in_4bit // layout.tensor)
+    weights = -(-model.weight_bytes(full) // layout.tensor) - in_4bit
+    gradients = master * trained
+    state = -(
+        -math.ceil(moment_bytes(optimizer, master, model.network.get("width", 64)) * trained)
+        // layout.shard
+    )
     if sharded:
         weights, gradients = -(-weights // layout.shard), -(-gradients // layout.shard)
     average = gradients * layout.average
@@ -102,21 +117,23 @@ def _counted(model: CountedSizes, layout: Layout) -> Memory:
         if sharded:
             layers = int(model.network.get("layers") or 1)
             root = model.network.get("vocab", 0) * model.network.get("width", 0)
-            block = (model.total - root) // layers // layout.tensor
+            block = (model.total - model.in_4bit - root) // layers // layout.tensor
             block *= unit_blocks(layers, layers * block)
             root //= layout.tensor
             # Gathered parameters, and gradients before their reduction.
-            buffers += master * (2 * root + block) + 3 * compute * block
-            gradients += master * trained if several and not layout.reduces_each else 0
+            buffers += full * (2 * root + block) + 3 * compute * block
+            gradients += full * trained if several and not layout.reduces_each else 0
         elif layout.world == 1 and not several:  # gradients come while activations are freed
             gradients = min(gradients, together)
             activations = together - gradients
         elif several and layout.world > 1:  # DDP's buckets have a copy
             gradients *= 2
-    peak = Memory(activations=activations, buffers=buffers, at=at)
+        if master < full or optimizer == "adamw8bit":  # the update comes after the activations
+            activations = max(activations, CHUNK_COPIES * min(CHUNK, trained))
+    peak = Memory(activations=activations, buffers=buffers, parameters=in_4bit, at=at)
     if layout.offload:
         return replace(peak, host=weights + gradients + average + state)
-    peak = replace(peak, parameters=weights, gradients=gradients)
+    peak = replace(peak, parameters=weights + in_4bit, gradients=gradients)
     return replace(peak, optimizer=state, average=average)
 
 
@@ -134,9 +151,9 @@ class Step:
         self.model, self.layout, self.layers = rank.model, rank.layout, rank.layers
         model, layout, parts = rank.model, rank.layout, rank.layout.tensor
         self.compute = COMPUTE_BYTES[layout.precision]  # bytes of a number in matrix products
-        self.master = layout.program.weight or max(
-            4, self.compute
-        )  # bytes of a number of the weights
+        # Bytes of a number outside matrix products, and of the weights.
+        self.full = layout.program.weight or max(4, self.compute)
+        self.master = layout.program.weight or layout.weight_bytes
         self.cuda = layout.device == "cuda"
         # Bytes of a number in the input of a block's product, which saves it rounded.
         self.float8 = layout.precision == "float8"
@@ -145,7 +162,7 @@ class Step:
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
-        self.stream_width = layout.program.stream or self.master  # bytes of a number
+        self.stream_width = layout.program.stream or self.full  # bytes of a number
         self.stream = (
             self.s * model.width * self.stream_width
         )  # a copy of the residual stream [S, D]
@@ -155,8 +172,8 @@ class Step:
         self.weights = self.master * rank.total
         self.block = self.master * rank.block
         self.root = self.weights - self.layers * self.block
-        # A unit of FSDP2: its gradients, and its gathered parameters in autocast's precision.
-        self.unit = rank.unit_blocks * self.block
+        # A unit of FSDP2: its gradients, which it reduces in float32, and its gathered parameters in autocast's precision.
+        self.unit = self.full * rank.unit_blocks * rank.block
         self.gathered = self.compute * rank.unit_blocks * rank.block
         # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
         self.head = self.master * rank.table * (rank.first or rank.last)
@@ -168,6 +185,9 @@ class Step:
         if optimizer == "muon":  # a stack and its products, in bf16 on CUDA
             most, each = STACK_NUMBERS[layout.device], 2 if self.cuda else self.master
             self.update = max(self.update, 6 * each * min(most, self.layers * rank.matrices))
+        if self.master < self.full or optimizer == "adamw8bit":
+            numbers = min(CHUNK, max(self.head, self.largest) // self.master)
+            self.update = max(self.update, CHUNK_COPIES * numbers)
         if not layout.policy.shards_parameters and layout.shard > 1:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
@@ -179,10 +199,10 @@ class Step:
     def norm(self) -> int:
         """A normalisation saves its input (the stream), and a mean and a scale for each token."""
         if self.model.norm == "layernorm":
-            return self.stream + 2 * self.s * self.master
+            return self.stream + 2 * self.s * self.full
         # Without a fused kernel it computes in float32, and also saves the scaled input.
-        plain = 2 * self.s * self.model.width * self.master
-        return (self.stream if self.cuda else plain) + self.s * self.master
+        plain = 2 * self.s * self.model.width * self.full
+        return (self.stream if self.cuda else plain) + self.s * self.full
 
     def dropout(self, width: int) -> int:
         """The mask of a dropout over [S, D] numbers of `width` bytes."""
@@ -197,7 +217,7 @@ class Step:
         saved += n * d * self.float8  # the rounded result
         upcast = model.qk_norm and not self.cuda and c < 4  # fp32 copies of queries and keys
         if model.qk_norm:
-            saved += n * (heads + kv_heads) * self.master
+            saved += n * (heads + kv_heads) * self.full
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
@@ -288,7 +308,7 @@ class Step:
         saved = self.dropout(self.stream_width) * rank.first + self.wide * rank.last
         if model.position == "rope":  # the tables that all blocks share
             tokens = self.n // self.layout.micro_batch
-            saved += 2 * tokens * rank.head_width * self.master
+            saved += 2 * tokens * rank.head_width * self.full
         saved += self.document_masks()
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 
@@ -315,11 +335,13 @@ class Step:
 
         Small logits exist as a whole, large ones a chunk at a time.
         """
-        n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.master
+        n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.full
         wide, capped = max(4, c), bool(self.model.logit_cap)
         limit, tail = CHUNK_BYTES[self.layout.device], self.layout.tail
         each = c + capped * wide if tail else 4
-        head_copy = V * d * c if c < m else 0  # the head's matrix in the precision of autocast
+        head_copy = (
+            V * d * c if c < self.master else 0
+        )  # the head's matrix in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
         if 4 * n * V <= limit // 4 and self.layout.tensor == 1:
@@ -412,7 +434,8 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
     # Gradients of earlier micro-batches.
     shards = on_device * step.weights // shard if several and each else 0
-    before = step.weights if whole else shards
+    raised = step.full // step.master  # unreduced gradients are float32
+    before = step.weights * raised if whole else shards
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
 
@@ -440,7 +463,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     for left in extremes(units):
         blocks = min(left * in_unit, layers)
         gradients = shards or on_device * (ended + (layers - blocks) * step.block) // shard
-        gradients += end + blocks * step.block if whole else 0
+        gradients += (end + blocks * step.block) * raised if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
         others += int(low * end) * (left == 1 and keeps and not tied and not stays)  # ahead

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, argument
-from windlass.estimate.devices import Device
-from windlass.estimate.layouts import MemoryRow, memory_rows, recommend
+from windlass.estimate.advice import recommend
+from windlass.estimate.devices import TIGHT, Device
+from windlass.estimate.layouts import MemoryRow, memory_rows
+from windlass.estimate.memory import memory
 from windlass.estimate.milestones import (
     TIMED,
     Evaluations,
@@ -180,6 +182,9 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
     own, speeds = subject.counted, machine.speeds(recipe)
     network = own if own and model.kind == "hf" else model
+    needed = memory(own or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
+    if device.memory_bytes and needed > TIGHT * device.memory_bytes:
+        return None, "the layout does not fit into the device's memory"
     if own and own.total:
         how["trained"] = own.trained / own.total
     try:
@@ -291,7 +296,7 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
         return {}
     model, vocab = subject.counted or recipe.model, size.vocab or 0
     rows = memory_rows(model, vocab, recipe.optim.kind, subject.layout, device.usable_bytes)
-    settings, advice = recommend(rows, recipe.train.micro_batch)
+    settings, advice = recommend(rows, subject)
     flops = size.flops_per_token
     if subject.width and not subject.counted:  # attention over the padded row, not the context
         flops = flops_per_token(recipe.model, vocab, subject.width)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from windlass.model.size import (
+    MASTER_BYTES,
     Parameters,
     block_matrices,
     block_parameters,
@@ -71,12 +72,18 @@ class Layout:
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
     documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
+    master: int = 4  # bytes by `train.master`; see `weight_bytes`
     program: Program = OURS
 
     @property
     def policy(self) -> Strategy:
         """The tensors that the ranks divide among themselves."""
         return STRATEGIES[self.strategy]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a trained weight."""
+        return 8 if self.precision == "fp64" else self.master
 
     @property
     def reduces_each(self) -> bool:
@@ -159,6 +166,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         recipe.train.average.enabled,
         share=batch.share,
         compile=compiles(recipe, device),
+        master=MASTER_BYTES[recipe.train.master],
         program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
     )
 

@@ -213,4 +213,4 @@ def _nothing_fits(recipe: Recipe, machine: Machine, usable: int, least: list[Any
     closest = " ".join(f"{key}={typed(value)}" for key, value in changes.items())
     lacks = f"{size / 1e9:.3g} GB of {usable / 1e9:.3g} GB, {(size - usable) / 1e9:.3g} GB too much"
     problem = f"no layout of {ranks} fits. The closest ({closest or 'as it is'}) takes {lacks}"
-    return f"{problem}. Use more ranks, a larger device, or a smaller train.micro_batch or model"
+    return f"{problem}. Under the memory above are settings that fit, if there are any"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
+from windlass.estimate.advice import pasted
 from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.memory import PARTS
 from windlass.estimate.search import NETWORK
 from windlass.estimate.step import MANY
 from windlass.estimate.work import LINKS
 from windlass.model.size import describe_network, trainable
-from windlass.recipe import typed
 from windlass.telemetry.measures import duration, short
 from windlass.telemetry.terminal import pairs, table
 
@@ -207,11 +207,12 @@ def _print_layouts(plan: Any, console: Console) -> None:
     how = f"ms: predicted for full rows as under Time, with {links}."
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
+    own = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
         "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
-        f"First row: {pasted(rows[0].settings)}",
+        f"First row: {pasted(rows[0].settings) or own}",
     ]
     strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"
@@ -223,12 +224,6 @@ def _unit(most: float) -> tuple[str, float, int]:
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     limits = (100,) if unit == "MB" else (200, 20)
     return unit, size, sum(most < limit * size for limit in limits)
-
-
-def pasted(settings: dict[str, Any]) -> str:
-    """Settings as overrides on a command line."""
-    text = " ".join(f"{key}={typed(value)}" for key, value in settings.items())
-    return text or "it is the recipe's own layout"
 
 
 def _time(plan: Any) -> list[Fact]:

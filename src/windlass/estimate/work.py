@@ -125,15 +125,14 @@ class Work:
     def _of_parameters(self) -> list[Collective]:
         """The collectives on parameters and gradients.
 
-        Gradients and master weights have 4 bytes (8 in fp64). FSDP2 gathers in the step's
-        precision.
+        FSDP2 gathers in the step's precision, and reduces in 4 bytes (8 in fp64).
         """
         layout, strategy = self.layout, self.layout.policy
         world, shard, stride = layout.replicas, layout.shard, layout.tensor
         low = COMPUTE_BYTES[layout.precision]
         master = layout.program.reduced or max(4, low)
         if not strategy.shards_parameters:
-            gradients = master * self.trained
+            gradients = (layout.program.reduced or layout.weight_bytes) * self.trained
             calls = max(1, math.ceil(gradients / (self.bucket_mb * 2**20)))
             sent = [Collective("all_reduce", gradients / calls, calls, world, "dp", stride)]
             if strategy.shards_optimizer:  # each rank updates its part, which then goes to all

@@ -104,7 +104,8 @@ def find_source(
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
-        recipe = run.recipe.replace(overrides).replace(NO_LAYOUT)  # any layout reads its weights
+        # Any layout reads its weights, and bf16 ones into float32.
+        recipe = run.recipe.replace({"train.master": "fp32"}).replace(overrides, NO_LAYOUT)
         source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
         source = replace(source, module=module, weights=weights)
         source.open_checkpoint()  # raises if it has no averaged weights

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.frozen import HELD, hold_frozen, holds_in_bf16
+from windlass.model.frozen import HELD, hold_frozen, hold_trained, holds_in_bf16
 from windlass.model.gpt import GPT
 from windlass.model.quantised import Linear4bit
 from windlass.model.share import is_sharded
@@ -26,7 +26,7 @@ def build_model(
 ) -> nn.Module:
     """The network of a recipe's `[model]`, with float32 parameters on `device`, not initialised.
 
-    `model.frozen_precision` may hold frozen matrices in bf16. On the meta device the model takes no
+    `model.frozen_precision` and `train.master` may hold weights in bf16. On the meta device the model takes no
     memory. `parallelize` gives it storage, then `initialise` or a checkpoint gives it values. The
     embedding has `model.vocab` rows, or by default one for each of the tokenizer's `vocab` tokens.
     `run` may hold the configuration of a model of `transformers`.
@@ -47,6 +47,8 @@ def build_model(
         with torch.device("meta"):
             model = GPT(recipe.model, rows)
         freeze(model, recipe.model.freeze)
+    if recipe.train.master == "bf16":
+        hold_trained(model)
     device = torch.device(device)
     if device.type != "meta":
         materialise(model, device, device)

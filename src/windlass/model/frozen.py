@@ -44,6 +44,16 @@ def hold_frozen(model: nn.Module) -> None:
         module.__class__ = type(kind.__name__, (part, kind), {})
 
 
+def hold_trained(model: nn.Module) -> None:
+    """Hold the trained float32 parameters in bf16, in place (`train.master`)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32:
+            parameter.data = parameter.data.to(HELD)
+    for module in model.modules():
+        if type(module) is nn.Embedding and module.weight.dtype == HELD:
+            module.__class__ = type("Embedding", (HeldEmbedding, nn.Embedding), {})
+
+
 def raised(weight: Tensor, x: Tensor) -> Tensor:
     """A matrix in the precision of a product with `x`; under autocast as it is."""
     return weight if torch.is_autocast_enabled(x.device.type) else weight.to(x.dtype)

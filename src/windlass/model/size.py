@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
 BYTES_FP32 = 4
+MASTER_BYTES = {"fp32": 4, "bf16": 2}  # of a weight, by `train.master`
 UNIT_PARAMETERS = 2**20
 """Small blocks share a unit of FSDP2, with about this many parameters."""
 
@@ -112,6 +114,17 @@ def flops_per_token(settings: ModelSettings, vocab: int, attended: float | None 
     return 6 * count(settings, vocab).multiplied + attention
 
 
+def block_of_moments(width: int) -> int:
+    """The numbers of a row that share a scale in 8-bit moments; 0: moments are not in 8 bits."""
+    return next((size for size in (256, 128, 64) if width % size == 0), 0)
+
+
+def moment_bytes(optimizer: str, master: int = BYTES_FP32, width: int = 64) -> float:
+    """Bytes of two moments of a weight of `master` bytes, in a matrix with rows of `width`."""
+    block = block_of_moments(width) if optimizer == "adamw8bit" else 0
+    return 2 * (1 + BYTES_FP32 / block) if block else 2.0 * master
+
+
 Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, peak bytes without and with gradients
 
 
@@ -126,7 +139,7 @@ class CountedSizes:
         network: architecture, layers, heads, ... of a model of `transformers`.
         positions: parameters in our GPT's table of learned positions.
         in_4bit: parameters held in 4 bits, with a 32-bit scale for each 64 of them.
-        in_bf16: frozen parameters held in bf16.
+        in_bf16: parameters held in bf16.
         peaks: measured peaks of a step's memory, if there are any.
     """
 
@@ -146,10 +159,15 @@ class CountedSizes:
         grads = low_grads + (high_grads - low_grads) * more // each
         return low + (high - low) * more // each, grads
 
+    @property
+    def bytes_in_4bit(self) -> int:
+        """Bytes of the codes and scales of 4-bit weights."""
+        return self.in_4bit * 9 // 16
+
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
         """Bytes of the weights, with `each` for a weight that is in neither 4 bits nor bf16."""
         full = self.total - self.in_4bit - self.in_bf16
-        return each * full + self.in_4bit * 9 // 16 + 2 * self.in_bf16
+        return each * full + self.bytes_in_4bit + 2 * self.in_bf16
 
     def flops_per_token(self) -> int:
         """FLOPs per token without attention: 6 per trained parameter, 4 per frozen one."""
@@ -157,16 +175,17 @@ class CountedSizes:
 
 
 def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
-    """Bytes of a checkpoint without a few kB of JSON: fp32 weights, optimizer state, and the
-    average; `counted`: the sizes of a model that is not a plain GPT."""
-    # AdamW has two moments for each trained parameter; Muon has one for a block's matrix.
-    moments = 2 * BYTES_FP32 + recipe.train.average.checkpoint_bytes
+    """Bytes of a checkpoint without a few kB of JSON: weights, optimizer state, and the average;
+    `counted`: the sizes of a model that is not a plain GPT."""
+    master = MASTER_BYTES[recipe.train.master]
+    state = moment_bytes(recipe.optim.kind, master) + master * recipe.train.average.enabled
     if counted is None:
         model, total = recipe.model, count(recipe.model, vocab).total
+        # Muon has one moment for a block's matrix.
         one_moment = model.layers * block_matrices(model) if recipe.optim.kind == "muon" else 0
-        return (BYTES_FP32 + moments) * total - BYTES_FP32 * one_moment
-    weights = BYTES_FP32 * counted.trained if recipe.refers_to_base else counted.weight_bytes()
-    return weights + moments * counted.trained
+        return math.ceil((master + state) * total) - master * one_moment
+    weights = master * counted.trained if recipe.refers_to_base else counted.weight_bytes()
+    return weights + math.ceil(state * counted.trained)
 
 
 def describe_network(network: dict[str, Any]) -> str:

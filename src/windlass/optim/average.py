@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
+from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded
 from windlass.recipe.average import AverageSettings
 from windlass.recipe.units import Horizon
 
@@ -31,9 +32,11 @@ class Average:
     update was skipped does not.
     """
 
-    def __init__(self, model: nn.Module, settings: AverageSettings, horizon: Horizon):
-        """`model`: parallelized, not wrapped (see `unwrap`)."""
-        self.settings, self.steps, self.model = settings, horizon.steps, model
+    def __init__(
+        self, model: nn.Module, settings: AverageSettings, horizon: Horizon, seed: int = 0
+    ):
+        """`model`: parallelized, not wrapped (see `unwrap`); `seed`: of bf16 averages' rounding."""
+        self.settings, self.steps, self.model, self.seed = settings, horizon.steps, model, seed
         self.begin = settings.begin(horizon)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         named = trained if settings.enabled else {}
@@ -70,8 +73,18 @@ class Average:
         weight = torch.where(self.count == 0, 1.0, made * weight)
         self.count.copy_(n)
         averages, parameters = self._pairs()
+        if all(p.dtype == torch.bfloat16 for p in parameters):
+            self._lerp_in_float32(step, weight.float())
+            return
         weights = {p.dtype: weight.to(p.dtype) for p in parameters}
         torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
+
+    def _lerp_in_float32(self, step: int, weight: Tensor) -> None:
+        """Move bf16 averages, which would lose small changes to rounding to the nearest."""
+        for (name, average), p in zip(self.tensors.items(), self.parameters, strict=True):
+            here, new = local_part(average), local_part(p).float()
+            bits = random_bits(f"{self.seed}/average/{name}/{step}", *places(p)).view(here.shape)
+            here.copy_(rounded(here.float().lerp_(new, weight), bits, BF16_DROPPED))
 
     def begun(self, step: int) -> int:
         """The weights in the average after `step` steps; 0: there is no average. Waits for the

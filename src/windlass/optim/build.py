@@ -28,6 +28,7 @@ def build_optimizer(
     device_type: str,
     replicas: DeviceMesh | None = None,
     shard_state: bool = False,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a parallelized model; `set_lr` sets its learning rate.
 
@@ -38,14 +39,19 @@ def build_optimizer(
         replicas: Ranks that hold equal plain parameters (a mesh of one dimension); with `muon` they
             share the work.
         shard_state: Divide the optimizer state among the `replicas` (`shard_optim`).
+        seed: Of the rounding of bf16 weights and 8-bit state.
     """
+    ours = "." not in settings.kind
     groups = make_groups(model, settings)
+    names = {p: name for name, p in model.named_parameters()}
+    for g in groups if ours else ():
+        g["names"] = [names[p] for p in g["params"]]
     mesh = replicas if shard_state else None
     devices = {p.device.type for g in groups for p in g["params"]}
     if not devices:
         raise UserError("your model has no parameter to train: set requires_grad of some to True")
     rows: dict[nn.Parameter, nn.Parameter] = {}
-    fused = settings.kind in ("adamw", "muon") or settings.options.get("fused")
+    fused = ours or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES
     for g in groups if mesh is not None else ():
         any_row = not lines or g.get("muon", False)
@@ -53,7 +59,7 @@ def build_optimizer(
         rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in own.items()}
         g["params"] = [rows[p] for p in g["params"]]
     fused_adam = devices <= FUSED_DEVICES
-    if settings.kind in ("adamw", "muon"):
+    if ours:
         optimizer: torch.optim.Optimizer = MuonAdamW(
             groups,
             momentum=settings.muon_momentum,
@@ -61,6 +67,8 @@ def build_optimizer(
             # muP: all gradients shrink as the width grows (arXiv 2203.03466, B.3).
             eps=settings.eps / width_multiple(model),
             fused=fused_adam,
+            eight_bit=settings.kind == "adamw8bit",
+            seed=seed,
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
         )
@@ -89,10 +97,15 @@ def build_library_optimizer(
     return built
 
 
-def set_lr(optimizer: torch.optim.Optimizer, multiplier: float) -> None:
-    """Set every group's learning rate to its peak times `multiplier`, on the host."""
+def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:
+    """Set every group's learning rate to its peak times `multiplier`, on the host.
+
+    `number`: of the update; with the seed it determines the rounding of bf16 weights.
+    """
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * multiplier
+        if "number" in group:
+            group["number"] = number
 
 
 def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> bool:

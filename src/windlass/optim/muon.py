@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+from windlass.optim import adamw
+from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded, rounding_key
 
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -31,8 +32,14 @@ NEWTON_SCHULZ_STEPS = 5
 AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
 gains nothing from a stack."""
-Matrix = tuple[Any, tuple[int, ...]]
-"""A parameter, and the rows of each of the matrices that lie in it."""
+
+
+class Matrix(NamedTuple):
+    """A parameter whose matrices Muon orthogonalises."""
+
+    name: str
+    parameter: Any
+    parts: tuple[int, ...]  # the rows of each of the matrices that are stacked in it
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,9 +64,9 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
     The ranks of `tp` gather each matrix that they cut, and each keeps its part of the result.
     """
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
-    for (p, parts), x in zip(matrices, values, strict=True):
-        cut = cut_of(p)
-        pieces += (cut.gather(x) if cut else x).split(list(parts))
+    for matrix, x in zip(matrices, values, strict=True):
+        cut = cut_of(matrix.parameter)
+        pieces += (cut.gather(x) if cut else x).split(list(matrix.parts))
     for i, x in enumerate(pieces):
         by_shape.setdefault((min(x.shape), max(x.shape)), []).append(i)
     for same in by_shape.values():
@@ -73,8 +80,8 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
         for i, t, x in zip(same, tall, orthogonalise(stack, stack.dtype), strict=True):
             pieces[i] = x.T if t else x
     left, results = iter(pieces), list[Tensor]()
-    for p, parts in matrices:
-        own, cut = list(islice(left, len(parts))), cut_of(p)
+    for matrix in matrices:
+        own, cut = list(islice(left, len(matrix.parts))), cut_of(matrix.parameter)
         x = torch.cat(own) if len(own) > 1 else own[0]
         results.append(cut.take(x) if cut else x)
     return results
@@ -94,8 +101,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         groups: Each has `params`, `lr`, `weight_decay` (decoupled, times the learning rate), `muon`
-            and perhaps `parts`: for each matrix the rows of the matrices stacked in it.
+            and perhaps `parts`: for each matrix the rows of the matrices stacked in it. `names` and
+            the `number` of the update determine the rounding of bf16 weights.
         momentum, betas, eps, fused: as in torch's Muon and AdamW.
+        eight_bit: AdamW's moments are in 8 bits.
+        seed: Of the rounding.
         device_type: Where matrices are orthogonalised.
         group: Ranks that hold equal plain tensors (DDP) and share the work.
     """
@@ -108,6 +118,8 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         fused: bool = True,
+        eight_bit: bool = False,
+        seed: int = 0,
         device_type: str = "cpu",
         group: dist.ProcessGroup | None = None,
     ):
@@ -120,8 +132,10 @@ class MuonAdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         # For the Newton-Schulz steps; None: the matrix's.
         self.dtype = torch.bfloat16 if device_type == "cuda" else None
-        super().__init__(list(groups), {"lr": 0.0, "weight_decay": 0.0, "muon": False})
+        defaults = {"lr": 0.0, "weight_decay": 0.0, "muon": False, "eight_bit": eight_bit}
+        super().__init__(list(groups), defaults | {"seed": seed, "number": 0})
         for g in self.param_groups:
+            g.setdefault("names", [str(number) for number in range(len(g["params"]))])
             if g["muon"]:
                 g.update(momentum=momentum)
                 g.setdefault("parts", [(whole_shape(p)[0],) for p in g["params"]])
@@ -140,49 +154,35 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for g in self.param_groups:
-            parameters = [p for p in g["params"] if p.grad is not None]
-            for p in parameters:
+            there = [i for i, p in enumerate(g["params"]) if p.grad is not None]
+            named = [(g["names"][i], g["params"][i]) for i in there]
+            for _, p in named:
                 if not self.state[p]:
                     self.state[p] = new_state(p, g)
             if not g["muon"]:
-                self._adamw(g, parameters)
+                states = [self.state[p] for _, p in named]
+                adamw.update(g, named, states, self.grad_scale, self.found_inf)
                 continue
             if self.grad_scale is not None:
-                torch._foreach_mul_([local_part(p.grad) for p in parameters], 1 / self.grad_scale)
-            pairs = zip(g["params"], g["parts"], strict=True)
-            self._muon(g, [(p, tuple(parts)) for p, parts in pairs if p.grad is not None])
-
-    def _adamw(self, g: dict[str, Any], parameters: list[Tensor]) -> None:
-        how = {key: g[key] for key in ("lr", "weight_decay", "eps")}
-        how |= {"beta1": g["betas"][0], "beta2": g["betas"][1]}
-        how |= {"amsgrad": False, "maximize": False}
-        by_kind: dict[Any, list[Tensor]] = {}
-        for p in parameters:
-            by_kind.setdefault((p.device, p.dtype), []).append(p)
-        for (device, _), some in by_kind.items():
-            states, grads = [self.state[p] for p in some], [p.grad for p in some]
-            moments = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq"))
-            steps = [s["step"] for s in states]
-            if not g["fused"]:
-                adamw(some, grads, *moments, [], steps, **how)
-                continue
-            bad = self.found_inf if self.found_inf is None else self.found_inf.to(device)
-            torch._foreach_add_(steps, 1)
-            how["grad_scale"], how["found_inf"] = self.grad_scale, bad
-            torch._fused_adamw_(some, grads, *moments, [], steps, **how)
-            if bad is not None:  # the kernel left the rest as it was
-                torch._foreach_sub_(steps, [bad] * len(steps))
+                torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
+            self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(there)])
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
-        lr, shrink = g["lr"], 1 - g["lr"] * g["weight_decay"]
-        matrices.sort(key=lambda one: whole_shape(one[0]))  # stacks, and equal work for the ranks
+        # Equal shapes together, for stacks, and for equal work of the ranks.
+        matrices.sort(key=lambda matrix: whole_shape(matrix.parameter))
         bad = None
         if self.found_inf is not None and matrices:
-            bad = self.found_inf.to(local_part(matrices[0][0]).device) > 0
-        ahead = (self._momentum(p, g, bad) for p, _ in matrices)
-        for (p, parts), update in zip(matrices, self._orthogonalised(matrices, ahead), strict=True):
+            bad = self.found_inf.to(local_part(matrices[0].parameter).device) > 0
+        ahead = (self._momentum(matrix.parameter, g, bad) for matrix in matrices)
+        for (name, p, parts), x in zip(
+            matrices, self._orthogonalised(matrices, ahead), strict=True
+        ):
             weight, scale = local_part(p), update_scale((max(parts), whole_shape(p)[1]))
-            new = (weight * shrink).add_(update.to(weight), alpha=-lr * scale)
+            wide = weight.float() if weight.dtype == torch.bfloat16 else weight
+            new = wide * (1 - g["lr"] * g["weight_decay"])
+            new.add_(x.to(wide), alpha=-g["lr"] * scale)
+            if wide is not weight:
+                new = rounded(new, random_bits(rounding_key(g, name), *places(p)), BF16_DROPPED)
             weight.copy_(unless(bad, new, weight))
 
     def _momentum(self, p: Tensor, g: dict[str, Any], bad: Tensor | None) -> Tensor:
@@ -197,7 +197,8 @@ class MuonAdamW(torch.optim.Optimizer):
         """This rank's part of each orthogonalised update, in order; a few matrices at a time."""
         if not matrices:
             return
-        dtype, first = self.dtype or matrices[0][0].dtype, matrices[0][0]
+        first = matrices[0].parameter
+        dtype = self.dtype or torch.promote_types(first.dtype, torch.float32)
         sharded, world = is_sharded(first), 1
         if sharded:
             from torch.distributed.tensor import Shard
@@ -207,7 +208,7 @@ class MuonAdamW(torch.optim.Optimizer):
             world = first.device_mesh.size(dim)
         elif self.group is not None:
             world, place = dist.get_world_size(self.group), (self.group, dist.get_rank(self.group))
-        largest = max(math.prod(whole_shape(p)) for p, _ in matrices)
+        largest = max(whole_shape(matrix.parameter).numel() for matrix in matrices)
         size = world * max(1, self.at_once // largest)
         for start in range(0, len(matrices), size):
             batch = matrices[start : start + size]
@@ -230,8 +231,8 @@ class MuonAdamW(torch.optim.Optimizer):
         world = dist.get_world_size(group)
         mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
         out, pieces = [sum(x.numel() for x in own) for own in owned], list[list[int]]()
-        for p, _ in mine:
-            height, width = p.shape
+        for matrix in mine:
+            height, width = matrix.parameter.shape
             each = -(-height // world)  # as torch.chunk; the last ranks may have fewer, or none
             pieces.append([max(0, min(each, height - r * each)) * width for r in range(world)])
         into = [sum(one[r] for one in pieces) for r in range(world)]
@@ -241,7 +242,8 @@ class MuonAdamW(torch.optim.Optimizer):
         # Every rank's piece of the first matrix, of the second, ...
         received = flat.split([one[r] for r in range(world) for one in pieces]) if mine else ()
         wholes = [
-            torch.cat(received[i :: len(mine)]).view(p.shape) for i, (p, _) in enumerate(mine)
+            torch.cat(received[i :: len(mine)]).view(matrix.parameter.shape)
+            for i, matrix in enumerate(mine)
         ]
         new = orthogonalise_all(mine, wholes)
         split = [x.reshape(-1).split(sizes) for x, sizes in zip(new, pieces, strict=True)]
@@ -275,8 +277,5 @@ def unless(bad: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
 
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """A parameter's state before its first update, as Muon and torch's AdamW have it."""
-    if group.get("muon"):
-        return {"momentum_buffer": torch.zeros_like(p)}
-    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
-    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    """A parameter's state before its first update."""
+    return {"momentum_buffer": torch.zeros_like(p)} if group["muon"] else adamw.new_state(p, group)

@@ -102,6 +102,10 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
             head.loss_tail = compiled(loss_tail)
     sharded = ranks.strategy.shards_parameters
+    if resolve_precision(recipe.train.precision, ranks.device) in LOW and (
+        sharded or recipe.train.master == "bf16"
+    ):
+        raise_tables_and_norms(model, ranks.device)
     if sharded:
         _shard(model, blocks, ranks, recipe)
     if on_meta or not sharded:
@@ -270,14 +274,6 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
     ends: Any = getattr(model, "ends", lambda: ([], []))
     first, last = ends()
 
-    if low:
-        # The residual stream stays in float32, and so do the sums of a token's gradients.
-        tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-        wide: list[nn.Module] = [m for m in tables if not isinstance(m, HeldEmbedding)]
-        if ranks.device.type == "cpu":  # on CUDA autocast raises norms by itself
-            wide += [module for module in model.modules() if is_foreign_norm(module)]
-        for module in wide:
-            become(module, InFloat32)
     in_order, each = hasattr(model, "ends") and ranks.mesh.pp is None, 1
     if in_order:
         each = unit_blocks(len(blocks), sum(p.numel() for b in blocks for p in b.parameters()))
@@ -301,6 +297,19 @@ def _shard(model: nn.Module, blocks: list[nn.Module], ranks: Ranks, recipe: Reci
             unit.set_modules_to_forward_prefetch(heads[i + 1 : i + 1 + ahead])
         if back and i:
             unit.set_modules_to_backward_prefetch(heads[max(1, i - back) : i][::-1])
+
+
+def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
+    """Have embeddings and norms compute in float32 although their parameters have low precision.
+
+    The residual stream stays in float32, and so do the sums of a token's gradients.
+    """
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    wide: list[nn.Module] = [m for m in tables if not isinstance(m, HeldEmbedding)]
+    if device.type == "cpu":  # on CUDA autocast raises norms by itself
+        wide += [module for module in model.modules() if is_foreign_norm(module)]
+    for module in wide:
+        become(module, InFloat32)
 
 
 def is_foreign_norm(module: nn.Module) -> bool:

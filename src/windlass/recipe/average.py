@@ -35,8 +35,3 @@ class AverageSettings(Section):
         if self.kind == "tail":
             return max(0, horizon.steps_before_last(self.last))
         return 0 if self.enabled else horizon.steps
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint for each trained parameter."""
-        return 4 if self.enabled else 0

@@ -310,6 +310,17 @@ def optimizer(r: Any) -> Problems:
         yield "optim.options", problem
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
+    if kind == "adamw8bit" and r.parallel.tensor > 1:
+        problem = "the ranks of parallel.tensor divide the blocks of 8-bit moments"
+        yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'
+    if r.train.master == "fp32":
+        return
+    if "." in kind:
+        problem = f"only Windlass's own optimizers round bf16 weights stochastically, not {kind}"
+        yield "train.master", f'{problem}: write "fp32", or optim.kind="adamw"'
+    if r.train.precision not in ("auto", "bf16"):
+        problem = f'bf16 weights need train.precision="bf16", not "{r.train.precision}"'
+        yield "train.master", f'{problem}: write "fp32", or that'
 
 
 def schedule(r: Any) -> Problems:

@@ -233,6 +233,11 @@ class Recipe(Frozen):
             raise UserError(f"{problem}, and {found}: {advice}")
         return batch
 
+    @property
+    def optimizer_state(self) -> str:
+        """The optimizer and the precision of its state: another one cannot use a checkpoint's."""
+        return self.optim.kind + " in bf16" * (self.train.master == "bf16")
+
     def check_packages(self) -> None:
         """Raise UserError if training this recipe needs an optional package that is missing."""
         if self.model.kind == "hf":

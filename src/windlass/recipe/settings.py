@@ -20,6 +20,7 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
 BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
 
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
 
 
@@ -55,11 +56,15 @@ class TrainSettings(Section):
     largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module).
     It is less after memory ran out. A resumed run keeps it."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
-    """Arithmetic of forward and backward pass; master weights are fp32 (`fp64`: float64, for
+    """Arithmetic of forward and backward pass; weights are fp32 (see `master`; `fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
     blocks' linear layers multiply in float8, for wide models on Ada, Hopper and later GPUs with
     `compile` (on an H200 GPT-2 124M was 6 % slower than in bf16); evaluations are in bf16. A CPU
     emulates it."""
+    master: Literal["fp32", "bf16"] = "fp32"
+    """Precision of trained weights, their gradients and the optimizer's moments. `bf16`: 8 bytes a
+    weight instead of 16, with `precision = "bf16"`. Updates are computed in float32 and rounded
+    stochastically (arXiv 2010.06192), so that small ones count in the mean."""
     stream: Literal["fp32", "bf16"] = "fp32"
     """With bf16 arithmetic: precision of the residual stream and the norms of Windlass's own GPT.
     `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
@@ -135,7 +140,7 @@ class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
     kind: str = "adamw"
-    """`adamw` (arXiv 1711.05101, fused); `muon` for the blocks' matrices, with AdamW for the rest;
+    """`adamw` (arXiv 1711.05101, fused); `adamw8bit` with moments in 8 bits; `muon` for the blocks' matrices, with AdamW for the rest;
     or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
     `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
@@ -165,9 +170,9 @@ class OptimSettings(Section):
     @classmethod
     def _kind(cls, value: str) -> str:
         library, _, name = value.rpartition(".")
-        if value not in ("adamw", "muon") and not (library in OPTIMIZER_LIBRARIES and name):
+        if value not in OPTIMIZERS and not (library in OPTIMIZER_LIBRARIES and name):
             raise ValueError(
-                'it is "adamw", "muon", or an optimizer of a library by its name, as '
+                'it is "adamw", "adamw8bit", "muon", or an optimizer of a library by its name, as '
                 '"torch.optim.SGD", "pytorch_optimizer.Lion"'
             )
         return value

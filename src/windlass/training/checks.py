@@ -28,7 +28,7 @@ def check_weights(
     network: nn.Module, tied_before: list[list[str]], wanted: torch.dtype, ranks: Ranks
 ) -> None:
     """Check type and ties of the weights that will be trained; RunFailed on every rank."""
-    # With fewer bits a weight would lose small updates to rounding.
+    # With fewer bits a weight would lose small updates, unless the optimizer rounds for it.
     trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     wrong = [name for name, parameter in trained if parameter.dtype != wanted]
     problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]

@@ -26,6 +26,7 @@ from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import build_model, keeping_modes, own_module, set_training, sizes_of
 from windlass.model.documents import takes_documents
+from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective
@@ -79,6 +80,8 @@ class Network:
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
+            if recipe.train.master == "bf16":
+                hold_trained(module)
             model = own_module(module, recipe.model.context)
         else:
             model = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path)
@@ -90,6 +93,7 @@ class Network:
         self.origin = describe_origin(model, self.own)
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
+        check_master(recipe, self.precision)
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's own module compiles only by `true`
             self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
@@ -106,7 +110,7 @@ class Network:
             "micro_batch": micro_batch,
             "precision": self.precision,
             "compiles": self.compiled,
-            "optimizer": self.recipe.optim.kind,
+            "optimizer": self.recipe.optimizer_state,
             "average": self.recipe.train.average.kind,
         }
 
@@ -124,11 +128,12 @@ class Network:
         """
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
         ties, fp64 = tie_groups(self.model), self.precision == "fp64"
+        master = torch.bfloat16 if recipe.train.master == "bf16" else torch.float32
         set_objective(self.model, recipe)
         model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
         network = unwrap(model)
         if recipe.train.startup_checks:
-            check_weights(network, ties, torch.float64 if fp64 else torch.float32, ranks)
+            check_weights(network, ties, torch.float64 if fp64 else master, ranks)
         if isinstance(network, HfModel) and not self.own:
             save = partial(hf_files.save_origin, network, directory.run.path)
             decide_on_rank_0(ranks, "origin", save)
@@ -144,6 +149,15 @@ class Network:
         if masked or recipe.data.document_mask is True or recipe.data.packing == "best-fit":
             check_documents(model, ranks, recipe)
         return model
+
+
+def check_master(recipe: Recipe, precision: str) -> None:
+    """UserError if the weights are bf16 and the arithmetic is not."""
+    if recipe.train.master == "bf16" and precision != "bf16":
+        problem = (
+            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device'
+        )
+        raise UserError(f'{problem}: write train.precision="bf16", or train.master="fp32"')
 
 
 def embedding_rows(model: nn.Module, default: int) -> int:

@@ -127,16 +127,21 @@ class Trainer:
         # What changes with the weights, perhaps from the checkpoint.
         shards = ranks.strategy.shards_optimizer
         self.optimizer = build_optimizer(
-            unwrap(self.model), recipe.optim, ranks.device.type, ranks.mesh.replicas, shards
+            unwrap(self.model),
+            recipe.optim,
+            ranks.device.type,
+            ranks.mesh.replicas,
+            shards,
+            recipe.run.seed,
         )
-        self.average = Average(unwrap(self.model), recipe.train.average, horizon)
+        self.average = Average(unwrap(self.model), recipe.train.average, horizon, recipe.run.seed)
         facts = network.facts(data, self.batch.micro_batch)
         self.state = TrainState()
         if directory.checkpoint is not None:
             console.begin(f"reading {directory.checkpoint.path}")
             ranks.mark(directory.checkpoint.step, "load")
             directory.compare(facts, dropout=uses_dropout(self.model))
-            same_kind = directory.checkpoint.meta.get("optimizer") == recipe.optim.kind
+            same_kind = directory.checkpoint.meta.get("optimizer") == recipe.optimizer_state
             optimizer = self.optimizer if same_kind else None
             self.state = self.restore(directory.checkpoint, optimizer)
             self.state.skipped += directory.left_out()
@@ -398,7 +403,7 @@ class Trainer:
             needed = ranks.device.type != "cpu" or float(divisor) != 1.0
             if not set_divisor(self.optimizer, divisor if needed else None):
                 collectives.scale_gradients(self.parameters, 1 / divisor)
-            set_lr(self.optimizer, lr_multiplier)
+            set_lr(self.optimizer, lr_multiplier, step)
             self.optimizer.step()
             self.average.update(step, bad)
         self.scaler.update(bad)

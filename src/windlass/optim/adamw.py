@@ -1,0 +1,133 @@
+"""AdamW's update (arXiv 1711.05101), also of weights in bf16 and of moments in 8 bits.
+
+Those are widened to float32 a chunk of rows at a time, updated by torch's kernel, and rounded back.
+An 8-bit moment has float8_e4m3fn numbers, whose largest in a block has the format's largest value; a
+block is a part of a row, so a shard of rows has whole blocks. The second moment is held as its
+square root, which has half as many decades.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from windlass.model.share import local_part, whole_shape
+from windlass.model.size import block_of_moments
+from windlass.optim.rounding import (
+    BF16_DROPPED,
+    FP8_DROPPED,
+    places,
+    random_bits,
+    rounded,
+    rounding_key,
+)
+
+CHUNK = 2**24  # numbers that are float32 at a time, at most; or 16 rows, for equal tails of kernels
+SMALLEST = 4096  # numbers of a tensor with 8-bit moments; smaller ones save nothing
+FP8, LARGEST, LEAST = torch.float8_e4m3fn, 448.0, 2.0**-9
+"""The format, its largest number and its smallest above 0."""
+SCALE = "_scale"  # after the name of a moment in 8 bits: the factors of its blocks
+ROOT = "exp_avg_sq_root"
+
+
+def block_of(p: Tensor) -> int:
+    """The numbers of a parameter that share a scale in 8-bit moments; 0: it has other moments."""
+    is_small = p.dim() < 2 or whole_shape(p).numel() < SMALLEST
+    return 0 if is_small else block_of_moments(p.shape[-1])
+
+
+def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """A parameter's state before its first update, as torch's AdamW has it, or in 8 bits."""
+    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    if not (block := block_of(p) if group.get("eight_bit") else 0):
+        return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    state = {"step": step}
+    for name in ("exp_avg", ROOT):
+        state[name] = torch.zeros_like(p, dtype=FP8)
+        state[name + SCALE] = torch.zeros_like(p[..., ::block], dtype=torch.float32)
+    return state
+
+
+def update(
+    group: dict[str, Any],
+    named: list[tuple[str, Tensor]],
+    states: list[dict[str, Tensor]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Update parameters of a group that have gradients, on the device."""
+    how = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+    how |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
+    how |= {"amsgrad": False, "maximize": False}
+    by_kind: dict[Any, list[tuple[str, Tensor, dict[str, Tensor]]]] = {}
+    for (name, p), state in zip(named, states, strict=True):
+        by_kind.setdefault((p.device, p.dtype, ROOT in state), []).append((name, p, state))
+    for (device, dtype, eight_bit), same in by_kind.items():
+        steps = [state["step"] for *_, state in same]
+        bad = found_inf if found_inf is None else found_inf.to(device)
+        if group["fused"]:
+            torch._foreach_add_(steps, 1)
+            how["grad_scale"], how["found_inf"] = grad_scale, bad
+        if dtype == torch.bfloat16 or eight_bit:
+            for name, p, state in same:
+                _update_in_float32(group, name, p, state, how)
+        else:
+            weights, grads = [p for _, p, _ in same], [p.grad for _, p, _ in same]
+            moments = ([s[key] for *_, s in same] for key in ("exp_avg", "exp_avg_sq"))
+            kernel: Any = torch._fused_adamw_ if group["fused"] else adamw
+            kernel(weights, grads, *moments, [], steps, **how)
+        if bad is not None and group["fused"]:  # the kernel left the rest as it was
+            torch._foreach_sub_(steps, [bad] * len(steps))
+
+
+def _update_in_float32(
+    group: dict[str, Any], name: str, p: Tensor, state: dict[str, Tensor], how: dict[str, Any]
+) -> None:
+    """Update a bf16 parameter, or one with 8-bit moments, a chunk of rows at a time."""
+    rows, columns = places(p)
+    tensors = {"weight": p, "grad": p.grad} | state
+    local = {key: local_part(x) for key, x in tensors.items() if key != "step"}
+    second = ROOT if ROOT in state else "exp_avg_sq"
+    each = max(16, CHUNK // max(1, len(columns)) // 16 * 16)
+    for start in range(0, len(rows), each):
+        part = {key: x.reshape(x.shape or 1)[start : start + each] for key, x in local.items()}
+        weight, grad, key = part["weight"], part["grad"], rounding_key(group, name)
+        bits = random_bits(key, rows[start : start + each], columns).view(weight.shape)
+        wide, m, v = weight.float(), moment(part, "exp_avg"), moment(part, second)
+        v = v.square() if second == ROOT else v
+        torch._fused_adamw_([wide], [grad.float()], [m], [v], [], [state["step"]], **how)
+        if weight.dtype == torch.bfloat16:
+            weight.copy_(rounded(wide, bits, BF16_DROPPED))
+        store(part, "exp_avg", m, bits >> 12, how["found_inf"])
+        store(part, second, v.sqrt() if second == ROOT else v, bits, how["found_inf"])
+
+
+def moment(state: dict[str, Tensor], key: str) -> Tensor:
+    """A moment in float32."""
+    x = state[key].float()
+    if key + SCALE in state:
+        scale = state[key + SCALE].unsqueeze(-1)
+        x = (x.unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+    return x
+
+
+def store(state: dict[str, Tensor], key: str, x: Tensor, bits: Tensor, bad: Tensor | None) -> None:
+    """Round a moment to the precision of its state, unless this step's gradients were `bad`."""
+    held = state[key]
+    if key + SCALE not in state:
+        held.copy_(rounded(x, bits, BF16_DROPPED))
+        return
+    scale = state[key + SCALE]
+    blocks = x.unflatten(-1, (scale.shape[-1], -1))
+    new = blocks.abs().amax(-1).div_(LARGEST)
+    x = (blocks / new.clamp(min=1e-30).unsqueeze(-1)).clamp_(-LARGEST, LARGEST).flatten(-2)
+    if key == ROOT:
+        x.clamp_(min=LEAST)  # a root that is rounded to 0 would make a huge update
+    x = rounded(x, bits, FP8_DROPPED)
+    if bad is not None:
+        x, new = torch.where(bad > 0, held.float(), x), torch.where(bad > 0, scale, new)
+    held.copy_(x)  # exact, but for the smallest numbers
+    scale.copy_(new)
