@@ -143,10 +143,108 @@ def test_an_adapter_on_a_tied_head_or_embedding_changes_one_use(
             assert (again(ids) - ours).abs().max() < 1e-5
     assert not merged.config.tie_word_embeddings and merged.lm_head.weight.shape[0] == 512
     config = json.loads((adapter / "adapter_config.json").read_text())
-    tied = config | {"ensure_weight_tying": True}
-    (adapter / "adapter_config.json").write_text(json.dumps(tied))
-    with refused("ensure_weight_tying", "merge_and_unload"):
+    other = config | {"layer_replication": [[0, 1]]}
+    (adapter / "adapter_config.json").write_text(json.dumps(other))
+    with refused("layer_replication", "merge_and_unload"):
         find_source(str(adapter))
+
+
+def adapter_of_peft(base: Path, **options: Any) -> Any:
+    """A model with a new adapter, by `peft` alone."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+PATTERNS: list[tuple[list[str], list[str], dict[str, Any]]] = [
+    (["q_proj", "layers.1.mlp.up_proj"], ["lm_head"], {}),
+    (["layers.[01].*(q|v)_proj"], ["norm"], {"target_modules": r".*layers\.[01]\..*(q|v)_proj"}),
+    (
+        ["layers.(0|2).self_attn.(k|o)_proj"],
+        ["embed_tokens", "layers.2", "lm_hea."],
+        {"target_modules": ["k_proj", "o_proj"], "layers_to_transform": [0, 2]},
+    ),
+]
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("number", range(len(PATTERNS)))
+def test_patterns_name_the_modules_to_adapt_or_to_train_whole(
+    number: int, tied: bool, tmp_path: Path
+) -> None:
+    """As peft has them; trained, resumed, merged, alone, and read again, also as peft saves it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base_of(tmp_path, tie_word_embeddings=tied)
+    targets, whole, options = PATTERNS[number]
+    options = {"target_modules": targets, **options}
+    # peft compares the ends of names, so that `norm` would name every norm
+    saved = [{"norm": "model.norm", "lm_hea.": "lm_head"}.get(name, name) for name in whole]
+    reference = adapter_of_peft(base, **options, modules_to_save=saved)
+    lora = {"rank": 4, "targets": targets, "modules_to_save": whole}
+    recipe = recipe_of(tmp_path, lora=lora).replace("optim.lr=1e-2")
+    network: Any = build_model(recipe, 0)
+    ours = {name for name, p in network.model.named_parameters() if p.requires_grad}
+    theirs = {name for name, p in reference.named_parameters() if p.requires_grad}
+    names = {
+        n.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for n in theirs
+    }
+    if tied:  # one tensor here, two in peft
+        names = {"model.embed_tokens.weight" if n == "lm_head.weight" else n for n in names}
+    assert ours == names
+
+    straight = train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    train(recipe, stop_at=2)
+    assert curve(train(recipe)) == curve(straight)
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    merged = AutoModelForCausalLM.from_pretrained(export(recipe.run_dir, tmp_path / "merged"))
+    adapter = export(recipe.run_dir, tmp_path / "adapter", adapter=True)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = {name: p.clone() for name, p in plain.named_parameters()}
+    frozen = {name for name, p in merged.named_parameters() if torch.equal(p, before[name])}
+    assert {name for name in before if name not in frozen} == {
+        name.rpartition(".lora_")[0] + ".weight" if ".lora_" in name else name for name in ours
+    }
+    peft = PeftModel.from_pretrained(plain, adapter).eval()
+    peft.save_pretrained(tmp_path / "by-peft")
+    with torch.no_grad():
+        expected = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+        for model in (merged.eval(), peft):
+            assert (model(ids).logits - expected).abs().max() < 2e-5
+        for directory in (adapter, tmp_path / "by-peft"):
+            again = open_model(find_source(str(directory)), alone("cpu"))
+            assert (again(ids) - expected).abs().max() < 1e-5
+
+
+def test_a_pattern_that_names_nothing_or_is_none_is_refused(tmp_path: Path) -> None:
+    for key in ("targets", "modules_to_save"):
+        with refused(f"model.lora.{key}", "regular expression", error=RecipeError):
+            recipe_of(tmp_path, lora={"rank": 4, key: ["(q_proj"]})
+        with refused(f"model.lora.{key}", "q_proj"):
+            build_model(recipe_of(tmp_path, lora={"rank": 4, key: ["query", "layers.9.*"]}), 0)
+    with refused("model.lora.modules_to_save", "model.lora.rank", error=RecipeError):
+        recipe_of(tmp_path, lora={"modules_to_save": ["lm_head"]})
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Model has `tie_word")
+def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path, tie_word_embeddings=True)
+    both = ["embed_tokens", "lm_head"]
+    for names, word in (([both[0]], "lm_head"), (both, "ties")):
+        model = adapter_of_peft(base, target_modules=["q_proj"], modules_to_save=names)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "embed_tokens.modules_to_save" in name:
+                    parameter.add_(1)
+        model.save_pretrained(tmp_path / "unlike")
+        with refused(word, "unlike"):
+            open_model(find_source(str(tmp_path / "unlike")), alone("cpu"))
 
 
 @PEFT

@@ -28,6 +28,7 @@ from windlass.evaluation.source import Source, alone, find_source, open_model, s
 from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
+from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
@@ -264,19 +265,11 @@ def _copy(files: Iterable[Path], directory: Path) -> None:
 
 def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     """The files for `PeftModel.from_pretrained(base, DIR)`."""
-    from peft import get_peft_model_state_dict
-
     model: Any = open_model(source, alone("cpu"))
-    config = model.model.peft_config["default"]
     base = Path(source.recipe.model.name).expanduser()
     local = base.is_dir() and (hub.repository_of(base) or str(base.resolve()))
     name = local or source.recipe.model.name.removeprefix("hf:")
-    config.base_model_name_or_path, config.task_type = name, "CAUSAL_LM"
-    config.inference_mode = True
-    config.save_pretrained(directory)
-    # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
-    inner = get_peft_model_state_dict(model.model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
+    weights = export_adapter(model.model, source.recipe.model.lora, name, directory)
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
     _write_text_files(source, model, directory)
 

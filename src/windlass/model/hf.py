@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, first_line, require
-from windlass.model import hf_files, hf_tensor
+from windlass.model import adapters, hf_files, hf_tensor
 from windlass.model.block import multiplied
 from windlass.model.documents import Documents, edges_of
 from windlass.model.frozen import raised
@@ -37,11 +37,10 @@ from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.share import WHOLE, Cut, Share
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
-from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
+from windlass.recipe.network import CONTEXT_KEYS, ModelSettings
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
-MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` lists them
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")  # names in configurations
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The argument for a cache: for attention and most hybrids, for Mamba."""
@@ -89,13 +88,13 @@ class HfModel(nn.Module):
         UserError if the files do not fit or are pickled.
         """
         self._fill(seed, directory, group)
-        hf_files.fill_magnitudes(self.model)
+        adapters.fill_magnitudes(self.model)
 
     def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
-                hf_files.fill_adapter(name, parameter, seed)
+                adapters.fill_adapter(name, parameter, seed)
             else:
                 tensors[name.replace(".base_layer", "")] = parameter
         if self.settings.from_scratch:
@@ -344,7 +343,7 @@ def open_hf(directory: Path, settings: ModelSettings) -> HfModel:
         problem = f"{settings.name} has no linear layers to hold in 4 bits"
         raise UserError(f'model.lora.base: {problem}; write "fp32"')
     if settings.lora.rank:
-        add_lora(model, settings.lora)
+        adapters.add_adapters(model, settings.lora, unreached(model))
     return HfModel(model, directory, settings)
 
 
@@ -454,47 +453,3 @@ def head_form(model: Any) -> tuple[float, float] | None:
             return (scale, cap) if torch.allclose(logits, expected, rtol=1e-5) else None
     except Exception:  # the head needs more than a hidden state, so the model makes its own logits
         return None
-
-
-def add_lora(model: nn.Module, lora: LoraSettings) -> None:
-    """Add low-rank adapters to the layers that `lora` names, and freeze everything else."""
-    require("peft", "model.lora")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    layers = [(n.rpartition(".")[2], type(module).__name__) for n, module in model.named_modules()]
-    every, linear = lora.targets in ([], ["all-linear"]), ("Linear", "Linear4bit", "Conv1D")
-    targets: Any = "all-linear" if every else lora.targets
-    if apart := tuple(f"{name}." for name in unreached(model)):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if not name.startswith(apart)
-            and (
-                module is not head and type(module).__name__ in linear
-                if every
-                else any(f".{name}".endswith(f".{target}") for target in lora.targets)
-            )
-        ]
-    # Mamba's kernels read this weight without its layer, so `peft` rejects an adapter there.
-    is_mamba = getattr(model.config, "model_type", "") in MAMBA
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        fan_in_fan_out=any(kind == "Conv1D" for _, kind in layers),  # transposed, as in GPT-2
-        target_modules=targets,
-        exclude_modules=["out_proj"] if every and is_mamba else None,
-    )
-    try:
-        with warnings.catch_warnings():  # a merged export unties an adapted head
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
-            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    except ValueError as error:
-        names = ", ".join(sorted({name for name, kind in layers if kind in linear}))
-        problem = f"model.lora.targets: {first_line(error)}"
-        raise UserError(f"{problem} This model's layers are named {names}") from None
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)

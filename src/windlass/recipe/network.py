@@ -85,7 +85,11 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
-    """Names of the layers to adapt; empty or `all-linear`: all linear layers except the head."""
+    """Names of the layers to adapt, or regular expressions for the ends of their paths, as
+    `layers.[67].*_proj`; empty or `all-linear`: all linear layers except the head."""
+    modules_to_save: Annotated[list[str], Names] = []
+    """Names, or regular expressions, of modules to train whole beside the adapters, as
+    `embed_tokens,lm_head`."""
     base: Literal["fp32", "4bit"] = "fp32"
     """Format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314; `bitsandbytes`)."""
 
@@ -197,7 +201,8 @@ class ModelSettings(Section):
     mup: MupSettings = MupSettings()
     """`model.mup.base_width`, `.base_head_width`, `.input_multiplier`, `.output_multiplier`."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.base`."""
+    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.modules_to_save`,
+    `.base`."""
 
     @property
     def unused(self) -> list[str]:
