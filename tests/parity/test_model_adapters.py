@@ -3,6 +3,7 @@ weights in 4 bits.
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import hf_fixtures
+import tokenizer_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.errors import installed
@@ -19,8 +21,10 @@ from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes
+from windlass.model.gpt import initialise
 from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
+from windlass.run import Run
 
 
 def base_of(folder: Path, **changes: Any) -> Path:
@@ -245,6 +249,102 @@ def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) ->
         model.save_pretrained(tmp_path / "unlike")
         with refused(word, "unlike"):
             open_model(find_source(str(tmp_path / "unlike")), alone("cpu"))
+
+
+VOCAB = 300
+NEW = ["<|im_start|>", "<|im_end|>"]
+WHOLE = ["embed_tokens", "lm_head"]
+
+
+def talks_of(
+    folder: Path, run: str, kind: str = "llama", tied: bool = False, **model: Any
+) -> Recipe:
+    """Conversations in a template whose special tokens the base's tokenizer lacks."""
+    if not (folder / "base").exists():
+        hf_fixtures.save(kind, folder / "base", vocab_size=VOCAB, tie_word_embeddings=tied)
+        hf_fixtures.save_tokenizer([tokenizer_fixtures.TEXT * 4], folder / "base", vocab=VOCAB)
+        path = folder / "base" / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"chat_template": tokenizer_fixtures.CHATML}
+        path.write_text(json.dumps(config))
+        talk = [
+            {"role": "user", "content": "Who are you?"},
+            {"role": "assistant", "content": "a cat"},
+        ]
+        (folder / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    recipe = recipe_of(folder, run, **model).replace("optim.lr=1e-2", "data.format=chat")
+    source = {"data.source": str(folder / "talk.jsonl"), "data.add_tokens": NEW}
+    return recipe.replace(source).replace({"model.context": 64})
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Model has `tie_word")
+@pytest.mark.parametrize(
+    ("kind", "tied", "lora"),
+    [
+        ("gpt2", True, {}),
+        ("llama", False, {"rank": 4, "modules_to_save": WHOLE}),
+        ("llama", True, {"rank": 4, "modules_to_save": WHOLE[:1]}),
+    ],
+)
+def test_added_tokens_are_trained_and_exported(
+    kind: str, tied: bool, lora: Any, tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = talks_of(tmp_path, "run", kind, tied, lora=lora)
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rows = base.get_input_embeddings().weight.detach().clone()
+    train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    begun = build_model(recipe, VOCAB + 2, device="cpu")
+    initialise(begun, 0)
+    table: Any = begun.model.get_input_embeddings()  # type: ignore[operator, union-attr]
+    assert torch.equal(table.weight[:VOCAB], rows)
+    assert (table.weight[VOCAB:] - rows.mean(0)).abs().max() < 1e-6
+
+    train(recipe, stop_at=2)
+    run = train(recipe)
+    assert curve(run) == curve(Run(tmp_path / "straight"))
+    assert "2 of its rows are new" in run.log_path.read_text()
+    merged = export(recipe.run_dir, tmp_path / "merged")
+    places = [merged]
+    if lora:
+        places.append(export(recipe.run_dir, tmp_path / "adapter", adapter=True))
+    ids = torch.randint(0, VOCAB + 2, (2, 30), generator=torch.Generator().manual_seed(5))
+    for place in places:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        assert tokenizer.convert_tokens_to_ids(NEW) == [VOCAB, VOCAB + 1]
+        kinds = AutoModelForCausalLM if place is merged else AutoPeftModelForCausalLM
+        model = kinds.from_pretrained(place).eval()
+        trained = model.get_input_embeddings().weight[VOCAB:]
+        assert ((trained - rows.mean(0)).abs().amax(1) > 1e-3).all()
+        ends = json.loads((place / "generation_config.json").read_text())["eos_token_id"]
+        assert VOCAB + 1 in ends
+        with torch.no_grad():
+            ours = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+            again = open_model(find_source(str(place)), alone("cpu"))(ids)
+            assert (model(ids).logits - ours).abs().max() < 2e-5
+            assert (again - ours).abs().max() < 2e-5
+
+
+@pytest.mark.dist
+def test_added_tokens_begin_alike_on_shards_and_from_the_seed(tmp_path: Path) -> None:
+    recipe = talks_of(tmp_path, "one")
+    alone = curve(train(recipe), "loss")
+    shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    two = curve(train(shards, world=2), "loss")
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+    fresh = recipe.replace("model.from_scratch=true", f"run.dir={tmp_path}/fresh")
+    assert build_model(fresh, VOCAB + 2, device="cpu").vocab == VOCAB + 2  # type: ignore[union-attr]
+    assert curve(train(fresh), "loss")[0][1] == pytest.approx(math.log(VOCAB + 2), abs=0.3)
+
+
+def test_a_frozen_embedding_does_not_learn_added_tokens(tmp_path: Path) -> None:
+    recipe = talks_of(tmp_path, "run", lora={"rank": 4})
+    with refused("<|im_end|>", "model.lora.modules_to_save=embed_tokens,lm_head"):
+        train(recipe)
+    with refused("the last 3 tokens", "model.lora.modules_to_save=embed_tokens,lm_head"):
+        build_model(recipe.replace("data.add_tokens=[]"), VOCAB + 3)
 
 
 @PEFT

@@ -49,11 +49,13 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HfModel(nn.Module):
     """A model of `AutoModelForCausalLM`; `fill_weights` gives its parameters values.
 
-    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`.
+    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`. The last
+    `added` rows of the embedding are new.
     """
 
-    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
+    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings, added: int = 0):
         super().__init__()
+        self.added = added
         self.model, self.directory, self.settings = model, directory, settings
         self.config: Any = model.config
         text = self.config.get_text_config()
@@ -99,6 +101,7 @@ class HfModel(nn.Module):
                 tensors[name.replace(".base_layer", "")] = parameter
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
+            add_rows(template, self.vocab)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
             return
         directory = directory or hf_files.weights_directory(self)
@@ -113,7 +116,9 @@ class HfModel(nn.Module):
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     tensors[name.replace(".base_layer", "")] = buffer
-        hf_files.fill_from_files(tensors, directory, prefix, remote)
+        ends = end_names(self.model) if self.added else []
+        longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
+        hf_files.fill_from_files(tensors, directory, prefix, remote, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
@@ -314,7 +319,7 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
-    model = open_hf(directory or hub.directory(name, settings.revision), settings)
+    model = open_hf(directory or hub.directory(name, settings.revision), settings, vocab)
     if settings.context > model.limit:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
@@ -322,29 +327,37 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     if recipe.parallel.tensor > 1:
         hf_tensor.check(model.model, recipe.parallel.tensor)
     model.context = settings.context
-    if model.vocab < vocab:
-        rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
-        advice = f'write data.tokenizer = "hf:{name}"'
-        is_own = recipe.data.tokenizer.removeprefix("hf:").rstrip("/") == name.rstrip("/")
-        if is_own and settings.from_scratch:
-            advice = f'use "vocab_size": {vocab} in a copy of its config.json'
-        elif is_own:
-            advice = f"use model.resize_token_embeddings({vocab}) of transformers"
-        if is_own:
-            advice += ", save the tokenizer beside it, and write that directory as model.name"
-        raise UserError(f"data.tokenizer has {rows}: {advice}")
+    added = recipe.data.add_tokens
+    table: Any = model.model.get_input_embeddings()  # type: ignore[operator]
+    if (added or model.added) and settings.lora.rank and not table.weight.requires_grad:
+        tokens = ", ".join(added) or f"the last {model.added} tokens of the tokenizer"
+        problem = f"model.lora freezes the embedding, so it would not learn {tokens}"
+        names = ",".join(name.rpartition(".")[2] for name in end_names(model.model))
+        raise UserError(f"{problem}: write model.lora.modules_to_save={names}")
     return model
 
 
-def open_hf(directory: Path, settings: ModelSettings) -> HfModel:
-    """The model in a directory with its own context, its parameters on the meta device."""
+def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel:
+    """The model in a directory with its own context, its parameters on the meta device.
+
+    The embedding has at least `vocab` rows.
+    """
     model = from_directory(directory, settings)
+    added = add_rows(model, vocab)
     if settings.lora.base == "4bit" and not quantise_linear(find_blocks(model)):
         problem = f"{settings.name} has no linear layers to hold in 4 bits"
         raise UserError(f'model.lora.base: {problem}; write "fp32"')
     if settings.lora.rank:
         adapters.add_adapters(model, settings.lora, unreached(model))
-    return HfModel(model, directory, settings)
+    return HfModel(model, directory, settings, added)
+
+
+def add_rows(model: Any, vocab: int) -> int:
+    """Give the embedding and the head rows for `vocab` tokens; returns how many are new."""
+    added = max(0, vocab - len(model.get_input_embeddings().weight))
+    if added:
+        model.resize_token_embeddings(vocab, mean_resizing=False)
+    return added
 
 
 def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
@@ -384,6 +397,12 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
         raise UserError(f"{what} gives no causal language model ({why})") from None
     model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def end_names(model: Any) -> list[str]:
+    """The names of the embedding and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +61,30 @@ class WeightFiles:
 
 
 def fill_from_files(
-    tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool
+    tensors: dict[str, Tensor],
+    directory: Path,
+    prefix: str,
+    remote_code: bool,
+    longer: Collection[str] = (),
 ) -> None:
     """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
 
-    Some files omit the network's `base_model_prefix`, here `prefix`, from the names.
+    Some files omit the network's `base_model_prefix`, here `prefix`, from the names. The tensors
+    `longer` have rows for added tokens, which get the mean of the others.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
     if len(keys) < len(tensors):
-        _fill_through_transformers(tensors, directory, remote_code)
+        _fill_through_transformers(tensors, directory, remote_code, longer)
         return
     for name, tensor in tensors.items():
         key, shape = keys[name], list(whole_shape(tensor))
         stored = files.files[key].get_slice(key)  # read when it is indexed
-        if (there := list(stored.get_shape())) != shape:
+        there = list(stored.get_shape())
+        if name in longer and there[1:] == shape[1:] and there[0] < shape[0]:
+            assign(tensor, with_mean_rows(files.files[key].get_tensor(key), shape[0]))
+            continue
+        if there != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
             raise UserError(f"{directory}: {problem}")
         if not shape:  # a scalar has no slices
@@ -99,8 +108,14 @@ def fill_from_files(
             local.copy_(torch.cat(parts, dim))
 
 
+def with_mean_rows(values: Tensor, rows: int) -> Tensor:
+    """The values, with their mean in the rows after them."""
+    mean = values.double().mean(0, keepdim=True).to(values.dtype)
+    return torch.cat([values, *[mean] * (rows - len(values))])
+
+
 def _fill_through_transformers(
-    tensors: dict[str, Tensor], directory: Path, remote_code: bool
+    tensors: dict[str, Tensor], directory: Path, remote_code: bool, longer: Collection[str]
 ) -> None:
     """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
     from transformers import AutoModelForCausalLM
@@ -118,7 +133,9 @@ def _fill_through_transformers(
         problem = f"{directory} lacks the weight {min(missing)} of its model"
         raise UserError(f"{problem} ({len(missing)} in all)")
     for name, tensor in tensors.items():
-        assign(tensor, values[name])
+        value = values[name]
+        more = name in longer and len(value) < whole_shape(tensor)[0]
+        assign(tensor, with_mean_rows(value, whole_shape(tensor)[0]) if more else value)
 
 
 def fill_from_seed(
