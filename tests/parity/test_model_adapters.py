@@ -20,6 +20,7 @@ from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
+from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import initialise
 from windlass.optim.build import make_groups
@@ -249,6 +250,93 @@ def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) ->
         model.save_pretrained(tmp_path / "unlike")
         with refused(word, "unlike"):
             open_model(find_source(str(tmp_path / "unlike")), alone("cpu"))
+
+
+@PEFT
+@pytest.mark.dist
+def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
+    """An adapter of `peft`, of a run, of an export, and sharded over two ranks."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base_of(tmp_path)
+    torch.manual_seed(1)
+    peft: Any = adapter_of_peft(
+        base, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"]
+    )
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    peft.save_pretrained(tmp_path / "first")  # without a tokenizer
+    lora = {"rank": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    further = {"lora": lora, "init_from": str(tmp_path / "first")}
+    recipe = recipe_of(tmp_path, "further", **further).replace("optim.lr=1e-2")
+    begun: Any = build_model(recipe, 0, device="cpu").eval()
+    load_initial(begun, recipe)
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+
+    def logits_of(place: Path) -> Any:
+        model = open_model(find_source(str(place)), alone("cpu"))
+        return model(ids)
+
+    merged = export(tmp_path / "first", tmp_path / "merged")
+    with torch.no_grad():
+        expected = peft.eval()(ids).logits
+        assert (begun(ids) - expected).abs().max() < 1e-5
+        whole = AutoModelForCausalLM.from_pretrained(merged).eval()
+        assert (whole(ids).logits - expected).abs().max() < 2e-5
+    assert (merged / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    with refused("already"):
+        export(tmp_path / "first", tmp_path / "no", adapter=True)
+
+    train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    train(recipe, stop_at=2)
+    run = train(recipe)
+    assert curve(run) == curve(Run(tmp_path / "straight"))
+    shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    losses = [[loss for _, loss in curve(one, "loss")] for one in (run, train(shards, world=2))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    second = export(run, tmp_path / "second", adapter=True)
+    with torch.no_grad():
+        trained = logits_of(Path(run.path))
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), second)
+        assert (trained - expected).abs().max() > 1e-3
+        assert (again.eval()(ids).logits - trained).abs().max() < 2e-5
+        for origin in (run.path, second):
+            third = recipe.replace(f"model.init_from={origin}")
+            model: Any = build_model(third, 0, device="cpu").eval()
+            load_initial(model, third)
+            assert (model(ids) - trained).abs().max() < 1e-5
+
+
+@PEFT
+def test_weights_with_other_adapters_than_the_recipe_are_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    adapter_of_peft(base, target_modules=["q_proj"]).save_pretrained(tmp_path / "first")
+    lora = {"rank": 4, "targets": ["q_proj"]}
+    with_one, without = (
+        recipe_of(tmp_path, name, lora=own).replace("train.steps=1")
+        for name, own in (("with", lora), ("without", {}))
+    )
+    train(with_one)
+    train(without)
+    for origin, own, words in (
+        ("first", {}, ["model.lora.rank=4"]),
+        ("first", {**lora, "rank": 8, "alpha": 32}, ["model.lora.rank=4", "model.lora.alpha=16"]),
+        (
+            "first",
+            {**lora, "targets": ["k_proj"]},
+            ["does not fit", "model.lora.targets", "q_proj"],
+        ),
+        ("with", {}, ["model.lora.rank=4"]),
+        ("with", {**lora, "targets": ["k_proj"]}, ["model.lora.targets=", "q_proj"]),
+        ("without", lora, ["model.lora.rank=0"]),
+    ):
+        recipe = recipe_of(tmp_path, "no", lora=own, init_from=str(tmp_path / origin))
+        merges = [] if "does not fit" in words else ["not stacked", "windlass export"]
+        with refused(*words, *merges, origin):
+            load_initial(build_model(recipe, 0, device="cpu"), recipe)
 
 
 VOCAB = 300

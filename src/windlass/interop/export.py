@@ -63,7 +63,8 @@ def export(
     A model of your own code gets only its weights, and a README.md that says how to load them.
 
     Args:
-        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path; or the
+            directory of an adapter, to merge it into its base.
         directory: A new or empty directory.
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
@@ -79,17 +80,19 @@ def export(
     if push:
         hub.check_push(push)
     source, directory = find_source(run, weights=weights), Path(directory)
-    if source.checkpoint is None:
+    if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
-    checkpoint = source.open_checkpoint()
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
+    checkpoint = source.open_checkpoint() if source.checkpoint else None
     whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
     if dtype == "auto" and not whole_hf:
         dtype = "fp32"
     with new_directory(directory) as partial:
-        if source.own_model:
+        if checkpoint is None:
+            _write_hf(source, partial, dtype)
+        elif source.own_model:
             _write_own(source, checkpoint, partial, dtype)
         else:
             if adapter:
@@ -231,7 +234,9 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     template = source.template
     if not files or not same_tokenizer(source, model.directory):
         save_tokenizer(source.tokenizer, template, model.context, directory)
-    elif source.recipe.data.format != "chat" or template == Template.of_directory(model.directory):
+    elif (
+        source.run is not None and source.recipe.data.format != "chat"
+    ) or template == Template.of_directory(model.directory):
         _copy(files, directory)
     else:  # the ids of the base, laid out in another way
         _copy([file for file in files if not file.name.startswith("chat_template")], directory)

@@ -157,9 +157,12 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
         if ".lora_" in name or key in files or parameter.requires_grad:
             ours[key] = parameter
             names.setdefault(id(parameter), []).append(key)
-    problem = f"{directory}: the adapter does not fit the layers of its base"
-    if differ := sorted(set(ours) ^ set(files)):
-        raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")
+    problem = f"{directory}: the adapter does not fit the model"
+    if set(ours) != set(files):
+        lacks = {"it": sorted(set(ours) - set(files)), "the model": sorted(set(files) - set(ours))}
+        text = ", and ".join(f"{who} lacks {keys[0]}" for who, keys in lacks.items() if keys)
+        advice = "model.lora.targets and model.lora.modules_to_save name its modules"
+        raise UserError(f"{problem}: {text}; {advice}")
     for same in names.values():
         values = [files[name].get_tensor(name).float() for name in same]
         if any(not torch.equal(values[0], value) for value in values):
