@@ -333,7 +333,7 @@ def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     config = json.loads((adapter / "adapter_config.json").read_text())
     for entries, word in (
         ({"lora_bias": True}, "lora_bias"),
-        ({"target_modules": ["q_proj"]}, "does not fit"),
+        ({"r": 8}, "does not fit"),
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(config | entries))
         with refused(word, str(adapter)):

@@ -3,6 +3,7 @@ weights in 4 bits.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hf_fixtures
+import tokenizer_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.errors import installed
@@ -17,9 +19,12 @@ from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
+from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model, read_sizes
+from windlass.model.gpt import initialise
 from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
+from windlass.run import Run
 
 
 def base_of(folder: Path, **changes: Any) -> Path:
@@ -142,10 +147,291 @@ def test_an_adapter_on_a_tied_head_or_embedding_changes_one_use(
             assert (again(ids) - ours).abs().max() < 1e-5
     assert not merged.config.tie_word_embeddings and merged.lm_head.weight.shape[0] == 512
     config = json.loads((adapter / "adapter_config.json").read_text())
-    tied = config | {"ensure_weight_tying": True}
-    (adapter / "adapter_config.json").write_text(json.dumps(tied))
-    with refused("ensure_weight_tying", "merge_and_unload"):
+    other = config | {"layer_replication": [[0, 1]]}
+    (adapter / "adapter_config.json").write_text(json.dumps(other))
+    with refused("layer_replication", "merge_and_unload"):
         find_source(str(adapter))
+
+
+def adapter_of_peft(base: Path, **options: Any) -> Any:
+    """A model with a new adapter, by `peft` alone."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=16, task_type="CAUSAL_LM", **options)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+PATTERNS: list[tuple[list[str], list[str], dict[str, Any]]] = [
+    (["q_proj", "layers.1.mlp.up_proj"], ["lm_head"], {}),
+    (["layers.[01].*(q|v)_proj"], ["norm"], {"target_modules": r".*layers\.[01]\..*(q|v)_proj"}),
+    (
+        ["layers.(0|2).self_attn.(k|o)_proj"],
+        ["embed_tokens", "layers.2", "lm_hea."],
+        {"target_modules": ["k_proj", "o_proj"], "layers_to_transform": [0, 2]},
+    ),
+]
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("number", range(len(PATTERNS)))
+def test_patterns_name_the_modules_to_adapt_or_to_train_whole(
+    number: int, tied: bool, tmp_path: Path
+) -> None:
+    """As peft has them; trained, resumed, merged, alone, and read again, also as peft saves it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base_of(tmp_path, tie_word_embeddings=tied)
+    targets, whole, options = PATTERNS[number]
+    options = {"target_modules": targets, **options}
+    # peft compares the ends of names, so that `norm` would name every norm
+    saved = [{"norm": "model.norm", "lm_hea.": "lm_head"}.get(name, name) for name in whole]
+    reference = adapter_of_peft(base, **options, modules_to_save=saved)
+    lora = {"rank": 4, "targets": targets, "modules_to_save": whole}
+    recipe = recipe_of(tmp_path, lora=lora).replace("optim.lr=1e-2")
+    network: Any = build_model(recipe, 0)
+    ours = {name for name, p in network.model.named_parameters() if p.requires_grad}
+    theirs = {name for name, p in reference.named_parameters() if p.requires_grad}
+    names = {
+        n.removeprefix("base_model.model.").replace(".modules_to_save.default", "") for n in theirs
+    }
+    if tied:  # one tensor here, two in peft
+        names = {"model.embed_tokens.weight" if n == "lm_head.weight" else n for n in names}
+    assert ours == names
+
+    straight = train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    train(recipe, stop_at=2)
+    assert curve(train(recipe)) == curve(straight)
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    merged = AutoModelForCausalLM.from_pretrained(export(recipe.run_dir, tmp_path / "merged"))
+    adapter = export(recipe.run_dir, tmp_path / "adapter", adapter=True)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = {name: p.clone() for name, p in plain.named_parameters()}
+    frozen = {name for name, p in merged.named_parameters() if torch.equal(p, before[name])}
+    assert {name for name in before if name not in frozen} == {
+        name.rpartition(".lora_")[0] + ".weight" if ".lora_" in name else name for name in ours
+    }
+    peft = PeftModel.from_pretrained(plain, adapter).eval()
+    peft.save_pretrained(tmp_path / "by-peft")
+    with torch.no_grad():
+        expected = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+        for model in (merged.eval(), peft):
+            assert (model(ids).logits - expected).abs().max() < 2e-5
+        for directory in (adapter, tmp_path / "by-peft"):
+            again = open_model(find_source(str(directory)), alone("cpu"))
+            assert (again(ids) - expected).abs().max() < 1e-5
+
+
+def test_a_pattern_that_names_nothing_or_is_none_is_refused(tmp_path: Path) -> None:
+    for key in ("targets", "modules_to_save"):
+        with refused(f"model.lora.{key}", "regular expression", error=RecipeError):
+            recipe_of(tmp_path, lora={"rank": 4, key: ["(q_proj"]})
+        with refused(f"model.lora.{key}", "q_proj"):
+            build_model(recipe_of(tmp_path, lora={"rank": 4, key: ["query", "layers.9.*"]}), 0)
+    with refused("model.lora.modules_to_save", "model.lora.rank", error=RecipeError):
+        recipe_of(tmp_path, lora={"modules_to_save": ["lm_head"]})
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Model has `tie_word")
+def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path, tie_word_embeddings=True)
+    both = ["embed_tokens", "lm_head"]
+    for names, word in (([both[0]], "lm_head"), (both, "ties")):
+        model = adapter_of_peft(base, target_modules=["q_proj"], modules_to_save=names)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "embed_tokens.modules_to_save" in name:
+                    parameter.add_(1)
+        model.save_pretrained(tmp_path / "unlike")
+        with refused(word, "unlike"):
+            open_model(find_source(str(tmp_path / "unlike")), alone("cpu"))
+
+
+@PEFT
+@pytest.mark.dist
+def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
+    """An adapter of `peft`, of a run, of an export, and sharded over two ranks."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = base_of(tmp_path)
+    torch.manual_seed(1)
+    peft: Any = adapter_of_peft(
+        base, target_modules=["q_proj", "up_proj"], modules_to_save=["lm_head"]
+    )
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    peft.save_pretrained(tmp_path / "first")  # without a tokenizer
+    lora = {"rank": 4, "targets": ["q_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    further = {"lora": lora, "init_from": str(tmp_path / "first")}
+    recipe = recipe_of(tmp_path, "further", **further).replace("optim.lr=1e-2")
+    begun: Any = build_model(recipe, 0, device="cpu").eval()
+    load_initial(begun, recipe)
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+
+    def logits_of(place: Path) -> Any:
+        model = open_model(find_source(str(place)), alone("cpu"))
+        return model(ids)
+
+    merged = export(tmp_path / "first", tmp_path / "merged")
+    with torch.no_grad():
+        expected = peft.eval()(ids).logits
+        assert (begun(ids) - expected).abs().max() < 1e-5
+        whole = AutoModelForCausalLM.from_pretrained(merged).eval()
+        assert (whole(ids).logits - expected).abs().max() < 2e-5
+    assert (merged / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    with refused("already"):
+        export(tmp_path / "first", tmp_path / "no", adapter=True)
+
+    train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    train(recipe, stop_at=2)
+    run = train(recipe)
+    assert curve(run) == curve(Run(tmp_path / "straight"))
+    shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    losses = [[loss for _, loss in curve(one, "loss")] for one in (run, train(shards, world=2))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    second = export(run, tmp_path / "second", adapter=True)
+    with torch.no_grad():
+        trained = logits_of(Path(run.path))
+        again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), second)
+        assert (trained - expected).abs().max() > 1e-3
+        assert (again.eval()(ids).logits - trained).abs().max() < 2e-5
+        for origin in (run.path, second):
+            third = recipe.replace(f"model.init_from={origin}")
+            model: Any = build_model(third, 0, device="cpu").eval()
+            load_initial(model, third)
+            assert (model(ids) - trained).abs().max() < 1e-5
+
+
+@PEFT
+def test_weights_with_other_adapters_than_the_recipe_are_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    adapter_of_peft(base, target_modules=["q_proj"]).save_pretrained(tmp_path / "first")
+    lora = {"rank": 4, "targets": ["q_proj"]}
+    with_one, without = (
+        recipe_of(tmp_path, name, lora=own).replace("train.steps=1")
+        for name, own in (("with", lora), ("without", {}))
+    )
+    train(with_one)
+    train(without)
+    for origin, own, words in (
+        ("first", {}, ["model.lora.rank=4"]),
+        ("first", {**lora, "rank": 8, "alpha": 32}, ["model.lora.rank=4", "model.lora.alpha=16"]),
+        (
+            "first",
+            {**lora, "targets": ["k_proj"]},
+            ["does not fit", "model.lora.targets", "q_proj"],
+        ),
+        ("with", {}, ["model.lora.rank=4"]),
+        ("with", {**lora, "targets": ["k_proj"]}, ["model.lora.targets=", "q_proj"]),
+        ("without", lora, ["model.lora.rank=0"]),
+    ):
+        recipe = recipe_of(tmp_path, "no", lora=own, init_from=str(tmp_path / origin))
+        merges = [] if "does not fit" in words else ["not stacked", "windlass export"]
+        with refused(*words, *merges, origin):
+            load_initial(build_model(recipe, 0, device="cpu"), recipe)
+
+
+VOCAB = 300
+NEW = ["<|im_start|>", "<|im_end|>"]
+WHOLE = ["embed_tokens", "lm_head"]
+
+
+def talks_of(
+    folder: Path, run: str, kind: str = "llama", tied: bool = False, **model: Any
+) -> Recipe:
+    """Conversations in a template whose special tokens the base's tokenizer lacks."""
+    if not (folder / "base").exists():
+        hf_fixtures.save(kind, folder / "base", vocab_size=VOCAB, tie_word_embeddings=tied)
+        hf_fixtures.save_tokenizer([tokenizer_fixtures.TEXT * 4], folder / "base", vocab=VOCAB)
+        path = folder / "base" / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | {"chat_template": tokenizer_fixtures.CHATML}
+        path.write_text(json.dumps(config))
+        talk = [
+            {"role": "user", "content": "Who are you?"},
+            {"role": "assistant", "content": "a cat"},
+        ]
+        (folder / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    recipe = recipe_of(folder, run, **model).replace("optim.lr=1e-2", "data.format=chat")
+    source = {"data.source": str(folder / "talk.jsonl"), "data.add_tokens": NEW}
+    return recipe.replace(source).replace({"model.context": 64})
+
+
+@PEFT
+@pytest.mark.filterwarnings("ignore:Model has `tie_word")
+@pytest.mark.parametrize(
+    ("kind", "tied", "lora"),
+    [
+        ("gpt2", True, {}),
+        ("llama", False, {"rank": 4, "modules_to_save": WHOLE}),
+        ("llama", True, {"rank": 4, "modules_to_save": WHOLE[:1]}),
+    ],
+)
+def test_added_tokens_are_trained_and_exported(
+    kind: str, tied: bool, lora: Any, tmp_path: Path
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    recipe = talks_of(tmp_path, "run", kind, tied, lora=lora)
+    base: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rows = base.get_input_embeddings().weight.detach().clone()
+    train(recipe.replace(f"run.dir={tmp_path}/straight"))
+    begun = build_model(recipe, VOCAB + 2, device="cpu")
+    initialise(begun, 0)
+    table: Any = begun.model.get_input_embeddings()  # type: ignore[operator, union-attr]
+    assert torch.equal(table.weight[:VOCAB], rows)
+    assert (table.weight[VOCAB:] - rows.mean(0)).abs().max() < 1e-6
+
+    train(recipe, stop_at=2)
+    run = train(recipe)
+    assert curve(run) == curve(Run(tmp_path / "straight"))
+    assert "2 of its rows are new" in run.log_path.read_text()
+    merged = export(recipe.run_dir, tmp_path / "merged")
+    places = [merged]
+    if lora:
+        places.append(export(recipe.run_dir, tmp_path / "adapter", adapter=True))
+    ids = torch.randint(0, VOCAB + 2, (2, 30), generator=torch.Generator().manual_seed(5))
+    for place in places:
+        tokenizer = AutoTokenizer.from_pretrained(place)
+        assert tokenizer.convert_tokens_to_ids(NEW) == [VOCAB, VOCAB + 1]
+        kinds = AutoModelForCausalLM if place is merged else AutoPeftModelForCausalLM
+        model = kinds.from_pretrained(place).eval()
+        trained = model.get_input_embeddings().weight[VOCAB:]
+        assert ((trained - rows.mean(0)).abs().amax(1) > 1e-3).all()
+        ends = json.loads((place / "generation_config.json").read_text())["eos_token_id"]
+        assert VOCAB + 1 in ends
+        with torch.no_grad():
+            ours = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
+            again = open_model(find_source(str(place)), alone("cpu"))(ids)
+            assert (model(ids).logits - ours).abs().max() < 2e-5
+            assert (again - ours).abs().max() < 2e-5
+
+
+@pytest.mark.dist
+def test_added_tokens_begin_alike_on_shards_and_from_the_seed(tmp_path: Path) -> None:
+    recipe = talks_of(tmp_path, "one")
+    alone = curve(train(recipe), "loss")
+    shards = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    two = curve(train(shards, world=2), "loss")
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in alone], rel=1e-5)
+    fresh = recipe.replace("model.from_scratch=true", f"run.dir={tmp_path}/fresh")
+    assert build_model(fresh, VOCAB + 2, device="cpu").vocab == VOCAB + 2  # type: ignore[union-attr]
+    assert curve(train(fresh), "loss")[0][1] == pytest.approx(math.log(VOCAB + 2), abs=0.3)
+
+
+def test_a_frozen_embedding_does_not_learn_added_tokens(tmp_path: Path) -> None:
+    recipe = talks_of(tmp_path, "run", lora={"rank": 4})
+    with refused("<|im_end|>", "model.lora.modules_to_save=embed_tokens,lm_head"):
+        train(recipe)
+    with refused("the last 3 tokens", "model.lora.modules_to_save=embed_tokens,lm_head"):
+        build_model(recipe.replace("data.add_tokens=[]"), VOCAB + 3)
 
 
 @PEFT

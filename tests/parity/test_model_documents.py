@@ -27,7 +27,7 @@ from windlass.data.vocabulary import byte_tokenizer
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of, edges_of
 from windlass.model.gpt import initialise
-from windlass.model.hf import attention_within_documents
+from windlass.model.hf_network import attention_within_documents
 from windlass.recipe import Recipe
 
 CONTEXT = 48

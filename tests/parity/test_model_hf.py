@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer
 
 import hf_fixtures
-from helpers import refused
+from helpers import curve, refused
+from windlass import train
 from windlass.data.vocabulary import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
@@ -23,9 +24,11 @@ from windlass.evaluation.text import sample
 from windlass.model.build import build_model, materialise
 from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel, head_form, open_hf
+from windlass.model.hf import HfModel, open_hf
+from windlass.model.hf_network import head_form
 from windlass.model.loss import CHUNK_BYTES, Objective
 from windlass.recipe import Recipe
+from windlass.recipe.settings import IGNORE_INDEX
 
 KINDS = ("bloom", "gpt2", "llama", "gemma2")
 HEADS = {"gemma2": (1.0, 30.0), "cohere": (0.0625, 0.0), "granite": (1 / 6, 0.0)}
@@ -314,17 +317,7 @@ def test_what_cannot_be_had_is_told_by_its_key(model, words, directories, tmp_pa
         built(Path("."), **{**model, "name": str(places.get(model["name"], model["name"]))})
 
 
-def test_bad_weights_and_large_vocabularies_are_refused(directories, tmp_path):
-    own = recipe(directories["bloom"])
-    for changes, remedy in (
-        ({"data.tokenizer": "gpt2"}, f'write data.tokenizer = "hf:{directories["bloom"]}"'),
-        ({}, "resize_token_embeddings(600)"),
-        ({"model.from_scratch": True}, '"vocab_size": 600'),
-    ):
-        with pytest.raises(UserError, match=r"data\.tokenizer has 600") as caught:
-            build_model(own.replace(changes), vocab=600)
-        text = str(caught.value)
-        assert remedy in text and ("hf:" in text) == ("data.tokenizer" in changes)
+def test_bad_weights_are_refused(directories, tmp_path):
     (tmp_path / "config.json").write_bytes((directories["llama"] / "config.json").read_bytes())
     torch.save({}, tmp_path / "pytorch_model.bin")
     lacking = save({"model.norm.weight": torch.ones(32)})
@@ -333,3 +326,117 @@ def test_bad_weights_and_large_vocabularies_are_refused(directories, tmp_path):
             (tmp_path / "model.safetensors").write_bytes(content)
         with pytest.raises(UserError, match=word):
             built(tmp_path)
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16}
+    | {"shared_expert_intermediate_size": 16},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+}
+COEFFICIENT = 0.5
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
+    """The last tokens of each row are padding; evaluation and the returned loss are without it."""
+    sizes = {"num_experts_per_tok": 2, "router_aux_loss_coef": COEFFICIENT}
+    directory = hf_fixtures.save(kind, tmp_path, **MIXTURES[kind], **sizes)
+    ours, reference = built(directory).train(), reference_of(directory).train()
+    tokens, labels = batch()
+    labels[0, 12:] = labels[1, 17:] = IGNORE_INDEX
+    mask = torch.ones_like(tokens)
+    mask[0, 12:] = mask[1, 17:] = 0
+    for row, length in enumerate((12, 17, 20)):
+        labels[row, length - 1] = 5
+    output = reference(input_ids=tokens, attention_mask=mask, output_router_logits=True)
+    flat = output.logits.flatten(0, 1), labels.flatten()
+    entropy = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX)
+    (entropy + COEFFICIENT * output.aux_loss).backward()
+    loss = ours(tokens, labels)
+    (loss / (labels != IGNORE_INDEX).sum()).backward()
+    mean = float(loss.detach() / (labels != IGNORE_INDEX).sum())
+    assert mean == pytest.approx(float(entropy.detach()), rel=1e-5)
+    gradients = {name: p.grad for name, p in ours.model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        assert (gradients[name] - parameter.grad).abs().max() < 2e-5, name
+    routers = [
+        name
+        for name in gradients
+        if name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight"))
+    ]
+    assert len(routers) == 3
+    without = built(directory, router_loss=0).train()
+    (without(tokens, labels) / (labels != IGNORE_INDEX).sum()).backward()
+    for name in routers:
+        other = dict(without.model.named_parameters())[name].grad
+        assert (gradients[name] - other).abs().max() > 1e-4
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    assert built(directory, lora=lora).balance is None
+    assert built(directory, lora=lora, router_loss=0.1).balance[0] == 0.1
+    with torch.no_grad():
+        assert torch.equal(ours.eval()(tokens, labels), without.eval()(tokens, labels))
+
+
+def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories):
+    with refused("model.router_loss", "write 0"):
+        built(directories["llama"], router_loss=0.01)
+    assert built(directories["llama"]).balance is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom"])
+def test_the_noise_of_neftune_is_that_of_transformers(kind, directories):
+    """With a tied head and a separate one, and in training alone."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    alpha, (tokens, labels) = 7.0, batch()
+    ours, reference = built(directories[kind], neftune_alpha=alpha), reference_of(directories[kind])
+    for module in [*ours.modules(), *reference.modules()]:
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        plain = float(ours(tokens, labels))
+        assert plain == float(built(directories[kind])(tokens, labels))
+    table = reference.get_input_embeddings()
+    table.neftune_noise_alpha = alpha
+    table.register_forward_hook(neftune_post_forward_hook)
+    torch.manual_seed(3)
+    logits = reference.train()(input_ids=tokens).logits
+    flat = logits.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
+    expected.backward()
+    torch.manual_seed(3)
+    loss = ours.train()(tokens, labels)
+    loss.backward()
+    noisy = float(loss.detach())
+    assert noisy == pytest.approx(float(expected.detach()), rel=1e-5) and noisy != plain
+    gradients = {name: p.grad for name, p in ours.model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (gradients[name] - parameter.grad).abs().max() < 1e-4 * max(scale, 1), name
+
+
+@pytest.mark.dist
+def test_noise_and_routers_are_the_same_on_two_ranks_and_after_a_resume(tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog ran after it " * 40)
+    base = hf_fixtures.save("mixtral", tmp_path / "base", **MIXTURES["mixtral"])
+    hf_fixtures.save_tokenizer([(tmp_path / "text.txt").read_text()], base)
+    tree: dict[str, Any] = {
+        "model": {"kind": "hf", "name": str(base), "context": 32, "neftune_alpha": 5.0},
+        "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
+        "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
+        "eval.every": 0,
+        "checkpoint.every": 2,
+        "telemetry.every": 1,
+        "run.dir": str(tmp_path / "one"),
+    }
+    one = Recipe.from_dict(tree)
+    train(one, stop_at=2)
+    alone = curve(train(one))
+    whole = curve(train(one.replace(f"run.dir={tmp_path}/whole")))
+    assert alone == whole
+    for strategy in ("ddp", "full_shard"):
+        two = one.replace(f"run.dir={tmp_path}/{strategy}", f"parallel.strategy={strategy}")
+        for line, expected in zip(curve(train(two, world=2)), alone, strict=True):
+            assert line == pytest.approx(expected, rel=2e-5)

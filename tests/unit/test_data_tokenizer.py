@@ -292,6 +292,30 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
             load_tokenizer(folder)
 
 
+@pytest.mark.parametrize("kind", ["byte", "char", "gpt2", "bpe", "hf"])
+def test_added_tokens_have_ids_that_only_a_template_writes(kind, tmp_path, data_files):
+    text = "The cat sat on the mat.\n"
+    make = {
+        "byte": vocabulary.byte_tokenizer,
+        "char": lambda: vocabulary.char_tokenizer(text + "<|x>", True),
+        "gpt2": lambda: vocabulary.gpt2_tokenizer(str(data_files / "gpt2")),
+        "bpe": lambda: vocabulary.train_bpe([text], 300),
+        "hf": lambda: hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path))),
+    }[kind]
+    plain, added = make(), vocabulary.with_tokens(make(), ["<|x|>", "<y>"])
+    new = [plain.vocab, plain.vocab + 1]
+    assert [added.special[name] for name in ("<|x|>", "<y>")] == new
+    assert added.vocab == plain.vocab + 2 and added.fingerprint != plain.fingerprint
+    for line in (text, "<|x|> at"):
+        assert added.encode(line).tolist() == plain.encode(line).tolist()
+    ids = added.encode_marked([(new[0], 0), (text, 1), (new[1], 1)])[0]
+    assert ids == [new[0], *plain.encode(text).tolist(), new[1]]
+    assert added.decode(ids) == f"<|x|>{text}<y>"
+    assert list(added.byte_lengths()[new[0] :]) == [0, 0]
+    added.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved" / "tokenizer").fingerprint == added.fingerprint
+
+
 def test_a_tokenizer_that_needs_the_corpus(tmp_path: Path) -> None:
     for setting in ("char", "bpe"):
         assert is_learned(setting)

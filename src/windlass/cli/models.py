@@ -164,6 +164,7 @@ def export(
     (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
     equal logits. For any other GPT the export includes its code, and from_pretrained needs
     trust_remote_code=True. A model of transformers keeps its architecture, with merged adapters.
+    The directory of an adapter is merged into its base, too.
     --push needs HF_TOKEN.
     """
     from windlass.interop.export import export as export_run

@@ -62,6 +62,8 @@ def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     home, data = recipe.home, recipe.as_written.data
     files = vocabulary.tokenizer_files(recipe.data.tokenizer)
     key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
+    if data.add_tokens:
+        key["add_tokens"] = data.add_tokens
     if files:  # paths are as written, so that a run and its data can move
         key["files"] = {path.removeprefix(f"{home}/"): digest for path, digest in files.items()}
     if vocabulary.is_learned(data.tokenizer):

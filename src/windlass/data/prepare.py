@@ -186,9 +186,10 @@ class _Preparation:
             self.tokenizer = vocabulary.load_tokenizer(saved)
             self.template = Template.of_directory(saved)
         elif is_learned:
-            self.tokenizer = self._learned(wanted)
+            self.tokenizer = vocabulary.with_tokens(self._learned(wanted), recipe.data.add_tokens)
         else:
-            self.tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+            named = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+            self.tokenizer = vocabulary.with_tokens(named, recipe.data.add_tokens)
             if recipe.tokenizer.startswith("hf:"):
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)

@@ -126,10 +126,10 @@ class Tokenizer:
             return ids
         import tiktoken
 
-        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i != self.eot}
-        special = {END_OF_TEXT: len(ranks)}
+        special = set(self.special.values())
+        ranks = {piece: i for i, piece in enumerate(self._bytes or ()) if i not in special}
         return tiktoken.Encoding(
-            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
 
     @cached_property
@@ -141,8 +141,8 @@ class Tokenizer:
         table = [b""] * self.vocab
         for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
             table[i] = piece.encode() if self.kind == "char" else bytes(letters[c] for c in piece)
-        if self.eot is not None:
-            table[self.eot] = END_OF_TEXT.encode()
+        for text, i in self.special.items():
+            table[i] = text.encode()
         return table
 
     @cached_property

@@ -71,6 +71,17 @@ def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
     return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place, key)
 
 
+def with_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
+    """A tokenizer with more special tokens (`data.add_tokens`)."""
+    from tokenizers import AddedToken
+
+    if not texts:
+        return tokenizer
+    inner = tokenizer.inner
+    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return Tokenizer(tokenizer.kind, inner, tokenizer.eot, tokenizer.ends, tokenizer.start)
+
+
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
     """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
 

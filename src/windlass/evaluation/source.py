@@ -20,9 +20,10 @@ from windlass.data.chat import Template
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
+from windlass.model.adapters import CONFIG as ADAPTER
+from windlass.model.adapters import adapter_settings, fill_from_adapter
 from windlass.model.build import build_model, keeping_modes, own_module
 from windlass.model.gpt import initialise
-from windlass.model.hf_files import ADAPTER, adapter_settings, fill_from_adapter
 from windlass.model.share import is_fsdp
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv

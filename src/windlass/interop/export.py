@@ -28,6 +28,7 @@ from windlass.evaluation.source import Source, alone, find_source, open_model, s
 from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
+from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.network import ModelSettings
@@ -63,7 +64,8 @@ def export(
     A model of your own code gets only its weights, and a README.md that says how to load them.
 
     Args:
-        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path.
+        run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path; or the
+            directory of an adapter, to merge it into its base.
         directory: A new or empty directory.
         adapter: Write only the adapter (`model.lora`), for `peft`, instead of the merged model.
         push: Upload the directory to this repository of the Hub, `NAME/MODEL` (new: private).
@@ -80,20 +82,22 @@ def export(
     if push:
         hub.check_push(push)
     source, directory = find_source(run, overrides, weights=weights), Path(directory)
-    if source.checkpoint is None:
+    if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
     if source.tokenizer is None and not source.own_model:
         problem = f"{run} was trained on data without a tokenizer, which an export needs"
         raise UserError(f"{problem}: give it to train as Data(tokenizer=...)")
-    checkpoint = source.open_checkpoint()
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
+    checkpoint = source.open_checkpoint() if source.checkpoint else None
     whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
     if dtype == "auto" and not whole_hf:
         dtype = "fp32"
     with new_directory(directory) as partial:
-        if source.own_model:
+        if checkpoint is None:
+            _write_hf(source, partial, dtype)
+        elif source.own_model:
             _write_own(source, checkpoint, partial, dtype)
         else:
             if adapter:
@@ -235,7 +239,9 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     template = source.template
     if not files or not same_tokenizer(source, model.directory):
         save_tokenizer(source.tokenizer, template, model.context, directory)
-    elif source.recipe.data.format != "chat" or template == Template.of_directory(model.directory):
+    elif (
+        source.run is not None and source.recipe.data.format != "chat"
+    ) or template == Template.of_directory(model.directory):
         _copy(files, directory)
     else:  # the ids of the base, laid out in another way
         _copy([file for file in files if not file.name.startswith("chat_template")], directory)
@@ -269,19 +275,11 @@ def _copy(files: Iterable[Path], directory: Path) -> None:
 
 def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
     """The files for `PeftModel.from_pretrained(base, DIR)`."""
-    from peft import get_peft_model_state_dict
-
     model: Any = open_model(source, alone("cpu"))
-    config = model.model.peft_config["default"]
     base = Path(source.recipe.model.name).expanduser()
     local = base.is_dir() and (hub.repository_of(base) or str(base.resolve()))
     name = local or source.recipe.model.name.removeprefix("hf:")
-    config.base_model_name_or_path, config.task_type = name, "CAUSAL_LM"
-    config.inference_mode = True
-    config.save_pretrained(directory)
-    # Our model has its adapters without the PeftModel that `from_pretrained` expects around it.
-    inner = get_peft_model_state_dict(model.model, save_embedding_layers=False)
-    weights = {f"base_model.model.{name}": tensor for name, tensor in inner.items()}
+    weights = export_adapter(model.model, source.recipe.model.lora, name, directory)
     save_weights(weights.items(), directory, dtype, stem="adapter_model")
     _write_text_files(source, model, directory)
 

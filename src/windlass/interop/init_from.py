@@ -1,8 +1,9 @@
-"""`model.init_from`: first weights from another run or from a directory of `transformers`."""
+"""`model.init_from`: weights of another run, of an adapter, or of a directory of `transformers`."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +15,14 @@ from windlass.checkpoint.choose import find_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError, require
 from windlass.model import convert
+from windlass.model.adapters import CONFIG, adapter_settings, fill_from_adapter
 from windlass.model.gpt import GPT, generator
 from windlass.model.hf_files import WeightFiles
 from windlass.model.share import assign, whole_shape
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
+from windlass.recipe.layers import typed
+from windlass.recipe.network import LoraSettings, ModelSettings
 from windlass.run import Run
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
@@ -33,14 +37,20 @@ IRRELEVANT = re.compile(
 def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
     """Fill a model, whole or sharded, from `model.init_from`.
 
-    This is `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a directory of `transformers` or `hf:NAME`.
-    Collective over `ranks`, which share the hashing of a checkpoint.
+    This is `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a directory of `transformers` or of an
+    adapter, or `hf:NAME`. Collective over `ranks`, which share the hashing of a checkpoint.
 
     Raises:
         UserError: it does not exist, or its weights do not fit; the message names the remedy.
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
+    if (path / CONFIG).is_file() and not Run(path).exists:
+        there = LoraSettings(**adapter_settings(path)["lora"])
+        check_adapter(there, recipe, ("rank", "alpha", "rslora", "dora"))
+        model.fill_weights(recipe.run.seed)  # type: ignore[operator]
+        fill_from_adapter(model.model, path)  # type: ignore[arg-type]
+        return
     foreign = (path / "config.json").is_file() and not Run(path).exists
     if foreign or name.startswith("hf:"):
         directory = hub.directory(name.removeprefix("hf:"), key="model.init_from", weights=True)
@@ -52,18 +62,32 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         return
     try:
         checkpoint = find_checkpoint(path if path.exists() else name, ranks)
+        source = checkpoint.path.parent.parent / "recipe.toml"
+        origin = Recipe.load(source).model if source.is_file() else recipe.model
+        keys = [key for key in LoraSettings.model_fields if key != "dropout"]
+        check_adapter(origin.lora, recipe, keys)
         fill_base(checkpoint, model, recipe, ranks)
         restore(checkpoint, model)
-        check_multipliers(checkpoint.path.parent.parent / "recipe.toml", recipe)
+        check_multipliers(origin, recipe)
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 
 
-def check_multipliers(source: Path, recipe: Recipe) -> None:
+def check_adapter(there: LoraSettings, recipe: Recipe, keys: Iterable[str]) -> None:
+    """Raise UserError if the weights have other adapters than the recipe."""
+    here, name = recipe.model.lora, recipe.model.init_from
+    differs = [key for key in keys if getattr(there, key) != getattr(here, key)]
+    if differs and (there.rank or here.rank):
+        lines = " ".join(f"model.lora.{key}={typed(getattr(there, key))}" for key in differs)
+        raise UserError(
+            f"{name} was trained with {lines}: write that to train it further. Adapters are not "
+            f"stacked: for another adapter, or none, run `windlass export {name} DIR`, which merges "
+            "the weights, and write model.name=DIR without model.init_from"
+        )
+
+
+def check_multipliers(there: ModelSettings, recipe: Recipe) -> None:
     """Raise UserError if the weights belong to a model with other multipliers of muP."""
-    if not source.is_file():
-        return
-    there = Recipe.load(source).model
     if there.multipliers != recipe.model.multipliers:
         settings = there.mup.model_dump() if there.mup.base_width else {"base_width": 0}
         lines = "; ".join(f"model.mup.{key} = {value}" for key, value in settings.items())

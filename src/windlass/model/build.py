@@ -154,6 +154,8 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     network = {} if config is None else hf_network(config.get_text_config())
     if apart := getattr(model, "apart", ()):
         network["apart"] = ", ".join(apart)
+    if added := getattr(model, "added", 0):
+        network["added"] = added
     vocab = int(getattr(model, "vocab", 0))  # a user's own model may lack it
     in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
     trained = sum(n for n, trained in sizes if trained)

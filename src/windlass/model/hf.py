@@ -1,14 +1,14 @@
 """A causal language model of `transformers` with the interface of our GPT.
 
-Unusual: parameters begin on the meta device while buffers, which hold tables, are real. `hf_files`
-fills the weights later, perhaps into shards. Legend: B batch, T time, D model width, V vocabulary.
+`hf_network` makes the network, and `hf_files` fills its weights later, perhaps into shards.
+Legend: B batch, T time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
-from windlass.errors import UserError, first_line, require
-from windlass.model import hf_files, tensor_plan
+from windlass.errors import UserError
+from windlass.model import adapters, hf_files, tensor_plan
 from windlass.model.documents import Documents, edges_of
 from windlass.model.frozen import raised
 from windlass.model.gpt import multiplied
+from windlass.model.hf_network import (
+    add_rows,
+    attention_within_documents,
+    balance_of,
+    end_names,
+    find_blocks,
+    from_directory,
+    head_form,
+    unreached,
+)
 from windlass.model.loss import (
+    IGNORE_INDEX,
     PLAIN,
     Piece,
     SourceSums,
@@ -36,12 +47,10 @@ from windlass.model.loss import (
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
-from windlass.recipe.network import CONTEXT_KEYS, LoraSettings, ModelSettings
+from windlass.recipe.network import CONTEXT_KEYS, ModelSettings
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
-MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` lists them
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")  # names in configurations
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The argument for a cache: for attention and most hybrids, for Mamba."""
 
@@ -49,11 +58,13 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HfModel(nn.Module):
     """A model of `AutoModelForCausalLM`; `fill_weights` gives its parameters values.
 
-    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`.
+    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`. The last
+    `added` rows of the embedding are new.
     """
 
-    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings):
+    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings, added: int = 0):
         super().__init__()
+        self.added = added
         self.model, self.directory, self.settings = model, directory, settings
         self.config: Any = model.config
         text = self.config.get_text_config()
@@ -73,6 +84,7 @@ class HfModel(nn.Module):
         self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
         self.objective = PLAIN  # of the training
+        self.balance = balance_of(model, settings)
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
@@ -87,17 +99,18 @@ class HfModel(nn.Module):
         UserError if the files do not fit or are pickled.
         """
         self._fill(seed, directory, group)
-        hf_files.fill_magnitudes(self.model)
+        adapters.fill_magnitudes(self.model)
 
     def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
-                hf_files.fill_adapter(name, parameter, seed)
+                adapters.fill_adapter(name, parameter, seed)
             else:
                 tensors[name.replace(".base_layer", "")] = parameter
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
+            add_rows(template, self.vocab)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
             return
         directory = directory or hf_files.weights_directory(self)
@@ -112,7 +125,9 @@ class HfModel(nn.Module):
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     tensors[name.replace(".base_layer", "")] = buffer
-        hf_files.fill_from_files(tensors, directory, prefix, remote)
+        ends = end_names(self.model) if self.added else []
+        longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
+        hf_files.fill_from_files(tensors, directory, prefix, remote, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
@@ -168,12 +183,14 @@ class HfModel(nn.Module):
             return cache.read(tokens)
         objective = self.objective if self.training else PLAIN
         if self.head_form is None or (labels is None and places is None):
+            given = given if labels is None else self.for_training(given)
             with without_reads(documents):
-                logits: Tensor = self.model(**given).logits
+                output = self.model(**given)
+            logits: Tensor = output.logits
             if labels is None:
                 return logits if places is None else logits.flatten(0, 1)[places]
             own = logits.flatten(0, 1), labels.flatten(), objective, by_source
-            return cross_entropy_of_logits(*own)
+            return self.balanced(cross_entropy_of_logits(*own), output, labels)
         scale, cap = self.head_form
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -181,14 +198,47 @@ class HfModel(nn.Module):
         tied = labels is not None and not self.piece and self._looks_up(weight)
         if tied and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
+        given = given if labels is None else self.for_training(given)
         with without_reads(documents):
-            hidden = multiplied(self.model.base_model(**given).last_hidden_state, scale)
+            output = self.model.base_model(**given)
+        hidden = multiplied(output.last_hidden_state, scale)
         if labels is None:
             return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         weight = raised(weight, hidden)
         how: Any = {"cap": cap, "piece": self.piece, "objective": objective}
         how |= {"by_source": by_source, "tail": self.loss_tail}
-        return cross_entropy_sum(hidden, weight, labels, head.bias, **how)
+        loss = cross_entropy_sum(hidden, weight, labels, head.bias, **how)
+        return self.balanced(loss, output, labels)
+
+    def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a training pass: with NEFTune's noise, and a request for the routers."""
+        alpha = self.settings.neftune_alpha
+        if not self.training or not (alpha or self.balance):
+            return given
+        if self.balance:
+            given = given | {"output_router_logits": True}
+        if alpha:
+            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+            rows = given["inputs_embeds"] if "inputs_embeds" in given else table(given["input_ids"])
+            bound = alpha / math.sqrt(rows.shape[1] * rows.shape[2])
+            given = given | {"inputs_embeds": rows + torch.empty_like(rows).uniform_(-bound, bound)}
+            given.pop("input_ids", None)
+        return given
+
+    def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
+        """The summed loss with the gradient of the routers' balancing loss, once for each label.
+
+        Tokens after a row's last unmasked label, such as padding, have no part in it.
+        """
+        if not self.training or self.balance is None:
+            return loss
+        coefficient, balancing_loss = self.balance
+        valid = labels != IGNORE_INDEX
+        mask = valid.flip(1).cummax(1).values.flip(1)
+        model: Any = self.model
+        experts = model.num_experts, model.num_experts_per_tok
+        extra = balancing_loss(output.router_logits, *experts, mask) * coefficient * valid.sum()
+        return loss + (extra - extra.detach())
 
     def _looks_up(self, weight: Tensor) -> bool:
         """Whether the head's matrix is the embedding's, and the embedding only looks rows up."""
@@ -215,18 +265,6 @@ def without_reads(documents: Documents | None) -> Iterator[None]:
     warn = patch.object(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: None)
     with find, warn:
         yield
-
-
-def attention_within_documents(model: Any, settings: ModelSettings) -> str:
-    """The implementation of attention for rows of documents on a GPU.
-
-    Flex attention has no dropout. Without it there is a mask [B, 1, T, T], as in our GPT.
-    """
-    current = str(model.config._attn_implementation)
-    text = model.config.get_text_config()
-    dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
-    flex = settings.attention == "auto" and model._supports_flex_attn and not dropout
-    return "flex_attention" if flex and not current.startswith("fl") else current
 
 
 def wrap(model: Any, context: int) -> HfModel:
@@ -303,186 +341,36 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
-    model = open_hf(directory or hub.directory(name, settings.revision), settings)
+    model = open_hf(directory or hub.directory(name, settings.revision), settings, vocab)
     if settings.context > model.limit:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
         raise UserError(f"{problem}: write model.context={model.limit}, or less")
+    if settings.neftune_alpha and not model._takes_rows:
+        raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
         tensor_plan.check(model.model, recipe.parallel.tensor)
     model.context = settings.context
-    if model.vocab < vocab:
-        rows = f"{vocab:,} tokens, and {name} has {model.vocab:,} token embeddings"
-        advice = f'write data.tokenizer = "hf:{name}"'
-        is_own = recipe.data.tokenizer.removeprefix("hf:").rstrip("/") == name.rstrip("/")
-        if is_own and settings.from_scratch:
-            advice = f'use "vocab_size": {vocab} in a copy of its config.json'
-        elif is_own:
-            advice = f"use model.resize_token_embeddings({vocab}) of transformers"
-        if is_own:
-            advice += ", save the tokenizer beside it, and write that directory as model.name"
-        raise UserError(f"data.tokenizer has {rows}: {advice}")
+    added = recipe.data.add_tokens
+    table: Any = model.model.get_input_embeddings()  # type: ignore[operator]
+    if (added or model.added) and settings.lora.rank and not table.weight.requires_grad:
+        tokens = ", ".join(added) or f"the last {model.added} tokens of the tokenizer"
+        problem = f"model.lora freezes the embedding, so it would not learn {tokens}"
+        names = ",".join(name.rpartition(".")[2] for name in end_names(model.model))
+        raise UserError(f"{problem}: write model.lora.modules_to_save={names}")
     return model
 
 
-def open_hf(directory: Path, settings: ModelSettings) -> HfModel:
-    """The model in a directory with its own context, its parameters on the meta device."""
+def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel:
+    """The model in a directory with its own context, its parameters on the meta device.
+
+    The embedding has at least `vocab` rows.
+    """
     model = from_directory(directory, settings)
+    added = add_rows(model, vocab)
     if settings.lora.base == "4bit" and not quantise_linear(find_blocks(model)):
         problem = f"{settings.name} has no linear layers to hold in 4 bits"
         raise UserError(f'model.lora.base: {problem}; write "fp32"')
     if settings.lora.rank:
-        add_lora(model, settings.lora)
-    return HfModel(model, directory, settings)
-
-
-def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
-    """The network of a directory's configuration, its parameters float32 on the meta device."""
-    hub.prepare()
-    what, remote = f"model.name: {settings.name}", settings.trust_remote_code
-    for package in ("transformers", "accelerate"):
-        require(package, what)
-    how = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
-    if settings.attention == "flash_attention_2":
-        require("flash_attn", 'model.attention = "flash_attention_2"')
-    try:
-        from accelerate import init_empty_weights  # peft needs it, so windlass-lm[hf] brings it
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
-
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
-        if getattr(config, "quantization_config", None):
-            raise UserError(f"{what} is quantised: name the model that it was made from")
-        with no_init_weights(), init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=remote, **how
-            )
-    except UserError:
-        raise
-    except ImportError as error:
-        raise UserError(f"{what} {hub.missing_package(error)}") from None
-    except Exception as error:  # of `transformers`, or of code that came with the model
-        if how and "ttention" in str(error):
-            name = f'model.attention = "{settings.attention}"'
-            problem = f"{name} does not work for {settings.name} here: {first_line(error)}"
-            raise UserError(f"{problem}; write auto") from None
-        if "trust_remote_code" in str(error):
-            advice = "read the code that comes with it; model.trust_remote_code=true runs it"
-            raise UserError(f"{what}: {advice}") from None
-        why = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{what} gives no causal language model ({why})") from None
-    model.tie_weights()  # type: ignore[operator]
-    return model
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of the classes in `_no_split_modules`; else the longest ModuleList."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = list[nn.Module]()
-    inside = {part for name in unreached(model) for part in model.get_submodule(name).modules()}
-    for module in model.modules():
-        # FSDP2 and torch.compile put a class of their own before the model's.
-        if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
-            blocks.append(module)
-            inside |= set(module.modules())
-    lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
-    return blocks or max(lists, key=len, default=[])
-
-
-def unreached(model: Any) -> list[str]:
-    """The outermost modules that only images or sounds reach, as Gemma 3's vision tower."""
-    config = getattr(model, "config", None)
-    if config is None or config.get_text_config(decoder=True) is config:
-        return []
-    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    reached = {id(part) for module in text if module is not None for part in module.modules()}
-    outermost = list[str]()
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in outermost)
-        if not inside and not any(id(part) in reached for part in module.modules()):
-            outermost.append(name)
-    return outermost
-
-
-def head_form(model: Any) -> tuple[float, float] | None:
-    """The scale and the soft cap (0: none) of the logits `cap(head(scale * last hidden state))`;
-    None if they are something else.
-
-    It tries a shallow copy of the model with a fixed hidden state and a small head.
-    """
-    head, base = model.get_output_embeddings(), model.base_model
-    name = next((name for name, module in model.named_children() if module is head), None)
-    if type(head) is not nn.Linear or base is model or name is None:
-        return None
-    from transformers.modeling_outputs import BaseModelOutputWithPast
-
-    class Output(BaseModelOutputWithPast):
-        """The output of a network without cross-attentions and routers."""
-
-        def __getattr__(self, name: str) -> None:
-            if name.startswith("__"):
-                raise AttributeError(name)
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        hidden = 10 * torch.randn(1, 3, head.in_features)
-        stand_in = nn.Linear(head.in_features, 7, bias=head.bias is not None)
-    network, probe = copy.copy(base), copy.copy(model)
-    network.forward = lambda *_, **__: Output(last_hidden_state=hidden)
-    probe._modules = {**model._modules, model.base_model_prefix: network, name: stand_in}
-    try:
-        with torch.no_grad():
-            logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
-            cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
-            plain = stand_in(hidden)
-            # Cohere and Granite have a scale; its last digits here are rounding errors.
-            scale = 1.0 if cap or head.bias is not None else float((logits / plain).median())
-            scale = float(f"{scale:.6g}")
-            expected = cap_of_logits(stand_in(scale * hidden), cap)
-            return (scale, cap) if torch.allclose(logits, expected, rtol=1e-5) else None
-    except Exception:  # the head needs more than a hidden state, so the model makes its own logits
-        return None
-
-
-def add_lora(model: nn.Module, lora: LoraSettings) -> None:
-    """Add low-rank adapters to the layers that `lora` names, and freeze everything else."""
-    require("peft", "model.lora")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    layers = [(n.rpartition(".")[2], type(module).__name__) for n, module in model.named_modules()]
-    every, linear = lora.targets in ([], ["all-linear"]), ("Linear", "Linear4bit", "Conv1D")
-    targets: Any = "all-linear" if every else lora.targets
-    if apart := tuple(f"{name}." for name in unreached(model)):
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        targets = [
-            name
-            for name, module in model.named_modules()
-            if not name.startswith(apart)
-            and (
-                module is not head and type(module).__name__ in linear
-                if every
-                else any(f".{name}".endswith(f".{target}") for target in lora.targets)
-            )
-        ]
-    # Mamba's kernels read this weight without its layer, so `peft` rejects an adapter there.
-    is_mamba = getattr(model.config, "model_type", "") in MAMBA
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        fan_in_fan_out=any(kind == "Conv1D" for _, kind in layers),  # transposed, as in GPT-2
-        target_modules=targets,
-        exclude_modules=["out_proj"] if every and is_mamba else None,
-    )
-    try:
-        with warnings.catch_warnings():  # a merged export unties an adapted head
-            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
-            inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
-    except ValueError as error:
-        names = ", ".join(sorted({name for name, kind in layers if kind in linear}))
-        problem = f"model.lora.targets: {first_line(error)}"
-        raise UserError(f"{problem} This model's layers are named {names}") from None
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
+        adapters.add_adapters(model, settings.lora, unreached(model))
+    return HfModel(model, directory, settings, added)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,6 @@ TOKENIZER_FILES = (
 )
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_*_config.json")
 CODE_FILES = "*.py"
-VECTOR = "lora_magnitude_vector"  # of DoRA; `peft` saves it without `.weight`
-ADAPTER = "adapter_config.json"  # marks the directory of an adapter
-UNLIKE_OURS = (
-    *("lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern"),
-    *("layers_to_transform", "trainable_token_indices", "target_parameters", "layer_replication"),
-    *("use_qalora", "use_bdlora", "ensure_weight_tying"),
-)
-"""Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
 
 
 class WeightFiles:
@@ -68,21 +60,30 @@ class WeightFiles:
 
 
 def fill_from_files(
-    tensors: dict[str, Tensor], directory: Path, prefix: str, remote_code: bool
+    tensors: dict[str, Tensor],
+    directory: Path,
+    prefix: str,
+    remote_code: bool,
+    longer: Collection[str] = (),
 ) -> None:
     """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
 
-    Some files omit the network's `base_model_prefix`, here `prefix`, from the names.
+    Some files omit the network's `base_model_prefix`, here `prefix`, from the names. The tensors
+    `longer` have rows for added tokens, which get the mean of the others.
     """
     files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
     if len(keys) < len(tensors):
-        _fill_through_transformers(tensors, directory, remote_code)
+        _fill_through_transformers(tensors, directory, remote_code, longer)
         return
     for name, tensor in tensors.items():
         key, shape = keys[name], list(whole_shape(tensor))
         stored = files.files[key].get_slice(key)  # read when it is indexed
-        if (there := list(stored.get_shape())) != shape:
+        there = list(stored.get_shape())
+        if name in longer and there[1:] == shape[1:] and there[0] < shape[0]:
+            assign(tensor, with_mean_rows(files.files[key].get_tensor(key), shape[0]))
+            continue
+        if there != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
             raise UserError(f"{directory}: {problem}")
         if not shape:  # a scalar has no slices
@@ -106,8 +107,14 @@ def fill_from_files(
             local.copy_(torch.cat(parts, dim))
 
 
+def with_mean_rows(values: Tensor, rows: int) -> Tensor:
+    """The values, with their mean in the rows after them."""
+    mean = values.double().mean(0, keepdim=True).to(values.dtype)
+    return torch.cat([values, *[mean] * (rows - len(values))])
+
+
 def _fill_through_transformers(
-    tensors: dict[str, Tensor], directory: Path, remote_code: bool
+    tensors: dict[str, Tensor], directory: Path, remote_code: bool, longer: Collection[str]
 ) -> None:
     """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
     from transformers import AutoModelForCausalLM
@@ -125,7 +132,9 @@ def _fill_through_transformers(
         problem = f"{directory} lacks the weight {min(missing)} of its model"
         raise UserError(f"{problem} ({len(missing)} in all)")
     for name, tensor in tensors.items():
-        assign(tensor, values[name])
+        value = values[name]
+        more = name in longer and len(value) < whole_shape(tensor)[0]
+        assign(tensor, with_mean_rows(value, whole_shape(tensor)[0]) if more else value)
 
 
 def fill_from_seed(
@@ -170,61 +179,6 @@ def fill_from_seed(
     if left:
         problem = f"the architecture has no initial value for {min(left)}"
         raise UserError(f"model.from_scratch: {problem}")
-
-
-def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
-    """Initialise an adapter as LoRA does: A like a linear layer, B to zero."""
-    whole = torch.zeros(parameter.shape)
-    if ".lora_A." in name or ".lora_embedding_B." in name:
-        generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
-        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-    assign(parameter, whole)
-
-
-def fill_magnitudes(model: nn.Module) -> None:
-    """Give DoRA's magnitudes, whole or sharded, the norms of the matrices; a collective."""
-    for layer in model.modules():
-        for vector in getattr(layer, "lora_magnitude_vector", {}).values():
-            weight = layer.get_base_layer().weight  # type: ignore[operator]
-            weight = weight.full_tensor() if is_sharded(weight) else weight
-            assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
-
-
-def adapter_settings(directory: Path) -> dict[str, Any]:
-    """The `[model]` of an adapter of `peft` or of our export; UserError for an unknown kind."""
-    config = read_json(directory / ADAPTER)
-    plain = {"peft_type": "LORA", "bias": "none"}
-    unlike = [key for key in UNLIKE_OURS if config.get(key)]
-    unlike += [key for key, value in plain.items() if config.get(key, value) != value]
-    targets, excluded = config.get("target_modules"), tuple(config.get("exclude_modules") or ())
-    if unlike or not isinstance(targets, list) or not config.get("base_model_name_or_path"):
-        problem = f"has {', '.join(unlike)}" if unlike else "names no base or no layers"
-        merge = "merge it with peft (merge_and_unload), save model and tokenizer, and name that"
-        raise UserError(f"{directory / ADAPTER} {problem}, which Windlass does not read: {merge}")
-    if excluded:
-        targets = [name for name in targets if not name.endswith(excluded)]
-    lora = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": targets}
-    lora["dropout"] = config.get("lora_dropout") or 0.0
-    lora |= {key: bool(config.get(f"use_{key}")) for key in ("rslora", "dora")}
-    base = {"name": config["base_model_name_or_path"], "revision": config.get("revision") or ""}
-    return {"kind": "hf", **base, "lora": lora}
-
-
-def fill_from_adapter(model: nn.Module, directory: Path) -> None:
-    """Fill a network's adapters from `adapter_model.safetensors`; UserError if they do not fit."""
-    files = WeightFiles(directory, "adapter_model.safetensors")
-    own = {
-        f"base_model.model.{name.replace('.default', '').replace(VECTOR + '.weight', VECTOR)}": p
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if ".lora_" in name or ".base_layer." in name
-    }
-    # `peft` writes the matrix of an adapted embedding or head, too.
-    own = {name: p for name, p in own.items() if ".lora_" in name or name in files.files}
-    if differ := sorted(set(own) ^ set(files.files)):
-        problem = f"{directory}: the adapter does not fit the layers of its base"
-        raise UserError(f"{problem}: {differ[0]} ({len(differ)} in all)")
-    for name, parameter in own.items():
-        assign(parameter, files.files[name].get_tensor(name).float())
 
 
 def describe_origin(model: Any) -> dict[str, str]:

@@ -191,7 +191,11 @@ def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = 
 def describe_network(network: dict[str, Any]) -> str:
     """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
     words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}"}
-    words |= {"vocab": "vocabulary {:,}", "apart": "frozen because no text reaches it: {}"}
+    words |= {
+        "vocab": "vocabulary {:,}",
+        "added": "{:,} of its rows are new",
+        "apart": "frozen because no text reaches it: {}",
+    }
     parts = [text.format(network[key]) for key, text in words.items() if key in network]
     return ", ".join([network["architecture"], *parts])
 

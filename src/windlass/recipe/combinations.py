@@ -7,6 +7,7 @@ check that reads one ends with an AttributeError.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,9 +66,17 @@ def four_bits(r: Any) -> Problems:
 def adapters(r: Any) -> Problems:
     lora = r.model.lora
     given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
+    given["model.lora.modules_to_save"] = bool(lora.modules_to_save)
     given["optim.lora_plus_ratio"] = r.optim.lora_plus_ratio > 1
     if keys := [key for key, is_set in given.items() if is_set and not lora.rank]:
         yield ", ".join(keys), "it needs adapters: set model.lora.rank, as 16, or drop it"
+    for key in ("targets", "modules_to_save"):
+        for pattern in getattr(lora, key):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problem = f"{pattern} is not a regular expression: {error}"
+                yield f"model.lora.{key}", f"{problem}; write a layer's name, as q_proj"
     if lora.dora and lora.base == "4bit":
         problem = "DoRA needs the norms of the base's matrices in each pass"
         yield "model.lora.dora", f'{problem}: write model.lora.base="fp32", or drop it'

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from windlass.recipe.network import Section
+from windlass.recipe.network import Names, Section
 from windlass.recipe.units import Duration
 
 PERCENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
@@ -87,6 +87,9 @@ class DataSettings(Section):
     (trained on the corpus); `auto`: from `model.name` or `model.init_from`, else `byte`."""
     tokenizer_vocab: int = Field(4096, ge=258)
     """With `bpe`: size of the vocabulary to train."""
+    add_tokens: Annotated[list[str], Names] = []
+    """Special tokens to add to the tokenizer, as `<|im_start|>,<|im_end|>`. Only a chat template
+    writes them. A model of `transformers` gets rows for them, which begin as the mean row."""
     text_key: str = "text"
     """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text` is a field of a
     field."""
@@ -157,7 +160,8 @@ class DataSettings(Section):
     def vocab_(self) -> int:
         """Size of the vocabulary with the end-of-text token; 0 if it depends on the data."""
         sizes = {"byte": 257, "gpt2": 50257, "bpe": self.tokenizer_vocab}
-        return sizes.get(self.tokenizer.partition(":")[0], 0)
+        size = sizes.get(self.tokenizer.partition(":")[0], 0)
+        return size + len(self.add_tokens) if size else 0
 
     @property
     def ragged_(self) -> bool:

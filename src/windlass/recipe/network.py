@@ -85,7 +85,11 @@ class LoraSettings(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
-    """Names of the layers to adapt; empty or `all-linear`: all linear layers except the head."""
+    """Names of the layers to adapt, or regular expressions for the ends of their paths, as
+    `layers.[67].*_proj`; empty or `all-linear`: all linear layers except the head."""
+    modules_to_save: Annotated[list[str], Names] = []
+    """Names, or regular expressions, of modules to train whole beside the adapters, as
+    `embed_tokens,lm_head`."""
     base: Literal["fp32", "4bit"] = "fp32"
     """Format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314; `bitsandbytes`)."""
 
@@ -120,7 +124,7 @@ class MupSettings(Section):
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
     *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
-    "frozen_precision",
+    *("frozen_precision", "neftune_alpha", "router_loss"),
 )
 """Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
@@ -188,16 +192,24 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Each sub-layer's output projection starts at zero, so each block starts as the identity."""
     init_from: str = ""
-    """Initial weights: a run (its newest checkpoint) or a Hugging Face directory; empty: seed."""
+    """Initial weights: a run (its newest checkpoint), a directory of `transformers`, or an adapter to
+    train further; empty: seed."""
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
     """With `hf`: how frozen matrices are held; `auto`: bf16 if the model's files are in bf16. Trained
     weights are fp32."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x width)
+    (NEFTune, arXiv 2310.05914); 0: none."""
+    router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
+    training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""
     mup: MupSettings = MupSettings()
     """`model.mup.base_width`, `.base_head_width`, `.input_multiplier`, `.output_multiplier`."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.base`."""
+    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.modules_to_save`,
+    `.base`."""
 
     @property
     def unused(self) -> list[str]:

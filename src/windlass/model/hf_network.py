@@ -1,0 +1,168 @@
+"""The network of a model of `transformers`: made from a configuration, and what its parts are.
+
+Its parameters begin on the meta device, while buffers, which hold tables, are real.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windlass import hub
+from windlass.errors import UserError, first_line, require
+from windlass.model.loss import cap_of_logits
+from windlass.recipe.network import ModelSettings
+
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")  # names in configurations
+
+
+def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
+    """The network of a directory's configuration, its parameters float32 on the meta device."""
+    hub.prepare()
+    what, remote = f"model.name: {settings.name}", settings.trust_remote_code
+    for package in ("transformers", "accelerate"):
+        require(package, what)
+    how = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
+    if settings.attention == "flash_attention_2":
+        require("flash_attn", 'model.attention = "flash_attention_2"')
+    try:
+        from accelerate import init_empty_weights  # peft needs it, so windlass-lm[hf] brings it
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=remote)
+        if getattr(config, "quantization_config", None):
+            raise UserError(f"{what} is quantised: name the model that it was made from")
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=remote, **how
+            )
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"{what} {hub.missing_package(error)}") from None
+    except Exception as error:  # of `transformers`, or of code that came with the model
+        if how and "ttention" in str(error):
+            name = f'model.attention = "{settings.attention}"'
+            problem = f"{name} does not work for {settings.name} here: {first_line(error)}"
+            raise UserError(f"{problem}; write auto") from None
+        if "trust_remote_code" in str(error):
+            advice = "read the code that comes with it; model.trust_remote_code=true runs it"
+            raise UserError(f"{what}: {advice}") from None
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{what} gives no causal language model ({why})") from None
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
+def add_rows(model: Any, vocab: int) -> int:
+    """Give the embedding and the head rows for `vocab` tokens; returns how many are new."""
+    added = max(0, vocab - len(model.get_input_embeddings().weight))
+    if added:
+        model.resize_token_embeddings(vocab, mean_resizing=False)
+    return added
+
+
+def end_names(model: Any) -> list[str]:
+    """The names of the embedding and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of the classes in `_no_split_modules`; else the longest ModuleList."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    blocks = list[nn.Module]()
+    inside = {part for name in unreached(model) for part in model.get_submodule(name).modules()}
+    for module in model.modules():
+        # FSDP2 and torch.compile put a class of their own before the model's.
+        if module not in inside and names & {cls.__name__ for cls in type(module).__mro__}:
+            blocks.append(module)
+            inside |= set(module.modules())
+    lists = (list(module) for module in model.modules() if isinstance(module, nn.ModuleList))
+    return blocks or max(lists, key=len, default=[])
+
+
+def unreached(model: Any) -> list[str]:
+    """The outermost modules that only images or sounds reach, as Gemma 3's vision tower."""
+    config = getattr(model, "config", None)
+    if config is None or config.get_text_config(decoder=True) is config:
+        return []
+    text = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    reached = {id(part) for module in text if module is not None for part in module.modules()}
+    outermost = list[str]()
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in outermost)
+        if not inside and not any(id(part) in reached for part in module.modules()):
+            outermost.append(name)
+    return outermost
+
+
+def head_form(model: Any) -> tuple[float, float] | None:
+    """The scale and the soft cap (0: none) of the logits `cap(head(scale * last hidden state))`;
+    None if they are something else.
+
+    It tries a shallow copy of the model with a fixed hidden state and a small head.
+    """
+    head, base = model.get_output_embeddings(), model.base_model
+    name = next((name for name, module in model.named_children() if module is head), None)
+    if type(head) is not nn.Linear or base is model or name is None:
+        return None
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class Output(BaseModelOutputWithPast):
+        """The output of a network without cross-attentions and routers."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        hidden = 10 * torch.randn(1, 3, head.in_features)
+        stand_in = nn.Linear(head.in_features, 7, bias=head.bias is not None)
+    network, probe = copy.copy(base), copy.copy(model)
+    network.forward = lambda *_, **__: Output(last_hidden_state=hidden)
+    probe._modules = {**model._modules, model.base_model_prefix: network, name: stand_in}
+    try:
+        with torch.no_grad():
+            logits = probe(input_ids=torch.zeros(1, 3, dtype=torch.int64), use_cache=False).logits
+            cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None) or 0.0
+            plain = stand_in(hidden)
+            # Cohere and Granite have a scale; its last digits here are rounding errors.
+            scale = 1.0 if cap or head.bias is not None else float((logits / plain).median())
+            scale = float(f"{scale:.6g}")
+            expected = cap_of_logits(stand_in(scale * hidden), cap)
+            return (scale, cap) if torch.allclose(logits, expected, rtol=1e-5) else None
+    except Exception:  # the head needs more than a hidden state, so the model makes its own logits
+        return None
+
+
+def attention_within_documents(model: Any, settings: ModelSettings) -> str:
+    """The implementation of attention for rows of documents on a GPU.
+
+    Flex attention has no dropout. Without it there is a mask [B, 1, T, T], as in our GPT.
+    """
+    current = str(model.config._attn_implementation)
+    text = model.config.get_text_config()
+    dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
+    flex = settings.attention == "auto" and model._supports_flex_attn and not dropout
+    return "flex_attention" if flex and not current.startswith("fl") else current
+
+
+def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[..., Tensor]] | None:
+    """The coefficient and the function of the routers' balancing loss; None without one."""
+    wanted, own = settings.router_loss, float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
+    function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if wanted == "auto":
+        wanted = 0.0 if settings.lora.rank or function is None else own
+    if wanted and function is None:
+        problem = f"{type(model).__name__} has no balancing loss of routers"
+        raise UserError(f"model.router_loss = {wanted}: {problem}; write 0")
+    return (wanted, function) if wanted else None
