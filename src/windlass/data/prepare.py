@@ -172,26 +172,32 @@ class _Preparation:
         template: Template | None,
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
-        recipe = self.recipe
-        places = (directory_of(spec, recipe) for member in wanted for spec in member.sources)
-        saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
+        recipe, folders = self.recipe, dict[str, Path]()  # of prepared sources, by format
+        for spec in (spec for member in wanted for spec in member.sources):
+            if ((place := directory_of(spec, recipe)) / INDEX).is_file():
+                folders.setdefault(spec.format, place / FOLDER)
+        saved = next(iter(folders.values()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
             self.files = tokenizer_key(recipe).get("files", {})
         if self.prepares_again and (is_learned or self.files):
-            saved = None  # it may have changed
+            saved, folders = None, {}  # it may have changed
         if tokenizer is not None:
             self.tokenizer, self.template = tokenizer, template or Template()
-        elif saved is not None:
+            return
+        if saved is not None:
             self.tokenizer = vocabulary.load_tokenizer(saved)
-            self.template = Template.of_directory(saved)
         elif is_learned:
             self.tokenizer = self._learned(wanted)
         else:
             self.tokenizer = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+        if "chat" in folders:
+            self.template = Template.of_directory(folders["chat"])
+        elif any(member.data.format == "chat" for member in wanted):
             if recipe.tokenizer.startswith("hf:"):
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)
+            self.template = self.template.with_settings(recipe.data)
 
     def _learned(self, wanted: list[Member[SourceSpec]]) -> Tokenizer:
         """The tokenizer that the corpus makes, in a directory of its own."""
@@ -332,11 +338,12 @@ class _Preparation:
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
+        layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
         new = Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
             tokenizer=tokenizer.describe(),
-            template=self.template.describe(recipe.tokenizer) if spec.format == "chat" else "",
+            template=layout if spec.format == "chat" else "",
             single_text=source is not None and source.single_text,
             masked=spec.format != "text",
             shard_tokens=recipe.data.shard_tokens,

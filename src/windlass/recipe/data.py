@@ -90,6 +90,11 @@ class DataSettings(Section):
     text_key: str = "text"
     """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text` is a field of a
     field."""
+    columns: dict[str, str] = {}
+    """With `squad` and `chat`: fields with other names, as `data.columns.instruction=question`."""
+    special_tokens: bool = False
+    """Whether the text of a special token, as `<|im_start|>`, is this token in documents and in
+    prompts with completions; else it is plain text. In messages it always is plain text."""
     separator: str = ""
     """Text between two documents of a text file, as `<|endoftext|>`; empty: a file is one document."""
     on_bad_item: Literal["stop", "skip"] = "stop"
@@ -142,9 +147,13 @@ class DataSettings(Section):
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""
-    answers: Literal["auto", "all", "last"] = "auto"
+    answers: Literal["auto", "all", "last", "everything"] = "auto"
     """With `chat`: the answers that have a loss: `all`, or the `last`; `auto`: all, but of a prompt
-    with a completion only the completion's, as TRL."""
+    with a completion only the completion's, as TRL. `everything`: prompts have a loss, too."""
+    chat_template: str = ""
+    """With `chat`: file of a chat template; empty: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """With `chat`: values that the template reads, as `{enable_thinking = false}`."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)
