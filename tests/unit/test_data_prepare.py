@@ -557,7 +557,7 @@ def three_sources(folder):
     return [str(folder / name) for name in ("novel.txt", "many.jsonl", "few.jsonl")]
 
 
-def test_several_sources_give_equal_parts_and_a_short_one_all(tmp_path):
+def test_several_sources_give_equal_parts_at_most(tmp_path):
     sources = three_sources(tmp_path)
     sources.append(str(jsonl(tmp_path / "none.jsonl", ["", ""])))
     data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
@@ -565,23 +565,15 @@ def test_several_sources_give_equal_parts_and_a_short_one_all(tmp_path):
     assert used["none.jsonl"] == (0, 0, 0)
     (warning,) = warnings(describe(data))
     assert "none.jsonl" in warning and "data.source" in warning
-    few = used["few.jsonl"][1]
+    few = used["few.jsonl"][1]  # a short one gives all
     assert few == pytest.approx(0.9 * (Path(sources[2]).stat().st_size - 12 * 10), rel=0.05)
-    novel = int(0.9 * 9600) + 1
-    assert used["novel.txt"][1] == novel and few < novel
-    # the rest is from the long one, to the end of a document
-    assert 0 <= used["many.jsonl"][1] + few + novel - 20_000 < 100
-    for limit in (5000, 40_000, 3000):
-        total = sum(
-            row[1]
-            for row in counts(
-                open_data(recipe_for(sources, tmp_path / "data", max_tokens=limit))
-            ).values()
-        )
-        assert 0 <= total - limit < 200
-    assert open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000)).fingerprint == (
-        data.fingerprint
-    )
+    assert used["novel.txt"][1] == 5000 and few < 5000
+    assert 0 <= used["many.jsonl"][1] - 5000 < 100  # to the end of a document
+    for limit in (8000, 40_000, 3000):
+        limited = recipe_for(sources, tmp_path / "data", max_tokens=limit)
+        assert 0 <= counts(open_data(limited))["many.jsonl"][1] - limit / 4 < 100
+    again = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
+    assert again.fingerprint == data.fingerprint
 
 
 def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):

@@ -116,8 +116,8 @@ class DataSettings(Section):
     cache_gb: float = Field(20.0, gt=0)
     """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
-    """Stop at the end of a document after about this number of training tokens; several sources
-    give equal parts, and a shorter one all that it has; 0: all."""
+    """Stop at the end of a document after about this number of training tokens, in equal parts of
+    several sources; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Validation share of the documents, chosen by a hash of their texts; of each text in a source
     with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
