@@ -123,6 +123,10 @@ def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch:
     monkeypatch.setattr("sys.stdin", io.StringIO("the dog\n"))
     assert typed(*chat, "--prompt", "the cat") == 0
     assert capsys.readouterr().out == f"{answers[0]}\n"
+    sampler.messages = [{"role": "system", "content": "dogs"}]
+    answer = "".join(sampler.reply("the cat"))
+    assert typed(*chat, "--prompt", "the cat", "--system", "dogs") == 0
+    assert capsys.readouterr().out == f"{answer}\n" != f"{answers[0]}\n"
 
 
 def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -130,6 +134,7 @@ def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> Non
         (("eval", run, "--suite", "trivia"), "trivia"),
         (("sample", tmp_path / "nowhere"), "nowhere"),
         (("sample", run, "--top-p", "2"), "top-p"),
+        (("sample", run, "--system", "dogs"), "--chat"),
         (("sample", f"{run}@7"), "step 7"),
     ):
         assert typed(*command) == 2

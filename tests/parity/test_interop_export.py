@@ -446,7 +446,7 @@ def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind
         run = fine_tuned(tmp_path, base, **talks)
     source, (_, tokenizer) = find_source(str(run)), loaded(export(run, tmp_path / "out"))
     talk = [*TALK[:2], {**TALK[2], "content": "the dog"}, *TALK[3:]]  # without a special token
-    pieces = source.template.pieces(talk, source.tokenizer)
+    [pieces] = source.template.rows(talk, source.tokenizer)
     ids, _ = source.tokenizer.encode_marked(pieces)
     assert tokenizer.apply_chat_template(talk)["input_ids"] == ids
     asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True)["input_ids"]

@@ -16,6 +16,7 @@ from windlass.data.chat import Template
 from windlass.data.tokenizer import Tokenizer
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 from windlass.evaluation.generate import in_order
+from windlass.recipe import DataSettings
 
 BYTES = byte_tokenizer()
 TALK = [
@@ -78,7 +79,7 @@ def trl_template(kind: str) -> str:
 
 
 def encoded(talk: list[Any], template: Template, tokenizer: Tokenizer, **how: Any) -> Any:
-    ids, marks = tokenizer.encode_marked(template.pieces(talk, tokenizer, **how))
+    ids, marks = tokenizer.encode_marked(*template.rows(talk, tokenizer, **how))
     return list(ids), [bool(mark) for mark in marks]
 
 
@@ -192,11 +193,11 @@ LOOP = "{% for m in messages %}BODY{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
 STRANGE = {
-    # a prompt with the beginning of a thought, which earlier turns lack
+    # a prompt with the beginning of a thought, which the template does not write into turns
     "thinking": (
         LOOP.replace("BODY", TURN + "{{ m.content + '<|im_end|>\\n' }}")
         + ASK.replace("{% endif", "<think>\n{% endif"),
-        "⟦one<|im_end|>\n⟧",
+        "<|im_start|>assistant\n<think>\n⟦one<|im_end|>\n⟧",
     ),
     # the thought stays in the last turn only
     "forgetful": (
@@ -208,7 +209,7 @@ STRANGE = {
             "{{ m.content + '<|im_end|>\\n' }}",
         )
         + ASK,
-        "⟦one<|im_end|>\n⟧",
+        "<|im_start|>assistant\n⟦<think></think>one<|im_end|>\n⟧",
     ),
     # a special token inside the turn, and the answer as a word of its header
     "tokens inside": (
@@ -255,19 +256,117 @@ def test_answers_are_found_by_rendering(name: str, tmp_path: Path) -> None:
         {"role": "assistant", "content": "one"},
     ]
     for template in (Template(source), pickle.loads(pickle.dumps(Template(source)))):
-        shown = chat.show_row(*encoded(talk, template, tokenizer), tokenizer)
+        rows = map(tokenizer.encode_marked, template.rows(talk, tokenizer))
+        shown = "".join(chat.show_row(*row, tokenizer) for row in rows)
         assert expected in shown and shown.count("⟦") == 2
         assert shown.index("⟦") > shown.index("assistant")
         alone = chat.show_row(*encoded(talk[1:2], template, tokenizer), tokenizer)
         assert alone.count("⟦") == 1 and "assistant" not in alone.partition("⟦")[2]
 
 
+# The parts of published templates that write an earlier answer in another way than the last one.
+HEADER = "{{ '<|im_start|>' + m.role + '\n' }}"
+DROPPED = "{{ m.content.split('</think>')[-1] + '<|im_end|>' }}"
+ANSWER = (
+    "{% if m.role == 'assistant' %}"
+    + DROPPED
+    + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+)
+REWRITING = {
+    # DeepSeek-R1-Distill: no answer has its thought, and the prompt begins one
+    "r1": LOOP.replace("BODY", HEADER + ANSWER) + ASK.replace("{% endif", "<think>\n{% endif"),
+    # Qwen3: the last answer has a thought, perhaps an empty one
+    "qwen3": LOOP.replace(
+        "BODY",
+        HEADER + "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + ("
+        "m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content"
+        " else '') + '\n</think>\n\n' + m.content.split('</think>')[-1].strip() + '<|im_end|>' }}"
+        "{% else %}" + ANSWER + "{% endif %}",
+    )
+    + ASK,
+    # Mistral 7B v0.3: the system's text stands before the last question
+    "mistral": "{% set system = messages[0].content %}"
+    "{% for m in messages[1:] %}{% if m.role == 'user' %}<|im_start|>"
+    "{% if m == (messages | selectattr('role', 'eq', 'user') | list)[-1] %}{{ system + '\n\n' }}"
+    "{% endif %}{{ m.content }}<|im_end|>{% else %}{{ m.content + '<|endoftext|>' }}{% endif %}"
+    "{% endfor %}",
+}
+THOUGHTS = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "<think>\nhello\n</think>\n\nthe cat"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "the dog"},
+]
+LEARNED = {
+    "r1": ["hello\n</think>\n\nthe cat<|im_end|>", "\n</think>\n\nthe dog<|im_end|>"],
+    "qwen3": [
+        "<think>\nhello\n</think>\n\nthe cat<|im_end|>",
+        "<think>\n\n</think>\n\nthe dog<|im_end|>",
+    ],
+    "mistral": ["<think>\nhello\n</think>\n\nthe cat<|endoftext|>", "the dog<|endoftext|>"],
+}
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_a_template_that_rewrites_gives_a_row_an_answer_after_its_prompt(name, tmp_path):
+    from transformers import AutoTokenizer
+
+    place = tokenizer_fixtures.save("chatml", tmp_path)
+    ours, theirs = hf_tokenizer(str(place)), AutoTokenizer.from_pretrained(place)
+    template = Template(REWRITING[name])
+    rows = [ours.encode_marked(row) for row in template.rows(THOUGHTS, ours)]
+    assert [counted(ours, *row) for row in rows] == LEARNED[name]
+    for place, (ids, marks) in zip((2, 4), rows, strict=True):
+        how = {"chat_template": template.source, "add_generation_prompt": True}
+        asked = theirs.apply_chat_template(THOUGHTS[:place], **how, tokenize=False)
+        given = [token for token, mark in zip(ids, marks, strict=True) if not mark]
+        assert theirs.decode(given) == asked
+        assert not any(marks[: len(given)])
+    (alone,) = template.rows(THOUGHTS, ours, trained=[4])
+    assert alone == template.rows(THOUGHTS, ours)[1]
+    assert len(template.rows(THOUGHTS[:3], ours)) == 1
+
+
+def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
+    tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path)))
+    endless = Template(LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\n' }}"))
+    _, marks = encoded(TALK[1:], endless, tokenizer)
+    end = tokenizer.inner.id_to_token(tokenizer.eot)
+    assert counted(tokenizer, *encoded(TALK[1:], endless, tokenizer)).endswith(end) and marks[-1]
+    assert end in endless.describe(DataSettings(), "hf:X", tokenizer)
+    usual = Template.of_directory(tmp_path)
+    assert end not in usual.describe(DataSettings(), "hf:X", tokenizer)
+    assert tokenizer.eot in chat.stop_tokens(tokenizer, endless)
+
+
+def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
+    file = tmp_path / "layout.jinja"
+    file.write_text(
+        "{% if enable_thinking %}think{% endif %}{{ style }}"
+        + LOOP.replace("BODY", "{{ m.content }}{{ eos_token }}")
+    )
+    values = {"enable_thinking": False, "style": 'a "b"'}
+    data = DataSettings(chat_template=str(file), chat_template_kwargs=values)
+    template = Template("other", {"eos_token": "<|endoftext|>"}).with_settings(data)
+    assert template.tokens == {"eos_token": "<|endoftext|>"}
+    assert template.text(TALK[1:2], BYTES, ask=False) == 'a "b"Who are you?  é 中<|endoftext|>'
+    own = template.text(TALK[1:2], BYTES, False, {"enable_thinking": True})
+    assert own.startswith('thinka "b"')
+    with refused("data.chat_template", "none.jinja"):
+        Template().with_settings(DataSettings(chat_template=str(tmp_path / "none.jinja")))
+    with refused("data.chat_template_kwargs"):
+        Template().with_settings(DataSettings(chat_template_kwargs=values))
+
+
 def test_templates_that_cannot_be_used_are_refused() -> None:
     hidden = "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}"
     other = LOOP.replace("BODY", "<{{ m.role }}>{{ m.content }}")
     other += "{% if add_generation_prompt %}Answer:{% endif %}"
+    assert Template(hidden).rows(TALK[1:3], BYTES) == [
+        [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
+    ]
     for source, words in [
-        (hidden, "turn 2"),
         (other, "Answer:"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
@@ -275,14 +374,14 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
         ("{{ 1 / 0 }}", "chat template"),
     ]:
         with refused(words):
-            Template(source).pieces(TALK[1:], BYTES)
+            Template(source).rows(TALK[1:], BYTES)
     # the result of a tool inside the turn of the answer that calls it
     ahead = "{% if loop.index0 == 1 %}{{ messages[2].content }}{% endif %}"
     source = LOOP.replace(
         "BODY", "{% if m.role != 'tool' %}{{ m.content }}" + ahead + "{% endif %}"
     )
-    with refused("turn 3", "generation"):
-        Template(source).pieces([*TALK[1:3], {"role": "tool", "content": "x"}, TALK[4]], BYTES)
+    with refused("rejects", "has no"):
+        Template(source).rows([*TALK[1:3], {"role": "tool", "content": "x"}, TALK[4]], BYTES)
 
 
 def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_path: Path) -> None:
@@ -293,6 +392,9 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     template.save(tmp_path)
     assert Template.of_directory(tmp_path) == template
     (tmp_path / "chat_template.jinja").write_text("Y")
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<x>", "unk_token": "<u>"}')
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<u>"}
+    assert Template.of_directory(tmp_path).tokens == tokens
     assert Template.of_directory(tmp_path).source == "Y"
     assert Template.of_directory(tmp_path / "none") == Template()
     dated = Template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
@@ -301,8 +403,8 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
 
 
 def test_the_layout_is_named() -> None:
-    assert "hf:X" in Template("Y").describe("hf:X")
-    assert "User:" in Template().describe("byte")
+    assert "hf:X" in Template("Y").describe(DataSettings(), "hf:X", BYTES)
+    assert "User:" in Template().describe(DataSettings(), "byte", BYTES)
 
 
 # -- streams

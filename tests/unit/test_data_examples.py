@@ -22,6 +22,7 @@ from windlass.data.examples import (
     example_texts,
     hash64,
     question_prompt,
+    unread_keys,
 )
 from windlass.data.records import Item, SourceSpec
 from windlass.data.shards import Row
@@ -71,7 +72,8 @@ def encode(
     record: Any, template: Template | None = None, tokenizer: Any = BYTES, **how: Any
 ) -> Any:
     spec = SourceSpec("x", "x", "chat", **how)
-    return encode_example(item(record), spec, tokenizer, template or Template())
+    [row] = encode_example(item(record), spec, tokenizer, template or Template())
+    return row
 
 
 # -- conversations
@@ -95,6 +97,69 @@ def test_alpaca_input_follows_its_instruction_and_a_completion_is_not_a_turn() -
     assert BYTES.decode(found.tokens) == "The sky is blue.<|endoftext|>"
     assert learned(found) == " blue.<|endoftext|>"
     assert found.reach == len("The sky is") + 1
+
+
+def test_fields_beside_a_conversation_are_read() -> None:
+    expected = encode(SAME["messages"]).tokens.tolist()
+    beside = {"system": "Be kind."}
+    for record in (
+        {"messages": TALK[1:], **beside},
+        {"conversations": SHAREGPT[1:], **beside},
+        {"messages": TALK, "system": "the messages have one"},
+        {"prompt": TALK[1:2], "completion": TALK[2:], **beside},
+    ):
+        assert encode(record).tokens.tolist() == expected
+    assert learned(encode({"prompt": TALK[1:2], "completion": TALK[2:], **beside})).startswith(
+        " A cat."
+    )
+    weighted = [TALK[1], {**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "content": "B"}]
+    assert learned(encode({"messages": weighted, **beside})) == " B<|endoftext|>"
+    history = {"instruction": "two?", "output": ["2", "two"], "history": [["one?", "1"]]}
+    turns = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")]
+    same = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    assert encode(history).tokens.tolist() == encode(same).tokens.tolist()
+    with refused("talk.jsonl, line 7", "Alpaca"):
+        encode({**history, "history": [["one?"]]})
+    switch = Template(
+        "{% if loud %}LOUD{% endif %}" + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    found = encode({"messages": TALK, "chat_template_kwargs": {"loud": True}}, switch)
+    assert BYTES.decode(found.tokens).startswith("LOUDBe kind.")
+    assert BYTES.decode(encode({"messages": TALK, "tools": ""}, switch).tokens).startswith("Be")
+
+
+def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
+    record = {"question": "Who?", "answer": "A cat.", "label": True, "id": 3, "none": None}
+    with refused("'question', 'answer'", "data.columns.instruction"):
+        encode(record)
+    columns = (("instruction", "question"), ("output", "answer"))
+    found = encode(record, columns=columns)
+    same = encode({"instruction": "Who?", "output": "A cat."})
+    assert found.tokens.tolist() == same.tokens.tolist()
+    spec = SourceSpec("x", "x", "chat", columns=columns)
+    assert unread_keys([item(record), item("bad")], spec) == ["label", "id"]
+    talk = {"messages": TALK, "system": "x", "tools": [], "chat_template_kwargs": {}}
+    assert unread_keys([item(talk)], CHAT) == []
+    assert unread_keys([squad_item("A cat.", "cat")], SQUAD) == []
+
+
+def test_everything_may_have_a_loss_and_pairs_may_have_special_tokens(tmp_path: Path) -> None:
+    found = encode({"messages": TALK}, answers="everything")
+    assert found.marks.tolist() == [False] + [True] * (len(found.tokens) - 1)
+    place = tokenizer_fixtures.save("llama3", tmp_path / "tok")
+    tokenizer = hf_tokenizer(str(place))
+    pair = {"prompt": "<|begin_of_text|>say<|eot_id|>", "completion": "hello<|end_of_text|>"}
+    plain = encode(pair, tokenizer=tokenizer)
+    assert list(plain.tokens).count(tokenizer.special["<|eot_id|>"]) == 0
+    row = encode(pair, tokenizer=tokenizer, special_tokens=True)
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(place)
+    whole = theirs("".join(pair.values()), add_special_tokens=False)["input_ids"]
+    assert row.tokens.tolist() == whole
+    assert learned(row, tokenizer) == pair["completion"]
+    without = {**pair, "prompt": "say<|eot_id|>", "completion": "hello"}
+    assert encode(without, tokenizer=tokenizer, special_tokens=True).tokens.tolist() == whole
 
 
 TWO = [
@@ -269,13 +334,13 @@ def squad_item(context: str, *answers: str, title: str = "", question: str = "Wh
 
 
 def test_a_question_keeps_its_tail_and_its_hashes() -> None:
-    found = encode_example(squad_item("A cat sat. A cat.", "cat"), SQUAD, BYTES, Template())
+    [found] = encode_example(squad_item("A cat sat. A cat.", "cat"), SQUAD, BYTES, Template())
     text = "Question: What is it? Context: A cat sat. A cat. Answer: cat<|endoftext|>"
     assert BYTES.decode(found.tokens) == text and learned(found) == " cat<|endoftext|>"
     assert BYTES.decode(found.tokens[-found.tail :]) == " Answer: cat<|endoftext|>"
     # up to the first occurrence of the answer
     assert BYTES.decode(found.tokens[: found.reach]) == "Question: What is it? Context: A cat"
-    other = encode_example(squad_item("A cat sat. A cat.", "sat"), SQUAD, BYTES, Template())
+    [other] = encode_example(squad_item("A cat sat. A cat.", "sat"), SQUAD, BYTES, Template())
     assert found.text == other.text and found.group == other.group == hash64("A cat sat. A cat.")
     titled = squad_item("A dog.", "dog", title="Dogs")
     assert example_group(titled, SQUAD) == hash64("Dogs")
@@ -305,7 +370,7 @@ def test_a_prompt_is_cut_as_training_cuts_and_does_not_know_the_answer(
     @given(WORDS, st.integers(1, 240))
     def check(words: str, room: int) -> None:
         context = f"{words} ANSWER {words}"
-        found = encode_example(squad_item(context, "ANSWER"), SQUAD, tokenizer, Template())
+        [found] = encode_example(squad_item(context, "ANSWER"), SQUAD, tokenizer, Template())
         asked = Question("q", "What is it?", context, ("ANSWER",))
         other = Question("q", "What is it?", context, (words or "x",))
         prompt = question_prompt(asked, tokenizer, room)

@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
+import tokenizer_fixtures
 from data_fixtures import (
     conversations,
     documents,
@@ -26,6 +28,7 @@ from data_fixtures import (
     texts_of,
 )
 from helpers import refused
+from windlass.data.chat import Template
 from windlass.data.describe import describe, warnings
 from windlass.data.locate import data_dirs, unprepared
 from windlass.data.open import open_data
@@ -114,8 +117,15 @@ WRITERS = {
         pa.table({"text": documents(80)}), folder / "x.parquet", row_group_size=7
     ),
     "chat": lambda folder: conversations(folder / "x.jsonl", 120, longest=20),
+    "rewritten": lambda folder: conversations(folder / "x.jsonl", 60, longest=20),
     "squad": lambda folder: questions(folder / "x.json", 30),
 }
+# It writes a thought in the last turn alone, so each answer has a row of its own.
+REWRITES = (
+    "{% for m in messages %}<{{ m.role }}>{{ '<think></think>' if loop.last and "
+    "m.role == 'assistant' }}{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def written(folder, kind, **changes):
@@ -125,6 +135,10 @@ def written(folder, kind, **changes):
     (file,) = folder.glob("x.*")
     if kind in ("chat", "squad"):
         changes |= {"format": kind, "context": 400}
+    if kind == "rewritten":
+        (folder / "layout.jinja").write_text(REWRITES)
+        template = str(folder / "layout.jinja")
+        changes |= {"format": "chat", "context": 900, "chat_template": template}
     source = f"squad:{file}" if kind == "squad" else file
     return lambda root: recipe_for(source, root, **changes)
 
@@ -543,7 +557,7 @@ def three_sources(folder):
     return [str(folder / name) for name in ("novel.txt", "many.jsonl", "few.jsonl")]
 
 
-def test_several_sources_give_equal_parts_and_a_short_one_all(tmp_path):
+def test_several_sources_give_equal_parts_at_most(tmp_path):
     sources = three_sources(tmp_path)
     sources.append(str(jsonl(tmp_path / "none.jsonl", ["", ""])))
     data = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
@@ -551,23 +565,15 @@ def test_several_sources_give_equal_parts_and_a_short_one_all(tmp_path):
     assert used["none.jsonl"] == (0, 0, 0)
     (warning,) = warnings(describe(data))
     assert "none.jsonl" in warning and "data.source" in warning
-    few = used["few.jsonl"][1]
+    few = used["few.jsonl"][1]  # a short one gives all
     assert few == pytest.approx(0.9 * (Path(sources[2]).stat().st_size - 12 * 10), rel=0.05)
-    novel = int(0.9 * 9600) + 1
-    assert used["novel.txt"][1] == novel and few < novel
-    # the rest is from the long one, to the end of a document
-    assert 0 <= used["many.jsonl"][1] + few + novel - 20_000 < 100
-    for limit in (5000, 40_000, 3000):
-        total = sum(
-            row[1]
-            for row in counts(
-                open_data(recipe_for(sources, tmp_path / "data", max_tokens=limit))
-            ).values()
-        )
-        assert 0 <= total - limit < 200
-    assert open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000)).fingerprint == (
-        data.fingerprint
-    )
+    assert used["novel.txt"][1] == 5000 and few < 5000
+    assert 0 <= used["many.jsonl"][1] - 5000 < 100  # to the end of a document
+    for limit in (8000, 40_000, 3000):
+        limited = recipe_for(sources, tmp_path / "data", max_tokens=limit)
+        assert 0 <= counts(open_data(limited))["many.jsonl"][1] - limit / 4 < 100
+    again = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
+    assert again.fingerprint == data.fingerprint
 
 
 def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):
@@ -646,3 +652,74 @@ def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
         child = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
         peaks[megabytes] = int(child.stdout) / 1024
     assert peaks[24] < peaks[6] + 25 < 300, peaks
+
+
+# -- what plain texts and tables have
+
+
+def test_special_tokens_in_documents_are_text_or_tokens(tmp_path, capfd):
+    place = tokenizer_fixtures.save("llama3", tmp_path / "tok")
+    texts = [f"<|begin_of_text|>say<|eot_id|> hello {i}<|end_of_text|>" for i in range(3)]
+    texts.append("no special token")
+    recipe = recipe_for(
+        jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", tokenizer=f"hf:{place}"
+    )
+    plain = run(recipe)
+    noted = capfd.readouterr().err
+    assert "<|eot_id|>" in noted and "data.special_tokens" in noted
+    theirs = AutoTokenizer.from_pretrained(place)
+    bos, eos = theirs.convert_tokens_to_ids(["<|begin_of_text|>", "<|end_of_text|>"])
+    assert all_tokens(*plain).tolist().count(eos) == len(texts)  # one ends each document
+    tokens = run(recipe.replace("data.special_tokens=true"))
+    assert "data.special_tokens" not in capfd.readouterr().err and tokens[0] != plain[0]
+    expected = [theirs(text, add_special_tokens=False)["input_ids"] for text in texts]
+    expected[-1] = [bos, *expected[-1], eos]
+    assert all_tokens(*tokens).tolist() == [token for ids in expected for token in ids]
+
+
+def test_nulls_that_a_table_adds_are_not_in_tools_and_calls(tmp_path):
+    tools = [
+        {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}
+        for name, key in (("f", "x"), ("g", "y"))
+    ]
+    talks = [
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": [{"name": name, "arguments": {key: "1"}}]},
+        ]
+        for name, key in (("f", "x"), ("g", "y"))
+    ]
+    rows = [{"messages": talk, "tools": tools} for talk in talks]
+    layout = tmp_path / "layout.jinja"
+    layout.write_text(
+        "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+    )
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    (tmp_path / "hf").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "hf" / "x.parquet")
+    how = {"format": "chat", "chat_template": str(layout), "val_fraction": 0}
+    tokens = [
+        all_tokens(*run(recipe_for(source, tmp_path / "data", **how))).tolist()
+        for source in (tmp_path / "x.jsonl", tmp_path / "x.parquet", f"hf:{tmp_path / 'hf'}")
+    ]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert '"y": {"type"' in bytes(t for t in tokens[0] if t < 256).decode()
+
+
+def test_a_mixture_has_the_template_when_its_texts_are_prepared_first(tmp_path):
+    place = tokenizer_fixtures.save("chatml", tmp_path / "tok")
+    texts = jsonl(tmp_path / "t.jsonl", documents(120))
+    talks = conversations(tmp_path / "c.jsonl", 120)
+    how = {"tokenizer": f"hf:{place}", "on_bad_item": "skip"}
+    parts = [{"name": "t", "source": str(texts)}, {"name": "c", "source": str(talks)}]
+    parts[1]["format"] = "chat"
+    mixed = recipe_for("", tmp_path / "data", **how, mix=parts, packing="best-fit", context=300)
+    prepare(recipe_for(texts, tmp_path / "data", **how))
+    prepared = prepare(mixed)
+    assert prepared.template == Template.of_directory(place)
+    assert prepared.corpora[1].index.template == f"the chat template of hf:{place}"
+    prepare(recipe_for(talks, tmp_path / "alone", **how, format="chat"))
+    (alone,) = (tmp_path / "alone").glob("c-*")
+    assert files_of(prepared.corpora[1].directory) == files_of(alone)

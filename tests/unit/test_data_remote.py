@@ -113,28 +113,11 @@ def test_any_part_is_what_the_server_has_and_a_block_is_sent_once(server, tmp_pa
     assert set(server.sent.values()) == {1} and len(server.sent) == 11
 
 
-def test_the_next_block_comes_before_it_is_read(server, tmp_path):
-    file = RemoteFile(server.url("a.bin"), tmp_path / "cache", 1 << 20)
-    file.pread(10, 0)
-    time.sleep(0.1)
-    assert ("a.bin", BLOCK) not in server.sent  # a look at the beginning
-    file.pread(10, BLOCK)
-    end = time.monotonic() + 10
-    while ("a.bin", 2 * BLOCK) not in server.sent and time.monotonic() < end:
-        time.sleep(0.01)
-    assert ("a.bin", 2 * BLOCK) in server.sent
-    file.pread(10, 5 * BLOCK)  # no reader from front to back: nothing after it
-    time.sleep(0.1)
-    assert ("a.bin", 6 * BLOCK) not in server.sent
-
-
 def test_the_cache_keeps_its_bound_and_what_was_used_last(server, tmp_path):
     body, cache = server.files["a.bin"], tmp_path / "cache"
     file = RemoteFile(server.url("a.bin"), cache, 3 * BLOCK + 10)
     for number in (0, 2, 0, 4, 0, 6, 0, 8, 0):
         assert file.pread(BLOCK, number * BLOCK) == body[number * BLOCK : (number + 1) * BLOCK]
-        if file._ahead.is_alive():
-            file._ahead.join()
         assert size_of(cache) <= 3 * BLOCK + 10
     assert server.sent["a.bin", 0] == 1
     small = RemoteFile(server.url("a.bin"), tmp_path / "small", BLOCK // 2)  # smaller than a block

@@ -23,7 +23,7 @@ from data_fixtures import (
 from helpers import refused
 from windlass.data.describe import describe, warnings
 from windlass.data.open import open_data
-from windlass.data.split import equal_parts, held_out, held_out_examples
+from windlass.data.split import held_out, held_out_examples
 from windlass.data.vocabulary import train_bpe
 
 
@@ -94,7 +94,7 @@ def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_p
 
 
 def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
-    for module in ("split", "prepare"):
+    for module in ("split", "need"):
         monkeypatch.setattr(f"windlass.data.{module}.LONG_TEXT", 2000)
     long = [f"{n} long text, " * 300 for n in range(30)]
     texts = [t for n in range(30) for t in (long[n], *(f"short {n}-{k}" for k in range(9)))]
@@ -327,16 +327,6 @@ def test_held_out_by_hash(hashes, fraction):
         assert held.tolist() == [h in groups[:count] for h in hashes]
     else:
         assert held.tolist() == [h < limit for h in hashes]
-
-
-@given(st.integers(0, 1000), st.lists(st.integers(0, 400), min_size=1, max_size=6))
-def test_equal_parts(limit, totals):
-    parts = equal_parts(limit, totals)
-    assert sum(parts) == min(limit, sum(totals))
-    short = max((p for p, t in zip(parts, totals, strict=True) if p < t), default=None)
-    assert all(p <= t for p, t in zip(parts, totals, strict=True))
-    if short is not None:  # nobody has more than one that could give more, but for the rest
-        assert max(parts) <= short + 1
 
 
 # -- what a tokenizer learns from

@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from windlass.cli import Json, Model, Overrides, RunPath, print_json
-from windlass.errors import plural
+from windlass.errors import UserError, plural
 from windlass.processes import WINDLASS
 
 Weights = Annotated[
@@ -95,6 +95,7 @@ def sample(
     ),
     seed: int = Option(None, help="Seed of the texts; default: the seed of the run."),
     chat: bool = Option(False, "--chat", help="Talk, a line a turn; or answer --prompt once."),
+    system: str = Option("", help="With --chat: a system message, which begins the conversation."),
     device: str = Option("", metavar="cpu|cuda", help="Device; default: cuda if there is one."),
     weights: Weights = "raw",
 ) -> None:
@@ -111,9 +112,12 @@ def sample(
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
     source = find_source(run, overrides, weights=weights)
     typer.echo(f"# {source.title}", err=True)
+    if system and not chat:
+        raise UserError("--system begins a conversation: add --chat")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:
         sampler, asks = TextSampler(source, device, **settings), sys.stdin.isatty()
+        sampler.messages += [{"role": "system", "content": system}] * bool(system)
         for message in [text] if text else _messages("> " if asks else ""):
             for piece in sampler.reply(message):
                 _write(piece)

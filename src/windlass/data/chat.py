@@ -10,24 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
-from functools import cached_property, partial
-from itertools import groupby
+from functools import cache, cached_property, partial
+from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.data.tokenizer import MARK, Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, first_line
 from windlass.fileio import read_json
-
-if TYPE_CHECKING:
-    from jinja2 import Environment, nodes
+from windlass.recipe import DataSettings
 
 # `role`, `content`, and other keys that a template reads (`tool_calls`, `name`, ...)
 Message = dict[str, Any]
 Piece = tuple[str | int, bool]  # a text or a special token's id, and whether it has a loss
+Span = tuple[str, bool]  # a part of a rendered text, and whether it has a loss
+Extra = Mapping[str, Any] | None  # what a template reads beside the messages, as `tools`
+Written = Callable[..., str]  # the text of the first messages of a conversation
 PLAIN = (
     "{{ begin_of_text }}"
     "{% for m in messages %}{% if m.role == 'assistant' %}Assistant:{% generation %} "
@@ -38,25 +40,11 @@ PLAIN = (
 PLAIN_LAYOUT = "User: ... Assistant: ..."
 TODAY = date(2024, 7, 26)  # in templates, so that tokens do not depend on the day
 GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
-# Around a generation block; around the number of a message where its turn begins, and around a slash
-# and this number where it ends. Like MARK they are noncharacters, which are for use in a program.
-BEGIN, END, TURN = "\ufdd1", "\ufdd2", "\ufdd3"
-NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}{TURN}]")
+# Around a generation block. Like MARK they are noncharacters, which are for use in a program.
+BEGIN, END = "\ufdd1", "\ufdd2"
+NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}]")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
-TURNS = re.compile(f"{TURN}(/?)(\\d+){TURN}")
-SILENT = re.compile(f"{TURN}(\\d+){TURN}{TURN}/\\1{TURN}")  # a loop that only counts messages
-
-
-class Turn(dict[str, Any]):
-    """A message as a template sees it, with its number."""
-
-    number = 0
-
-
-TURN_FILTERS: dict[str, Callable[[Any], str]] = {
-    "turn_start": lambda value: f"{TURN}{value.number}{TURN}" if type(value) is Turn else "",
-    "turn_stop": lambda value: f"{TURN}/{value.number}{TURN}" if type(value) is Turn else "",
-}
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,8 @@ class Template:
     @staticmethod
     def of_directory(directory: Path) -> Template:
         """The template beside a tokenizer of `transformers`, or from `save`; else the plain one."""
-        config = read_json(directory / "tokenizer_config.json")
+        tokens = read_json(directory / "special_tokens_map.json")
+        config = tokens | read_json(directory / "tokenizer_config.json")
         source = config.get("chat_template") or ""
         if isinstance(source, list):  # several, by name
             source = next((t["template"] for t in source if t.get("name") == "default"), "")
@@ -86,97 +75,133 @@ class Template:
     def __reduce__(self) -> Any:
         return Template, (self.source, dict(self.tokens))  # without the compiled template
 
-    def describe(self, tokenizer: str) -> str:
-        """The layout in words; `tokenizer` as in the recipe."""
-        if self.source:
-            return f"the chat template of {tokenizer}"
-        return f"{PLAIN_LAYOUT} ({tokenizer} has no chat template)"
+    def with_settings(self, data: DataSettings) -> Template:
+        """The template of `data.chat_template`, else this one, with `data.chat_template_kwargs`."""
+        source = self.source
+        if data.chat_template:
+            try:
+                source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                problem = f"data.chat_template: {data.chat_template} cannot be read"
+                raise UserError(f"{problem}: {first_line(error)}") from None
+        if data.chat_template_kwargs and not source:
+            remedy = "set data.chat_template to a file with one"
+            raise UserError(f"data.chat_template_kwargs: there is no chat template; {remedy}")
+        defaults = (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
+            "{%- endif %}"
+            for name, value in data.chat_template_kwargs.items()
+        )
+        return replace(self, source="".join([*defaults, source]))
+
+    def describe(self, data: DataSettings, name: str, tokenizer: Tokenizer) -> str:
+        """The layout in words; `name`: of the tokenizer, as in the recipe."""
+        if not self.source:
+            return f"{PLAIN_LAYOUT} ({name} has no chat template)"
+        layout = f"the chat template of {data.chat_template or name}"
+        with contextlib.suppress(UserError):
+            talk = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+            last = list(tokenizer.pieces(self.text(talk, tokenizer, ask=False)))[-1]
+            written = self.rows(talk, tokenizer, is_completion=True)[0][-1][0]
+            if isinstance(written, int) and written == tokenizer.eot and last != written:
+                end = tokenizer.inner.id_to_token(tokenizer.eot)
+                layout += f", which writes no end after an answer: {end} follows the last one"
+        return layout
 
     def save(self, directory: Path) -> None:
         config = {**self.tokens, "chat_template": self.source}
         text = json.dumps(config, indent=1) + "\n"
         (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
-    def pieces(
+    def rows(
         self,
         messages: Sequence[Message],
         tokenizer: Tokenizer,
-        tools: Any = None,
+        extra: Extra = None,
         trained: Collection[int] | None = None,
         is_completion: bool = False,
-    ) -> list[Piece]:
-        """The conversation up to its last answer, in pieces.
+    ) -> list[list[Piece]]:
+        """The conversation up to its last answer, in pieces: one row, or a row for each answer.
 
-        An answer begins after the generation prompt and ends where its turn ends; the last one ends
-        with the text. In some layouts the next turn's first token ends it. If the template has
-        `{% generation %}` blocks, their content counts instead.
+        An answer begins after the prompt that the model gets for it, and the last one ends with the
+        text. In some layouts the next turn's first token ends an answer; if none ends the last one,
+        the end-of-text token follows. Some templates write an earlier answer in another way, for
+        example without its thoughts: then each answer has a row, which begins with its prompt. If
+        the template has `{% generation %}` blocks, their content counts instead.
 
         Args:
+            extra: what the template reads beside the messages: `tools`, and names of a user.
             trained: the places of the answers with a loss; default: all.
             is_completion: generation blocks do not matter, as for TRL's completions.
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = set(places if trained is None else trained)
-        rendered = self.render(messages[: places[-1] + 1], tokenizer, ask=False, tools=tools)
+        wanted = places if trained is None else sorted(trained)
         if not self.source or (GENERATION.search(self.source) and not is_completion):
-            return _cut(_blocks(rendered, wanted, len(wanted) == len(places)), tokenizer)
-        turns = _turns(rendered.replace(BEGIN, "").replace(END, ""))
-        # Some templates write the results of tools as parts of an answer's turn.
-        separate = {place for place in range(places[-1]) if messages[place]["role"] == "tool"}
-        if missing := (wanted | separate).difference(place for place, _ in turns):
-            problem = f"the tokenizer's chat template has no turn {min(missing) + 1}"
-            raise UserError(f"{problem} that Windlass can find: {REMEDY}")
-        text = "".join(turn for _, turn in turns)
-        spans, done, turn_stop = list[tuple[str, bool]](), 0, 0
-        for place, turn in turns:
-            turn_start, turn_stop = turn_stop, turn_stop + len(turn)
-            if place not in wanted:
-                continue
-            wanted.remove(place)
-            start = turn_start + self._answer_start(turn, messages[:place], tokenizer, tools)
-            stop = len(text) if place == places[-1] else turn_stop
-            ends = [match.end() for match in tokenizer.special_pattern.finditer(text, start, stop)]
-            if not ends or text[ends[-1] : stop].strip():  # the next turn's first token may end it
-                after = tokenizer.special_pattern.match(text, stop)
+            render = partial(self.render, tokenizer=tokenizer, extra=extra)
+            rendered, first = render(messages[: places[-1] + 1], ask=False), [0]
+            if len(wanted) < len(places):  # the blocks before each answer
+                first = [render(messages[:place], ask=True).count(BEGIN) for place in places]
+            blocks = range(first[0], first[0] + rendered.count(BEGIN))
+            own = [places[bisect_right(first, block) - 1] in wanted for block in blocks]
+            return [_cut(_blocks(rendered, own), tokenizer)]
+
+        @cache
+        def written(count: int, ask: bool = False) -> str:
+            """The first messages; with `ask` as the prompt for the next one."""
+            return self.text(messages[:count], tokenizer, ask, extra)
+
+        whole, spans, done = written(places[-1] + 1), list[Span](), 0
+        answers = [self._answer(place, messages[place], written, tokenizer) for place in wanted]
+        for place, (prompt, answer) in zip(wanted, answers, strict=True):
+            start, text = len(prompt), prompt + answer
+            stop = _shared(whole, text, tokenizer)
+            if stop < start or tokenizer.special_pattern.sub("", text[stop:]).strip():
+                rows = ([(prompt, False), _ended(own, tokenizer)] for prompt, own in answers)
+                return [_cut(row, tokenizer) for row in rows]
+            stop = len(whole) if place == places[-1] else stop
+            if not _has_end(text[start:stop], tokenizer):  # the next turn's first token may end it
+                after = tokenizer.special_pattern.match(whole, stop)
                 stop = after.end() if after else stop
-            spans += [(text[done:start], False), (text[start:stop], True)]
+            spans += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
-        return _cut([*spans, (text[done:], False)], tokenizer)
+        if spans and done == len(whole):
+            spans[-1] = _ended(spans[-1][0], tokenizer)
+        return [_cut([*spans, (whole[done:], False)], tokenizer)]
 
-    def _answer_start(
-        self, turn: str, before: Sequence[Message], tokenizer: Tokenizer, tools: Any
-    ) -> int:
-        """The place in a turn where the answer begins: after the generation prompt, or after the
-        first lines and special tokens of the prompt that begin the turn."""
-        line_ends = re.compile(f"{tokenizer.special_pattern.pattern}|\n")
-        for is_usual in (True, False):
-            prompt = self._usual_prompt
-            if not is_usual:
-                prompt = self._generation_prompt(before, tokenizer, tools)
-            if prompt in turn:  # first in the turn, or after the token that begins a conversation
-                return turn.index(prompt) + len(prompt)
-            ends = [match.end() for match in line_ends.finditer(prompt)]
-            if starts := [end for end in ends if turn.startswith(prompt[:end])]:
-                return starts[-1]
-        problem = f"turn {len(before) + 1} begins without the generation prompt {prompt!r}"
-        raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+    def _answer(
+        self, place: int, message: Message, written: Written, tokenizer: Tokenizer
+    ) -> tuple[str, str]:
+        """The prompt for a message, and the message as its answer.
 
-    @cached_property
-    def _usual_prompt(self) -> str:
-        """What the template writes before the answer to a user's message."""
-        with contextlib.suppress(UserError):
-            return self._generation_prompt([{"role": "user", "content": "a"}], None, None)
-        return TURN  # which no turn has
+        If the template does not write the prompt before an answer, or leaves out the answer's
+        thought, both are written nevertheless, because the model gets and writes them.
+        """
+        prompt = ""
+        with contextlib.suppress(UserError):  # some templates reject such messages
+            prompt = written(place, ask=True) if place else ""
+        prompt = prompt or self._prompt_in(written(place + 1), tokenizer)
+        start = _answer_start(place, prompt, written, tokenizer)
+        answer, is_other = written(place + 1)[start:], start < len(prompt)
+        is_open, is_closed = (prompt.rstrip().endswith(tag) for tag in (THOUGHT, THOUGHT_END))
+        if is_closed and is_other:  # the prompt has an empty thought
+            answer = answer.rpartition(THOUGHT_END)[2].lstrip()
+        elif is_open and is_other:
+            answer = answer.removeprefix(THOUGHT)
+        if THOUGHT_END in self.source and THOUGHT_END not in answer and not is_closed:
+            if thought := _thought(message, tokenizer):
+                answer = ("" if is_open else f"{THOUGHT}\n") + thought + answer
+            elif is_open and is_other:
+                answer = f"\n{THOUGHT_END}\n\n{answer}"
+        return prompt, answer
 
-    def _generation_prompt(
-        self, messages: Sequence[Message], tokenizer: Tokenizer | None, tools: Any
-    ) -> str:
-        asked = self.render(messages, tokenizer, ask=True, tools=tools)
-        if prompt := asked.rpartition(TURN)[2]:
-            return prompt
-        other = self.render(messages, tokenizer, ask=False, tools=tools)
-        parts = zip(TURNS.split(asked), TURNS.split(other), strict=False)
-        return next((a.removeprefix(b) for a, b in parts if a != b), "")
+    def _prompt_in(self, text: str, tokenizer: Tokenizer) -> str:
+        """The part of a text up to the prompt that follows a user's message in this template."""
+        user = [{"role": "user", "content": "a"}]
+        asked, other = (self.text(user, tokenizer, ask) for ask in (True, False))
+        if prompt := asked[_shared(asked, other, tokenizer) :]:
+            return text[: text.rfind(prompt)] + prompt
+        first = tokenizer.special_pattern.match(text)
+        return first[0] if first else ""
 
     @cached_property
     def _compiled(self) -> Any:
@@ -191,109 +216,131 @@ class Template:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.filters.update(TURN_FILTERS)
         # A generation block becomes a call block of jinja, which adds BEGIN and END.
         names = {"strftime_now": TODAY.strftime, "mark": lambda caller: f"{BEGIN}{caller()}{END}"}
         environment.globals.update(names, raise_exception=raise_exception)
         tags = {None: "call mark()", "end": "endcall"}
         source = GENERATION.sub(lambda m: f"{m[1]}{tags[m[2]]}{m[3]}", self.source or PLAIN)
-        return environment.from_string(_with_turns(environment.parse(source), environment))
+        return environment.from_string(source)
+
+    def text(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, ask: bool, extra: Extra = None
+    ) -> str:
+        """The conversation, with marks in what is not a special token."""
+        rendered = self.render(messages, tokenizer, ask, extra)
+        return rendered.replace(BEGIN, "").replace(END, "")
 
     def render(
-        self, messages: Sequence[Message], tokenizer: Tokenizer | None, ask: bool, tools: Any = None
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        ask: bool,
+        extra: Extra = None,
     ) -> str:
-        """The conversation with marks for turns, generation blocks and special tokens' texts."""
-        if not self.source and (tools or any(message.get("tool_calls") for message in messages)):
+        """As `text`, with marks around generation blocks, too."""
+        extra = extra or {}
+        if not self.source and (extra.get("tools") or any(m.get("tool_calls") for m in messages)):
             remedy = "set data.tokenizer to a tokenizer that has one"
             raise UserError(f"tools need a chat template; {remedy}")
+        text = tokenizer.inner.id_to_token
         # `transformers` passes None for an argument that a caller omits, and templates check it.
-        names: dict[str, Any] = {"documents": None, **self.tokens, "add_generation_prompt": ask}
-        guard: Callable[[str], str] = str
-        if tokenizer is not None:
-            guard = partial(tokenizer.special_pattern.sub, lambda m: MARK.join(m[0]) + MARK)
-            text = tokenizer.inner.id_to_token
-            names["begin_of_text"] = "".join(map(text, tokenizer.begin))
-            names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
+        names: dict[str, Any] = {"documents": None, "tools": None, **self.tokens}
+        names["begin_of_text"] = "".join(map(text, tokenizer.begin))
+        names["end_of_text"] = "" if tokenizer.eot is None else text(tokenizer.eot)
+        guarded = partial(_guarded, tokenizer=tokenizer)
         try:
-            names["tools"] = _guarded(tools, guard)
-            names["messages"] = turns = [Turn(_guarded(message, guard)) for message in messages]
-            for number, turn in enumerate(turns):
-                turn.number = number
-            return str(self._compiled.render(names))
+            names |= {**guarded(extra), "messages": guarded(messages)}
+            return str(self._compiled.render(names, add_generation_prompt=ask))
         except Exception as error:  # a template is a program
             problem = "the tokenizer's chat template rejects this conversation"
             raise UserError(f"{problem}: {error}") from None
 
 
-def _with_turns(tree: nodes.Template, environment: Environment) -> nodes.Template:
-    """A template whose loops over messages also write where each message's turn starts and stops."""
-    from jinja2 import nodes
-
-    for loop in tree.find_all(nodes.For):
-        if isinstance(loop.target, nodes.Name):
-            name = nodes.Name(loop.target.name, "load")
-            filters = [nodes.Filter(name, mark, [], [], None, None) for mark in TURN_FILTERS]
-            start, stop = (nodes.Output([mark]) for mark in filters)
-            loop.body = [start, *loop.body, stop]
-            loop.set_environment(environment).set_lineno(loop.lineno)
-    return tree
-
-
-def _guarded(value: Any, guard: Callable[[str], str]) -> Any:
-    """Messages without special tokens, because a mark follows each character of one."""
+def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
+    """Values without special tokens, because a mark follows each character of one."""
     if isinstance(value, str):
-        return guard(value if value.isascii() else NONCHARACTERS.sub("", value))
-    if isinstance(value, dict):
-        return {_guarded(key, guard): _guarded(part, guard) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_guarded(part, guard) for part in value]
+        text = value if value.isascii() else NONCHARACTERS.sub("", value)
+        return tokenizer.special_pattern.sub(_mark, text)
+    if isinstance(value, Mapping):
+        return {_guarded(k, tokenizer): _guarded(part, tokenizer) for k, part in value.items()}
+    if isinstance(value, Sequence):
+        return [_guarded(part, tokenizer) for part in value]
     return value
 
 
-def _turns(rendered: str) -> list[tuple[int, str]]:
-    """A rendered text in parts, each with the number of the message whose turn it is, or -1.
-
-    Some templates write a tool's turn inside the turn of the answer that calls it.
-    """
-    before, *parts = TURNS.split(SILENT.sub("", rendered))
-    turns, inside = [(-1, before)], [-1]
-    for stops, number, text in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-        if not stops:
-            inside.append(int(number))
-        elif int(number) in inside:
-            del inside[inside.index(int(number)) :]
-        turns.append((inside[-1], text))
-    return [turn for turn in turns if turn[1]]
+def _mark(special: re.Match[str]) -> str:
+    """The text of a special token with marks; a thought's tags are the answer's own."""
+    text = special[0]
+    return text if text in (THOUGHT, THOUGHT_END) else MARK.join(text) + MARK
 
 
-def _blocks(rendered: str, wanted: Collection[int], is_all: bool) -> list[tuple[str, bool]]:
-    """A rendered text in spans; the generation blocks of `wanted` turns count.
+def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
+    """The place where a message begins in the text up to it: after its prompt, or after the lines
+    and special tokens of the prompt that the text also has."""
+    whole = written(place + 1)
+    if whole.startswith(prompt):
+        return len(prompt)
+    with contextlib.suppress(UserError):
+        first, last = (_shared(prompt, text, tokenizer) for text in (written(place), whole))
+        lines = re.finditer(f"{tokenizer.special_pattern.pattern}|\n", prompt)
+        if ends := [line.end() for line in lines if first < line.end() <= last]:
+            return ends[-1]
+    problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
+    raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
 
-    A block after a turn belongs to it, for example one with the end of the text.
-    """
-    spans, place, inside = list[tuple[str, bool]](), -1, False
-    for number, part in _turns(rendered):
-        place = place if number < 0 else number
-        for text in re.split(f"([{BEGIN}{END}])", part):
-            if text in (BEGIN, END):
-                inside = text == BEGIN
-            else:
-                spans.append((text, inside and (is_all or place in wanted)))
+
+def _thought(message: Message, tokenizer: Tokenizer) -> str:
+    """The thought of an answer with its end; empty if it has none."""
+    thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
+    if not end and (thought := message.get("reasoning_content") or ""):
+        thought, end = f"{thought}\n", f"{THOUGHT_END}\n\n"
+    text: str = _guarded(thought, tokenizer)
+    return text.lstrip().removeprefix(THOUGHT).lstrip("\n") + end
+
+
+def _shared(text: str, other: str, tokenizer: Tokenizer) -> int:
+    """The characters that two texts begin with, in whole special tokens."""
+    if text.startswith(other):
+        return len(other)
+    pairs = enumerate(zip(text, other, strict=False))
+    count = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
+    for one in (text, other):
+        for match in tokenizer.special_pattern.finditer(one):
+            if match.start() < count < match.end():
+                count = match.start()
+    return count
+
+
+def _has_end(answer: str, tokenizer: Tokenizer) -> bool:
+    """Whether an answer ends with a special token, perhaps before white space."""
+    ends = [match.end() for match in tokenizer.special_pattern.finditer(answer)]
+    return bool(ends) and not answer[ends[-1] :].strip()
+
+
+def _ended(answer: str, tokenizer: Tokenizer) -> Span:
+    """The last answer of a row, with the end-of-text token if the template writes no end."""
+    if tokenizer.eot is not None and not _has_end(answer, tokenizer):
+        answer += tokenizer.inner.id_to_token(tokenizer.eot)
+    return answer, True
+
+
+def _blocks(rendered: str, own: Sequence[bool]) -> list[Span]:
+    """A rendered text in spans; the generation blocks with a true `own` count."""
+    before, *blocks = rendered.split(BEGIN)
+    spans = [(before, False)]
+    for number, block in enumerate(blocks):
+        inside, _, after = block.partition(END)
+        spans += [(inside, own[number]), (after, False)]
     return spans
 
 
-def _cut(spans: Iterable[tuple[str, bool]], tokenizer: Tokenizer) -> list[Piece]:
+def _cut(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
     """Spans of a rendered text as texts and special tokens."""
     pieces = list[Piece]()
     for counts, run in groupby(spans, lambda span: span[1]):
-        text, done = "".join(part for part, _ in run), 0
-        for match in tokenizer.special_pattern.finditer(text):
-            if match.start() > done:
-                pieces.append((text[done : match.start()].replace(MARK, ""), counts))
-            pieces.append((tokenizer.special[match[0]], counts))
-            done = match.end()
-        if done < len(text):
-            pieces.append((text[done:].replace(MARK, ""), counts))
+        for piece in tokenizer.pieces("".join(text for text, _ in run)):
+            own = piece.replace(MARK, "") if isinstance(piece, str) else piece
+            pieces.append((own, counts))
     return pieces
 
 
@@ -317,7 +364,7 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
         for talk in (turns, turns * 2):
             with contextlib.suppress(UserError):  # a template without such turns
                 is_after = False
-                for piece, counts in template.pieces(talk, tokenizer):
+                for piece, counts in chain(*template.rows(talk, tokenizer)):
                     is_after = counts and (is_after or str(piece).endswith("b"))
                     ends.update([piece] if is_after and isinstance(piece, int) else [])
     return frozenset(ends)
@@ -325,6 +372,5 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
 
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens before the assistant's answer."""
-    rendered = template.render(messages, tokenizer, ask=True, tools=None)
-    rendered = TURNS.sub("", rendered).replace(BEGIN, "").replace(END, "")
-    return tokenizer.encode_marked(_cut([(rendered, False)], tokenizer))[0]
+    text = template.text(messages, tokenizer, ask=True)
+    return tokenizer.encode_marked(_cut([(text, False)], tokenizer))[0]

@@ -25,7 +25,13 @@ import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.examples import encode_example, example_group, example_texts, hash64
+from windlass.data.examples import (
+    encode_example,
+    example_group,
+    example_texts,
+    hash64,
+    unread_keys,
+)
 from windlass.data.progress import Progress
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Item, Source, SourceSpec, text_of
@@ -74,8 +80,8 @@ class Encoder:
         try:
             if self.spec.format == "text":
                 return self._text_rows(job)
-            example = encode_example(job.item, self.spec, self.tokenizer, self.template)
-            return [example._replace(item=job.number)]
+            rows = encode_example(job.item, self.spec, self.tokenizer, self.template)
+            return [row._replace(item=job.number) for row in rows[job.skip :]]
         except UserError as error:
             return [Bad(job.number, str(error))]
 
@@ -90,16 +96,47 @@ class Encoder:
         if not parts and not begins and not job.item.more:
             parts = [""]  # the end of a text whose last block is committed
         for number, part in enumerate(parts):
-            ids = [tokenizer.encode(part, before)]
+            ids = self._ids(part, before)
             last = number == len(parts) - 1 and not job.item.more
-            if begins and not number:
-                ids.insert(0, np.array(tokenizer.first, np.int64))
-            if last:
-                ids.append(np.array(tokenizer.last, np.int64))
-            row = Row(job.number, np.concatenate(ids), text=digest if last else 0)
+            if begins and not number and not starts_with(ids, tokenizer.first):
+                ids = np.concatenate([np.array(tokenizer.first, np.int64), ids])
+            if last and not starts_with(ids[::-1], tokenizer.last[::-1]):
+                ids = np.concatenate([ids, np.array(tokenizer.last, np.int64)])
+            row = Row(job.number, ids, text=digest if last else 0)
             rows.append(row._replace(characters=len(part), more=not last))
             before = (before + part)[-BEFORE:]
         return rows
+
+    def _ids(self, text: str, before: str) -> np.ndarray:
+        """The ids of a part of a text, with special tokens by `data.special_tokens`."""
+        tokenizer = self.tokenizer
+        if not self.spec.special_tokens or not tokenizer.special_pattern.search(text):
+            return tokenizer.encode(text, before)
+        first, *rest = tokenizer.pieces(text)
+        head = [first] if isinstance(first, int) else tokenizer.encode(first, before).tolist()
+        return np.array([*head, *tokenizer.encode_marked([(one, 0) for one in rest])[0]], np.int64)
+
+    def remarks(self, items: Sequence[Item]) -> Iterator[str]:
+        """What the first items of a source have that is not read as it may be meant."""
+        spec, name = self.spec, self.spec.name
+        if spec.format != "text":
+            if keys := unread_keys(items, spec):
+                yield f"{name}: not read: {', '.join(keys)}"
+            return
+        if not spec.special_tokens:
+            pattern, seen = self.tokenizer.special_pattern, set[str]()
+            for item in items:
+                with contextlib.suppress(UserError):
+                    seen |= {match[0] for match in pattern.finditer(text_of(item, spec))}
+            if seen:
+                effect = (
+                    "the model reads it as plain text; data.special_tokens=true makes it a token"
+                )
+                yield f"{name} has {', '.join(sorted(seen)[:3])} in its texts: {effect}"
+
+
+def starts_with(ids: np.ndarray, first: Sequence[int]) -> bool:
+    return tuple(ids[: len(first)].tolist()) == tuple(first)
 
 
 @contextlib.contextmanager
@@ -177,7 +214,12 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
 
 
 def encode(
-    source: Source, directory: Path, encoder: Encoder, resume: Sequence[int], workers: int
+    source: Source,
+    directory: Path,
+    encoder: Encoder,
+    resume: Sequence[int],
+    workers: int,
+    note: Callable[[str], None],
 ) -> Generator[tuple[list[Row | Bad], int, float], None, None]:
     """The rows of a source from a place on, in order, in batches: with the number of the item after
     each batch, and the fraction of the source that is read.
@@ -186,6 +228,8 @@ def encode(
     """
     ahead = jobs_of(source, resume)
     head = list(itertools.islice(ahead, 2))
+    for remark in encoder.remarks([job.item for job in head[0][0]]):
+        note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
     with (
         worker_processes(directory, source.spec, workers)
@@ -234,7 +278,7 @@ def write_source(
     spec = source.spec
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    batches = encode(source, directory, encoder, index.resume, workers)
+    batches = encode(source, directory, encoder, index.resume, workers, progress.note)
     writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, after, fraction in batches:

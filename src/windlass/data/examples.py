@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -54,12 +55,17 @@ SHAPES = {
 }
 
 
+# What an item may have beside the keys of its shape.
+MORE_KEYS = {"system", "tools", "chat_template_kwargs"}
+ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context", "answers", "title"}
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and the tools offered in them; or a prompt and its completion as plain texts."""
+    """Messages and what a template reads beside them; or a prompt and its completion as texts."""
 
     messages: list[Message] = field(default_factory=list)
-    tools: list[Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # tools and `chat_template_kwargs`
     pair: tuple[str, str] | None = None  # prompt and completion; then there are no messages
     prompt: int = 0  # the messages of the prompt, if the item is a prompt with a completion
     untrained: frozenset[int] = frozenset()  # places of messages that are empty or have weight 0
@@ -115,21 +121,38 @@ def hash64(*texts: str) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def encode_example(item: Item, spec: SourceSpec, tokenizer: Tokenizer, template: Template) -> Row:
-    """The tokens of an item; UserError with its place if it is bad. Depends on nothing else."""
+def encode_example(
+    item: Item, spec: SourceSpec, tokenizer: Tokenizer, template: Template
+) -> list[Row]:
+    """The tokens of an item: a row, or a row for each answer if the template writes earlier answers
+    in another way. UserError with the item's place if it is bad. Depends on nothing else."""
     example = _example(item, spec)
     if isinstance(example, Question):
-        return _encode_question(example, tokenizer)
+        return [_encode_question(example, tokenizer)]
+    digest, rows = example.group, list[Row]()
     try:
-        tokens, marks = _encode_conversation(example, spec.answers, tokenizer, template)
+        for tokens, marks in _encode_conversation(example, spec, tokenizer, template):
+            marks[:1] = False  # no token predicts the first one
+            reach = int(marks.argmax()) + 1
+            rows += [Row(0, tokens, marks, digest, group=digest, reach=reach)] * bool(marks.any())
     except UserError as error:
         raise UserError(f"{item.place}: {error}") from None
-    marks[:1] = False  # no token predicts the first one
-    if not marks.any():
+    if not rows:
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
-    digest = example.group
-    return Row(0, tokens, marks, digest, group=digest, reach=int(marks.argmax()) + 1)
+    return rows
+
+
+def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
+    """The keys of items with a value that Windlass does not read."""
+    unread = dict[str, None]()
+    for item in items:
+        with contextlib.suppress(UserError):
+            record, shape = _shape(item, spec)
+            read = {*SHAPES[shape][0], *MORE_KEYS} if shape else QUESTION_KEYS
+            read |= ALPACA_KEYS if shape == "Alpaca" else set()
+            unread |= dict.fromkeys(k for k, v in record.items() if v and k not in read)
+    return list(unread)
 
 
 def example_texts(item: Item, spec: SourceSpec) -> list[str]:
@@ -142,21 +165,33 @@ def example_group(item: Item, spec: SourceSpec) -> int:
     return _example(item, spec).group
 
 
+def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
+    """The record of an item, its keys renamed by `data.columns`, and the shape of its conversation;
+    no shape for a question."""
+    record = record_of(item)
+    named = {name: record[column] for name, column in spec.columns if column in record}
+    record = {k: v for k, v in record.items() if k not in dict(spec.columns).values()} | named
+    if spec.format == "squad":
+        return record, ""
+    for name, (keys, _) in SHAPES.items():
+        if all(record.get(key) is not None for key in keys):
+            return record, name
+    problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
+    examples = "\n".join(f"  {example}" for _, example in SHAPES.values())
+    remedy = "data.columns renames others, as data.columns.instruction=question"
+    raise UserError(
+        f"{item.place}: {problem}, and a conversation is one of\n{examples}\n({remedy})"
+    )
+
+
 def _example(item: Item, spec: SourceSpec) -> Conversation | Question:
     """An item as a conversation or question; UserError with its place if it is neither."""
-    record, advice, shape = record_of(item), "", ""
-    if spec.format != "squad":
-        for name, (keys, example) in SHAPES.items():
-            if not shape and all(record.get(key) is not None for key in keys):
-                shape, advice = name, f"; the item has the shape {name}: {example}"
-        if not shape:
-            problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
-            examples = "\n".join(f"  {example}" for _, example in SHAPES.values())
-            raise UserError(f"{item.place}: {problem}, and a conversation is one of\n{examples}")
+    record, shape = _shape(item, spec)
     try:
         return _conversation(record, shape) if shape else _question(record)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        advice = f"; the item has the shape {shape}: {SHAPES[shape][1]}" if shape else ""
         raise UserError(f"{item.place}: {problem}{advice}") from None
 
 
@@ -168,9 +203,11 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     turns, prompt = record[SHAPES[shape][0][0]], 0
     if shape == "Alpaca":
         request = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-        answer = {"role": "assistant", "content": record["output"]}
-        turns = [*system, {"role": "user", "content": request}, answer]
+        answers = record["output"]
+        answer = answers[0] if answers and isinstance(answers, list) else answers
+        turns = []
+        for asked, said in (*(record.get("history") or ()), (request, answer)):
+            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -181,14 +218,18 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"a conversation is a list of turns, not {kind_of(turns)}")
     messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
-    untrained = frozenset(i for i, turn in enumerate(turns) if _is_untrained(turn, messages[i]))
+    untrained = {i for i, turn in enumerate(turns) if _is_untrained(turn, messages[i])}
+    if (system := record.get("system")) and messages[0]["role"] != "system":
+        messages.insert(0, _message({"role": "system", "content": system}, "system"))
+        prompt, untrained = prompt + bool(prompt), {place + 1 for place in untrained}
     tools = record.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
     if tools and not isinstance(tools, list):
         raise ValueError(f"tools are a list, not {kind_of(tools)}")
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("there is no answer of the assistant to learn from")
-    return Conversation(messages, tools or None, None, prompt, untrained)
+    extra = {**(record.get("chat_template_kwargs") or {}), "tools": tools or None}
+    return Conversation(messages, extra, None, prompt, frozenset(untrained))
 
 
 def _message(turn: Any, where: str) -> Message:
@@ -238,19 +279,29 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encode_conversation(
-    talk: Conversation, answers: str, tokenizer: Tokenizer, template: Template
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and marks. A prompt and a completion are two texts, then the end-of-text token."""
+    talk: Conversation, spec: SourceSpec, tokenizer: Tokenizer, template: Template
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and marks of each row. A prompt and a completion are two texts, then the end-of-text
+    token."""
+    learns_all = spec.answers == "everything"
     if talk.pair:
-        both, prompt = tokenizer.encode_pair(*talk.pair)
-        end = [] if tokenizer.eot is None else [tokenizer.eot]
+        if spec.special_tokens:
+            parts = [(part, i) for i in (0, 1) for part in tokenizer.pieces(talk.pair[i])]
+            both, counts = tokenizer.encode_marked(parts)
+            begin = (
+                [] if tuple(both[: len(tokenizer.begin)]) == tokenizer.begin else tokenizer.begin
+            )
+            both, prompt = [*begin, *both], len(begin) + len(both) - sum(counts)
+        else:
+            both, prompt = tokenizer.encode_pair(*talk.pair)
+        end = [] if tokenizer.eot in (None, *both[-1:]) else [tokenizer.eot]
         marks = np.arange(len(both) + len(end)) >= prompt
-        return np.array([*both, *end], np.int64), marks & bool(talk.pair[1].strip())
-    trained = talk.trained(answers)
-    is_completion = answers == "auto" and talk.prompt > 0
-    pieces = template.pieces(talk.messages, tokenizer, talk.tools, trained, is_completion)
-    tokens, counted = tokenizer.encode_marked(pieces)
-    return np.array(tokens, np.int64), np.array(counted, bool)
+        yield np.array([*both, *end], np.int64), (marks | learns_all) & bool(talk.pair[1].strip())
+        return
+    trained, is_completion = talk.trained(spec.answers), spec.answers == "auto" and talk.prompt > 0
+    for pieces in template.rows(talk.messages, tokenizer, talk.extra, trained, is_completion):
+        tokens, counted = tokenizer.encode_marked(pieces)
+        yield np.array(tokens, np.int64), np.array(counted, bool) | learns_all
 
 
 # -- questions

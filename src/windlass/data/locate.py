@@ -39,8 +39,9 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[Source
     members, written = list[Member[SourceSpec]](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
         own, located = written.part(number), recipe.data.part(number)
-        fields = ("format", "text_key", "separator", "answers", "on_bad_item", "streaming")
-        how: dict[str, Any] = {field: getattr(own, field) for field in fields}
+        fields = ("format", "text_key", "separator", "special_tokens", "answers", "on_bad_item")
+        how: dict[str, Any] = {field: getattr(own, field) for field in (*fields, "streaming")}
+        how["columns"] = tuple(own.columns.items())
         sources = list(zip(own.sources, located.sources, strict=True))
         of_train = how | {"split": own.split, "revision": own.revision, "sha256": own.sha256}
         train = [SourceSpec(*names, **of_train) for names in sources]
@@ -60,7 +61,7 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[Source
 def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     """What determines the tokenizer of a recipe; one made from the corpus depends on its sources."""
     home, data = recipe.home, recipe.as_written.data
-    files = vocabulary.tokenizer_files(recipe.data.tokenizer)
+    files = vocabulary.tokenizer_files(recipe.data)
     key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
     if data.add_tokens:
         key["add_tokens"] = data.add_tokens
@@ -91,6 +92,11 @@ def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
     """What determines the tokens of a source."""
     key = tokenizer_key(recipe) | {"source": spec.key}
     key.pop("files", None)  # a tokenizer that moves or goes stays the one that is saved here
+    data = recipe.as_written.data
+    if spec.format == "chat" and data.chat_template:
+        key["chat_template"] = data.chat_template
+    if spec.format == "chat" and data.chat_template_kwargs:
+        key["chat_template_kwargs"] = data.chat_template_kwargs
     if spec.name.startswith("shards:") and recipe.data.shards_dtype != "auto":
         key["dtype"] = recipe.data.shards_dtype
     return key

@@ -18,8 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from windlass import hub
 from windlass.data import vocabulary
 from windlass.data.chat import Template
@@ -37,30 +35,23 @@ from windlass.data.locate import (
     unprepared,
     wanted_sources,
 )
+from windlass.data.need import Need
 from windlass.data.progress import Progress
-from windlass.data.shards import INDEX, Index, Row, ShardWriter, prepare_again
+from windlass.data.shards import INDEX, Index, prepare_again
 from windlass.data.sources import SourceSpec, changes, describe_source, open_source
-from windlass.data.split import (
-    FEW,
-    LONG_TEXT,
-    Corpus,
-    equal_parts,
-    held_out,
-    training_tokens,
-    val_characters,
-)
+from windlass.data.split import Corpus, part_of, val_characters
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import LockHeld, acquire_lock, locked, read_json, write_atomic
 from windlass.processes import usable_cores
-from windlass.recipe import DataSettings, Recipe, as_recipe
+from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 LOCK = ".lock"
 LEARNED = "sources.json"  # from which a tokenizer was learned
-NeedOf = Callable[["Corpus"], "Need"]
+NeedOf = Callable[[Corpus], Need]
 
 
 @dataclass(frozen=True)
@@ -172,27 +163,33 @@ class _Preparation:
         template: Template | None,
     ) -> None:
         """The given tokenizer, the one saved beside prepared data, or a new one."""
-        recipe = self.recipe
-        places = (directory_of(spec, recipe) for member in wanted for spec in member.sources)
-        saved = next((place / FOLDER for place in places if (place / INDEX).is_file()), None)
+        recipe, folders = self.recipe, dict[str, Path]()  # of prepared sources, by format
+        for spec in (spec for member in wanted for spec in member.sources):
+            if ((place := directory_of(spec, recipe)) / INDEX).is_file():
+                folders.setdefault(spec.format, place / FOLDER)
+        saved = next(iter(folders.values()), None)
         is_learned = vocabulary.is_learned(recipe.data.tokenizer)
         if tokenizer is None:
             self.files = tokenizer_key(recipe).get("files", {})
         if self.prepares_again and (is_learned or self.files):
-            saved = None  # it may have changed
+            saved, folders = None, {}  # it may have changed
         if tokenizer is not None:
             self.tokenizer, self.template = tokenizer, template or Template()
-        elif saved is not None:
+            return
+        if saved is not None:
             self.tokenizer = vocabulary.load_tokenizer(saved)
-            self.template = Template.of_directory(saved)
         elif is_learned:
             self.tokenizer = vocabulary.with_tokens(self._learned(wanted), recipe.data.add_tokens)
         else:
             named = vocabulary.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
             self.tokenizer = vocabulary.with_tokens(named, recipe.data.add_tokens)
+        if "chat" in folders:
+            self.template = Template.of_directory(folders["chat"])
+        elif any(member.data.format == "chat" for member in wanted):
             if recipe.tokenizer.startswith("hf:"):
                 place = hub.tokenizer_directory(recipe.tokenizer[3:], recipe.tokenizer_key)
                 self.template = Template.of_directory(place)
+            self.template = self.template.with_settings(recipe.data)
 
     def _learned(self, wanted: list[Member[SourceSpec]]) -> Tokenizer:
         """The tokenizer that the corpus makes, in a directory of its own."""
@@ -236,41 +233,17 @@ class _Preparation:
 
     def members(self, wanted: list[Member[SourceSpec]]) -> list[Member[Corpus]]:
         """Prepare all sources as far as the limits of the recipe need them."""
-        asked = [[-(-w.data.max_tokens // len(w.train)) for _ in w.train] for w in wanted]
-        while True:
-            members = list[Member[Corpus]]()
-            for w, limits in zip(wanted, asked, strict=True):
-                pairs = zip(w.train, limits, strict=True)
-                train = [
-                    self._corpus(spec, partial(Need, w.data, tokens, False))
-                    for spec, tokens in pairs
-                ]
-                need = partial(Need, w.data, val_characters(w.data), True)
-                val = [self._corpus(spec, need) for spec in w.val]
-                members.append(Member(w.name, w.data, train, val))
-            for corpus in (corpus for member in members for corpus in member.val):
-                if not corpus.index.tokens:
-                    setting, name = corpus.spec.setting, corpus.spec.name
-                    raise UserError(f"{setting}: there is nothing to read in {name}")
-            if not self._ask_more(members, asked):
-                return members
-
-    @staticmethod
-    def _ask_more(members: list[Member[Corpus]], asked: list[list[int]]) -> bool:
-        """Raise the tokens `asked` of sources that give more, if a recipe's limit is not reached:
-        because others have less, or the validation data has the texts."""
-        more = False
-        if not any(member.data.max_tokens for member in members):
-            return more
-        for member, totals, own in zip(members, training_tokens(members), asked, strict=True):
-            pairs = list(zip(member.train, totals, strict=True))
-            limits = [n if corpus.index.complete else 1 << 62 for corpus, n in pairs]
-            parts = equal_parts(member.data.max_tokens, limits)
-            for i, ((corpus, total), part) in enumerate(zip(pairs, parts, strict=True)):
-                if total < part:
-                    done = Need(member.data, 0, False, corpus).done
-                    own[i], more = max(own[i], done) + part - total, True
-        return more
+        members = list[Member[Corpus]]()
+        for w in wanted:
+            tokens, characters = part_of(w.data, len(w.train)), val_characters(w.data, len(w.val))
+            train = [self._corpus(spec, partial(Need, w.data, tokens, False)) for spec in w.train]
+            val = [self._corpus(spec, partial(Need, w.data, characters, True)) for spec in w.val]
+            members.append(Member(w.name, w.data, train, val))
+        for corpus in (corpus for member in members for corpus in member.val):
+            if not corpus.index.tokens:
+                setting, name = corpus.spec.setting, corpus.spec.name
+                raise UserError(f"{setting}: there is nothing to read in {name}")
+        return members
 
     def _corpus(self, spec: SourceSpec, need: NeedOf) -> Corpus:
         """A source, prepared as far as it is needed."""
@@ -333,11 +306,12 @@ class _Preparation:
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
+        layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
         new = Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
             tokenizer=tokenizer.describe(),
-            template=self.template.describe(recipe.tokenizer) if spec.format == "chat" else "",
+            template=layout if spec.format == "chat" else "",
             single_text=source is not None and source.single_text,
             masked=spec.format != "text",
             shard_tokens=recipe.data.shard_tokens,
@@ -369,55 +343,3 @@ def _lock(directory: Path, progress: Progress) -> AbstractContextManager[Any]:
         raise UserError(
             f"{directory} cannot be written ({error.strerror}); give another data.dir"
         ) from None
-
-
-# -- how much of a source is needed: the rest of a large one is not tokenized
-
-
-class Need:
-    """Counts documents until a recipe has enough of them.
-
-    The first FEW documents or groups decide how validation data is held out, so they are always
-    needed.
-    """
-
-    def __init__(self, data: DataSettings, wanted: int, is_val: bool, corpus: Corpus):
-        """Count what is prepared. `wanted`: tokens for training, or characters of separate
-        validation data; 0: all."""
-        self.wanted, self.is_val = wanted, is_val
-        self.fraction = 0.0 if data.val_shards else data.val_fraction
-        # training tokens, after those in the first shards that are held out, or characters
-        self.done = 0 if is_val else -data.val_shards * data.shard_tokens
-        self._groups = set[int]()  # FEW at most
-        table, self._end = corpus.stream.table, 0
-        self._characters = corpus.index.resume[1]  # of the document that is being written
-        if len(table):
-            groups = table.field("group" if corpus.index.masked else "text")
-            self._count(np.diff(table.edges), table.characters, groups)
-            self._end = int(table.edges[-1])
-
-    @property
-    def is_met(self) -> bool:
-        return len(self._groups) >= FEW and 0 < self.wanted <= self.done
-
-    def __call__(self, writer: ShardWriter, row: Row) -> bool:
-        """Count a row; returns whether it ends a document and the need is met."""
-        self._characters += row.characters
-        if row.more:
-            return False
-        tokens, group = writer.tokens - self._end, np.array([row.group or row.text], np.uint64)
-        self._count(np.array([tokens]), np.array([self._characters]), group)
-        self._end, self._characters = writer.tokens, 0
-        return self.is_met
-
-    def _count(self, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray) -> None:
-        """Count documents by their tokens and characters, and the hashes that hold them out."""
-        if len(self._groups) < FEW:
-            self._groups.update(np.unique(groups)[:FEW].tolist())
-        if self.is_val:
-            self.done += int(characters.sum())
-            return
-        is_long = (characters > LONG_TEXT) & (self.fraction > 0)
-        trains = ~held_out(groups, self.fraction) & ~is_long
-        self.done += int(tokens[trains].sum())
-        self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())

@@ -55,6 +55,8 @@ class SourceSpec:
     streaming: bool = False
     sha256: str = ""
     separator: str = ""
+    special_tokens: bool = False
+    columns: tuple[tuple[str, str], ...] = ()  # names of keys, and the keys that have these names
     answers: str = "auto"
     on_bad_item: str = "stop"
     setting: str = "data.source"  # for messages
@@ -84,6 +86,8 @@ class SourceSpec:
             "revision": kind == "hf",
             "sha256": kind == "https",
             "separator": has_texts,
+            "special_tokens": has_texts or kind in ("stdlib", "hf") or self.format == "chat",
+            "columns": not is_text,
             "answers": self.format == "chat",
             "on_bad_item": kind not in ("stdlib", "shards"),
         }
@@ -308,8 +312,9 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
     # Without `buffer_size` pyarrow reads a whole column of a row group at once; `pre_buffer` more.
     table = pq.ParquetFile(raw, pre_buffer=False, buffer_size=READ)
     names, key, number, about = table.schema_arrow.names, spec.text_key, 0, table.metadata
-    columns = [key] if spec.format == "text" else None
-    if columns and key not in names and key.partition(".")[0] not in names:
+    is_text = spec.format == "text"
+    columns = [key] if is_text else None
+    if is_text and key not in names and key.partition(".")[0] not in names:
         raise UserError(f"{place} has no column {key!r}; {other_keys(names)}")
     for group in range(about.num_row_groups):
         rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
@@ -319,11 +324,19 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
             continue
         at_once = min(1024, max(1, rows * TABLE_BYTES // max(1, size)))
         for batch in table.iter_batches(at_once, [group], columns, use_threads=False):
-            is_flat = columns and key in names
+            is_flat = is_text and key in names
             for value in batch.column(0).to_pylist() if is_flat else batch.to_pylist():
                 number += 1
                 where = f"{place}, row {number:,}"
-                yield Item(where, column_value(value, key), fraction=number / about.num_rows)
+                content = column_value(value, key) if is_text else without_nulls(value)
+                yield Item(where, content, fraction=number / about.num_rows)
+
+
+def without_nulls(value: Any) -> Any:
+    """A record without nulls: Arrow gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def column_value(value: Any, key: str) -> Any:

@@ -1,4 +1,5 @@
-"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk.
+"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk. The
+loader reads in the background, so a block may take its time.
 
 The processes of a host may share a cache directory. It has the blocks of files: a block is a file
 that appears when it is whole. The least recently used blocks are deleted to make room.
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +49,6 @@ class RemoteFile:
             raise UserError(f"{url} has changed since it was prepared: {remedy}")
         # the beginning of the blocks' names
         self._name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
-        self._last, self._ahead = -1, threading.Thread()
 
     def pread(self, count: int, offset: int) -> bytes:
         """The bytes from `offset` on, fewer than `count` at the end of the file.
@@ -62,28 +61,9 @@ class RemoteFile:
             number, begin = divmod(offset, BLOCK_BYTES)
             end = min(BLOCK_BYTES, begin + stop - offset)
             part = self._cached(number, begin, end)
-            if part is None:
-                if self._ahead.is_alive():
-                    self._ahead.join()
-                part = self._block(number)[begin:end]
-            parts.append(part)
+            parts.append(self._block(number)[begin:end] if part is None else part)
             offset += end - begin
-            if number == self._last + 1 > 0:  # a reader from front to back
-                self._read_ahead(number + 1)
-            self._last = number
         return b"".join(parts)
-
-    def _read_ahead(self, number: int) -> None:
-        """Get a block into the cache in the background; a failure shows when it is read."""
-
-        def get() -> None:
-            with contextlib.suppress(Exception):
-                self._block(number)
-
-        has_room = self._cache_bytes >= 2 * BLOCK_BYTES
-        if has_room and number * BLOCK_BYTES < self.size and not self._ahead.is_alive():
-            self._ahead = threading.Thread(target=get, name="windlass-remote", daemon=True)
-            self._ahead.start()
 
     def _place(self, number: int) -> tuple[Path, int]:
         """A block's path in the cache, and its length."""

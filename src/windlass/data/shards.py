@@ -97,7 +97,8 @@ class Index(BaseModel):
     shard_tokens: int
     shards: list[Shard] = []
     # Where the shard after the last full one begins: the number of its item, the item's characters
-    # in whole rows before, the tokens of the next row before, and the items left out before.
+    # in whole rows before (of a conversation its rows), the tokens of the next row before, and the
+    # items left out before.
     resume: tuple[int, int, int, int] = (0, 0, 0, 0)
     items: int = 0  # that are read, empty ones and those left out included
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
@@ -199,7 +200,8 @@ class ShardWriter:
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
-        self._goes_on = self._characters > 0  # whether the next row continues a document
+        # whether the next row continues a document
+        self._goes_on = self._characters > 0 and not index.masked
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -212,6 +214,7 @@ class ShardWriter:
         if row.item != self._item:
             self._item, self._characters = row.item, 0
         done, self._skip, size = self._skip, 0, self.index.shard_tokens
+        characters = row.characters if row.marks is None else 1
         if not done:  # a row without tokens may end a document
             line = [self.tokens, row.text, row.characters, row.more]
             if row.marks is not None:
@@ -232,10 +235,11 @@ class ShardWriter:
             if self.tokens % size == 0:
                 place = row.item, self._characters, done
                 if done == len(row.tokens):
-                    place = row.item, self._characters + row.characters, 0
-                    place = place if row.more else (row.item + 1, 0, 0)
+                    place = row.item, self._characters + characters, 0
+                    is_last = row.marks is None and not row.more
+                    place = (row.item + 1, 0, 0) if is_last else place
                 self._commit(place)
-        self._characters += row.characters
+        self._characters += characters
         self._goes_on = row.more
 
     def _outputs(self) -> list[HashedFile]:

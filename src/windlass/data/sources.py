@@ -38,6 +38,7 @@ from windlass.data.records import (
     read_files,
     record_of,
     text_of,
+    without_nulls,
 )
 from windlass.errors import RunFailed, UserError, first_line, require
 
@@ -103,7 +104,7 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
             return False
         with suppress(UserError, StopIteration):
             item = next(read_files(spec, [path], [1]))
-            is_chat = not CONVERSATION_KEYS.isdisjoint(record_of(item))
+            is_chat = bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record_of(item))
             return is_chat if spec.format == "chat" else isinstance(text_of(item, spec), str)
         return False
 
@@ -326,6 +327,8 @@ def _open_dataset(spec: SourceSpec) -> Source:
                     record: Any = dict(zip(batch, values, strict=True))
                     if spec.format == "text" and spec.text_key in record:
                         record = column_value(record[spec.text_key], spec.text_key)
+                    elif spec.format == "chat":
+                        record = without_nulls(record)
                     if spec.kind == "squad":
                         answers = record["answers"]  # lists of equal length, by key
                         pairs = zip(*answers.values(), strict=True)

@@ -275,17 +275,11 @@ def _pieces(
     for member in members:
         own.append([pieces_of(corpus, member, is_val=False) for corpus in member.train])
         evals.append([pieces_of(corpus, member, is_val=True) for corpus in member.val])
-        if val_characters(member.data):
+        if val_characters(member.data, len(member.val)):
             _limit_val(member.data, evals[-1])
     by_shard = any(member.data.val_shards for member in members)
     several = sum(map(len, (*own, *evals))) > 1  # copies in one source have equal hashes
     return own, evals, _leave_out_shared(own, evals) if by_shard or several else 0
-
-
-def training_tokens(members: Sequence[Member[Corpus]]) -> list[list[int]]:
-    """The tokens that each source of each member has for training, before any limit."""
-    own, _, _ = _pieces(members)
-    return [[int(sizes_of(p.train).sum()) for p in pieces] for pieces in own]
 
 
 def divide(
@@ -345,9 +339,9 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
 
 
 def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
-    """Apply `data.max_tokens`: equal parts of the sources, and of a shorter one all that it has."""
-    totals = [int(sizes_of(p.train).sum()) for p in pieces]
-    for p, tokens in zip(pieces, equal_parts(data.max_tokens, totals), strict=True):
+    """Apply `data.max_tokens`, in equal parts of the sources."""
+    tokens = part_of(data, len(pieces))
+    for p in pieces:
         ends = np.cumsum(sizes_of(p.train))
         kept, last = _up_to(tokens, ends)
         if last < len(ends) and (not len(p.texts) or len(ends) == 1 or p.is_cut[last]):
@@ -359,10 +353,10 @@ def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
 
 
 def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
-    """Limit separate validation data to `data.val_fraction` of `data.max_tokens`, in characters."""
-    sizes = [p.corpus.stream.table.characters for p in separate]
-    limits = equal_parts(val_characters(data), [int(size.sum()) for size in sizes])
-    for p, size, limit in zip(separate, sizes, limits, strict=True):
+    """Apply the limit of separate validation data, in equal parts of the sources."""
+    limit = val_characters(data, len(separate))
+    for p in separate:
+        size = p.corpus.stream.table.characters
         if len(p.texts):
             keep(p.val, _up_to(limit, np.cumsum(size))[0])
             if len(size) == 1:
@@ -375,19 +369,15 @@ def _up_to(limit: int, ends: np.ndarray) -> tuple[np.ndarray, int]:
     return np.arange(len(ends)) <= last, last
 
 
-def val_characters(data: DataSettings) -> int:
-    """The limit of separate validation data; 0: none."""
-    return int(data.max_tokens * Fraction(str(data.val_fraction)))
+def part_of(data: DataSettings, sources: int) -> int:
+    """The training tokens of each source at most, by `data.max_tokens`; 0: no limit."""
+    return -(-data.max_tokens // max(1, sources))
 
 
-def equal_parts(limit: int, totals: Sequence[int]) -> list[int]:
-    """`limit` in equal parts; from a smaller total comes all of it, and more from the others."""
-    parts, left = [0] * len(totals), limit
-    order = sorted(range(len(totals)), key=totals.__getitem__)
-    for place, number in enumerate(order):
-        parts[number] = min(totals[number], left // (len(order) - place))
-        left -= parts[number]
-    return parts
+def val_characters(data: DataSettings, sources: int) -> int:
+    """The characters of each separate validation source at most: `data.val_fraction` of
+    `data.max_tokens`; 0: no limit."""
+    return -(-int(data.max_tokens * Fraction(str(data.val_fraction))) // max(1, sources))
 
 
 def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:

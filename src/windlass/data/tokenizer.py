@@ -115,6 +115,17 @@ class Tokenizer:
         texts = sorted(self.special, key=len, reverse=True)
         return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'})(?!{MARK})")
 
+    def pieces(self, text: str) -> Iterator[str | int]:
+        """The parts of a text: ids of its unmarked special tokens, and the texts between them."""
+        done = 0
+        for match in self.special_pattern.finditer(text):
+            if match.start() > done:
+                yield text[done : match.start()]
+            yield self.special[match[0]]
+            done = match.end()
+        if done < len(text):
+            yield text[done:]
+
     @cached_property
     def _fast(self) -> Any:
         """For characters the id of each code point or -1; for GPT-2 the encoding of `tiktoken`."""

@@ -26,7 +26,7 @@ from windlass.fileio import read_json
 from windlass.recipe.load import own_tokenizer
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
+    from windlass.recipe import DataSettings, Recipe
 
 GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -107,16 +107,16 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     notify(f"{text}; its weights are not used, so this may be intended")
 
 
-def tokenizer_files(setting: str) -> dict[str, str]:
-    """The SHA-256 of each local file of a setting, by path; empty without local files."""
-    kind, _, place = setting.partition(":")
-    if not place:
-        return {}
-    path = Path(place).expanduser()
-    names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
-    files = [path / name for name in names]
-    if path.is_file():
-        files = [path, *(path.parent / name for name in LAYOUT_FILES)]
+def tokenizer_files(data: DataSettings) -> dict[str, str]:
+    """The SHA-256 of each local file of a tokenizer and of `data.chat_template`, by path."""
+    kind, _, place = data.tokenizer.partition(":")
+    files = [Path(data.chat_template).expanduser()] if data.chat_template else []
+    if place:
+        path = Path(place).expanduser()
+        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
+        if path.is_file():
+            files += [path, *(path.parent / name for name in LAYOUT_FILES)]
+        files += [path / name for name in names]
     return {str(file): sha256_of(file) for file in files if file.is_file()}
 
 

@@ -93,6 +93,11 @@ class DataSettings(Section):
     text_key: str = "text"
     """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text` is a field of a
     field."""
+    columns: dict[str, str] = {}
+    """With `squad` and `chat`: fields with other names, as `data.columns.instruction=question`."""
+    special_tokens: bool = False
+    """Whether the text of a special token, as `<|im_start|>`, is this token in documents and in
+    prompts with completions; else it is plain text. In messages it always is plain text."""
     separator: str = ""
     """Text between two documents of a text file, as `<|endoftext|>`; empty: a file is one document."""
     on_bad_item: Literal["stop", "skip"] = "stop"
@@ -114,8 +119,8 @@ class DataSettings(Section):
     cache_gb: float = Field(20.0, gt=0)
     """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
-    """Stop at the end of a document after about this number of training tokens; several sources
-    give equal parts, and a shorter one all that it has; 0: all."""
+    """Stop at the end of a document after about this number of training tokens, in equal parts of
+    several sources; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Validation share of the documents, chosen by a hash of their texts; of each text in a source
     with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
@@ -145,9 +150,13 @@ class DataSettings(Section):
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""
-    answers: Literal["auto", "all", "last"] = "auto"
+    answers: Literal["auto", "all", "last", "everything"] = "auto"
     """With `chat`: the answers that have a loss: `all`, or the `last`; `auto`: all, but of a prompt
-    with a completion only the completion's, as TRL."""
+    with a completion only the completion's, as TRL. `everything`: prompts have a loss, too."""
+    chat_template: str = ""
+    """With `chat`: file of a chat template; empty: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """With `chat`: values that the template reads, as `{enable_thinking = false}`."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)

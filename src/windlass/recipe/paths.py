@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 
 PATHS = re.compile(
-    r"data\.(source|eval_source|mix|dir|tokenizer)|data\.mix\.[^.]+\.(source|eval_source)"
+    r"data\.(source|eval_source|mix|dir|tokenizer|chat_template)"
+    r"|data\.mix\.[^.]+\.(source|eval_source)"
     r"|model\.(name|init_from)|eval\.(hellaswag|squad)_file|checkpoint\.(resume|base)"
 )
 """The settings; `run.dir` always starts from the working directory."""
