@@ -8,7 +8,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch._dynamo  # DDP imports it: once here, before the forks, instead of 4 s in each of them
 import torch.distributed as dist
 
+from windlass.parallel.collectives import norm_and_sum
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
@@ -41,6 +42,11 @@ def recipe(**overrides: Any) -> Recipe:
     limits = {"parallel__timeout_seconds": 30, "parallel__startup_timeout_seconds": 30}
     settings = {"parallel__device": "cpu", **limits, **overrides}
     return Recipe().replace({key.replace("__", "."): value for key, value in settings.items()})
+
+
+def grad_norm(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> torch.Tensor:
+    """The 2-norm of the whole gradient."""
+    return norm_and_sum(parameters, torch.zeros(()), ranks)[0]
 
 
 def tcp_store(env: DistEnv, listening: socket.socket) -> dist.TCPStore:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import recipe, run_ranks
+from harness import grad_norm, recipe, run_ranks
 from torch._dynamo.utils import counters
 
 import hf_fixtures
@@ -26,7 +26,7 @@ def loss_and_norm(model, settings, ranks) -> tuple[float, float]:
         with autocast(settings, ranks.device):
             loss = model(mine[:, :-1], mine[:, 1:]) / 64
         loss.backward()
-    norm = float(collectives.global_grad_norm(model.parameters(), ranks))
+    norm = float(grad_norm(model.parameters(), ranks))
     return float(collectives.sum_over_ranks(loss.detach().clone(), ranks)), norm
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Join, recipe, run_ranks
+from harness import Join, grad_norm, recipe, run_ranks
 from torch import Tensor, nn
 from toy import micro_batch, toy
 
@@ -15,7 +15,7 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim import shard
 from windlass.optim.build import build_optimizer, set_lr
-from windlass.parallel.collectives import global_grad_norm, scale_gradients
+from windlass.parallel.collectives import scale_gradients
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
@@ -64,7 +64,7 @@ def updates(join: Join, how: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
                 assert kinds[2] and not kinds[0] and len(optimizer.buckets) > 2
             for number in range(4):
                 model(*micro_batch(number * join.world + join.rank)).backward()
-                norm = global_grad_norm(parameters, ranks)
+                norm = grad_norm(parameters, ranks)
                 scale_gradients(parameters, (0.5 / norm).clamp(max=1.0))
                 set_lr(optimizer, 1.0 - 0.1 * number)
                 if getattr(optimizer, "_step_supports_amp_scaling", False):

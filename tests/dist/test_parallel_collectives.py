@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Join, recipe, run_ranks
+from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
 from windlass.parallel.collectives import (
-    global_grad_norm,
     max_async,
     norm_and_sum,
     sum_async,
@@ -89,7 +88,7 @@ def test_the_norm_is_as_exact_as_float64_sums_of_float32_gradients():
         parameter.grad = grad
     others = [torch.nn.Parameter(torch.zeros(3)), parameters[0]]  # no gradient; tied
     with init_ranks(DistEnv(), recipe()) as ranks:
-        norm = global_grad_norm([*parameters, *others], ranks)
+        norm = grad_norm([*parameters, *others], ranks)
     exact = torch.nn.utils.get_total_norm([grad.double() for grad in grads])
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(exact.item(), rel=2e-7)

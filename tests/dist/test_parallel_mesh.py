@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import Join, recipe, run_ranks
+from harness import Join, grad_norm, recipe, run_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from windlass.model.loss import Objective, Piece, cross_entropy_sum, head_logits
 from windlass.model.share import Peers
 from windlass.parallel.autograd import Copy
-from windlass.parallel.collectives import global_grad_norm, max_async, sum_async, sum_over_ranks
+from windlass.parallel.collectives import max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
 from windlass.parallel.tensor import gather_logits
 from windlass.recipe.strategies import STRATEGIES, Sizes
@@ -89,7 +89,7 @@ def norm_of_cut_gradients(join: Join):
         for parameter, grad in zip(parameters, [*grads, whole[-1]], strict=True):
             parameter.grad = grad
         exact = torch.cat([g.double().reshape(-1) for g in whole]).norm().item()
-        return global_grad_norm(parameters, ranks).item(), exact
+        return grad_norm(parameters, ranks).item(), exact
 
 
 @pytest.mark.dist
@@ -120,7 +120,7 @@ def norm_of_a_divided_model(join: Join):
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)
         model(inputs[ranks.mesh.data_rank]).square().sum().backward()
-        return global_grad_norm(model.parameters(), ranks).item(), expected
+        return grad_norm(model.parameters(), ranks).item(), expected
 
 
 @pytest.mark.dist
@@ -133,7 +133,7 @@ def norm_of_stages(join: Join):
     with joined(join, Sizes(pp=2, dp_replicate=1), "ddp") as ranks:
         parameter = torch.nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([3.0 + ranks.rank])
-        return global_grad_norm([parameter], ranks).item()
+        return grad_norm([parameter], ranks).item()
 
 
 @pytest.mark.dist

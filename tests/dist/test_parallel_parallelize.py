@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Join, recipe, run_ranks
+from harness import Join, grad_norm, recipe, run_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from toy import Toy, fill, micro_batch, toy
@@ -99,7 +99,7 @@ def every_case(join: Join, accumulation: int) -> dict[str, Any]:
             for _ in range(2):  # the second step finds what the first left behind
                 model.zero_grad()
                 loss = step(model, join, ranks, accumulation)
-            norm = collectives.global_grad_norm(model.parameters(), ranks)
+            norm = grad_norm(model.parameters(), ranks)
             collectives.scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
             trained = [(n, p) for n, p in unwrap(model).named_parameters() if p.grad is not None]
             grads = {n: whole(p.grad).clone() for n, p in trained}

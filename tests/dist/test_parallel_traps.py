@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from equivalence import CONTEXT, VOCAB, built, gathered, settings
-from harness import run_ranks
+from harness import grad_norm, run_ranks
 from test_parallel_layouts import NEW, PARTS
 
 from windlass.model.gpt import GPT
@@ -61,7 +61,7 @@ def gradients(join, chosen, first_label: int):
                 part = parameter.grad
                 part.cut = cut_of(parameter)
                 grads[name] = gathered(part)
-            norm = collectives.global_grad_norm(trainer.parameters, ranks)
+            norm = grad_norm(trainer.parameters, ranks)
             total = collectives.sum_over_ranks(loss.detach(), ranks)
             outcomes.append((float(total), grads, float(norm)))
     return outcomes

@@ -306,9 +306,11 @@ class Step:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
         model, rank = self.model, self.rank
         saved = self.dropout(self.stream_width) * rank.first + self.wide * rank.last
+        tokens = self.n // self.layout.micro_batch
         if model.position == "rope":  # the tables that all blocks share
-            tokens = self.n // self.layout.micro_batch
             saved += 2 * tokens * rank.head_width * self.full
+        elif model.position == "learned":  # the places, int64
+            saved += 8 * tokens * rank.first
         saved += self.document_masks()
         return saved + (self.norm() if model.final_norm and rank.last else 0)
 

@@ -67,21 +67,14 @@ def max_async(flags: Sequence[int], ranks: Ranks) -> Pending:
     return Pending(flags, ranks.mesh.all_ranks, dist.ReduceOp.MAX)
 
 
-def global_grad_norm(parameters: Iterable[nn.Parameter], ranks: Ranks) -> Tensor:
-    """The 2-norm of the whole gradient, a scalar on the device, equal on every rank.
-
-    It is float32, or float64 for a float64 model. Shards, replicated gradients and tied tensors
-    count once. The host does not wait.
-    """
-    return norm_and_sum(parameters, torch.zeros((), device=ranks.device), ranks)[0]
-
-
 def norm_and_sum(
     parameters: Iterable[nn.Parameter], number: Tensor, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """`global_grad_norm`, and the sum of a scalar over all ranks, in one collective.
+    """The 2-norm of the whole gradient, and the sum of a scalar over all ranks, in one collective.
 
-    Every rank adds the squares of its pieces, each divided by the number of ranks that hold it.
+    The norm is a scalar on the device, equal on every rank: float32, or float64 for a float64 model.
+    Shards, replicated gradients and tied tensors count once, because every rank divides the squares
+    of its pieces by the number of ranks that hold them. The host does not wait.
     """
     trained = [p for p in dict.fromkeys(parameters) if p.grad is not None]
     by_holders: dict[int, list[Tensor]] = {}

@@ -149,7 +149,7 @@ class SplitRows(Rows):
         return super().forward(self.entrance(x, self.enter)[..., self.held.start : self.held.stop])
 
 
-class Embedding(Part):
+class DividedEmbedding(Part):
     """An embedding with some rows of the vocabulary."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class Embedding(Part):
         return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
-class Positions(Part):
+class DividedPositions(Part):
     """A whole table of learned positions, looked up for this rank's part of the stream."""
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Positions(Part):
         return super().forward(positions)  # type: ignore[no-any-return]
 
 
-class Head(Part):
+class DividedHead(Part):
     """A head with some rows of the vocabulary: its loss, or all logits, without gradients."""
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
@@ -175,7 +175,7 @@ class Head(Part):
         return y if y.dim() == 0 else gather_logits(y, self.whole, self.tensor)
 
 
-class Experts(Part):
+class DividedExperts(Part):
     """A mixture of experts, with a part of each expert."""
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Experts(Part):
         return self.leave(super().forward(x, index, weights))
 
 
-class Attention(Part):
+class DividedAttention(Part):
     """An attention layer of `transformers` with dropout inside."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ STYLES: dict[str, type[Part]] = {
     "rowwise": Rows,
     "rowwise_split_input": SplitRows,
     "rowwise_rep": SplitRows,
-    EXPERTS: Experts,
+    EXPERTS: DividedExperts,
 }
 
 
@@ -262,9 +262,9 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
             attn.qkv.key_head = tensor.rank * attn.kv_heads // tensor.size
         attn.heads, attn.kv_heads = attn.heads // tensor.size, max(1, attn.kv_heads // tensor.size)
     if model.settings.position == "learned":
-        divider.style(model.positions, Positions)
-    divider.cut_vocabulary("embedding", Embedding, model.vocab)
-    model.head.piece = divider.cut_vocabulary("head", Head, model.vocab)
+        divider.style(model.positions, DividedPositions)
+    divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)
+    model.head.piece = divider.cut_vocabulary("head", DividedHead, model.vocab)
     return divider.keep_parts()
 
 
@@ -282,14 +282,14 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
             partial |= {f"model.{name}.{key}" for key, _ in own}
     for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:
         if has_dropout(layer := divider.modules[name]):
-            divider.style(layer, Attention)
+            divider.style(layer, DividedAttention)
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     if model.head_form is not None and isinstance(embedding, nn.Embedding):
         names = {module: name for name, module in divider.modules.items()}
-        divider.cut_vocabulary(names[embedding], Embedding, len(embedding.weight))
+        divider.cut_vocabulary(names[embedding], DividedEmbedding, len(embedding.weight))
         padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
         embedding.padding_idx = padding - held.start if padding in held else None
-        model.piece = divider.cut_vocabulary(names[head], Head, len(head.weight))
+        model.piece = divider.cut_vocabulary(names[head], DividedHead, len(head.weight))
     cuts = divider.keep_parts()
     for module in divider.modules.values():
         if type(module).__name__ == "GPT2Attention" and not module.is_cross_attention:
