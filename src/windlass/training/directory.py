@@ -98,15 +98,11 @@ class RunDirectory:
         if the data has changed.
         """
         assert self.checkpoint is not None
-        before, path, warnings = (
-            {**now, **self.checkpoint.meta},
-            self.checkpoint.path,
-            self.warnings,
-        )
+        before, warnings = {**now, **self.checkpoint.meta}, self.warnings
         if before["data"] != now["data"]:
             raise UserError(
-                f"the data is not what {path} was trained on (fingerprint {before['data']}, here "
-                f"{now['data']}): bring the old data back (data.dir), or start over with "
+                f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
+                f"{before['data']}, here {now['data']}): bring the old data back (data.dir), or start over with "
                 f"{argument('fresh')}"
             )
         # A branch may change the kinds of optimizer and average.
