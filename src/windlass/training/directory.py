@@ -36,12 +36,7 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import (
-    StartPlan,
-    candidate_checkpoints,
-    describe_extension,
-    job_id,
-)
+from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
 
 Value = TypeVar("Value")
 
