@@ -30,7 +30,7 @@ from windlass.checkpoint.retention import (
 )
 from windlass.data.open import Data
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError, argument, plural
+from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
@@ -117,16 +117,6 @@ class RunDirectory:
         if (old := before["compiles"]) != now["compiles"]:
             change = f"from {typed(old)} to {typed(now['compiles'])}"
             warnings.append(f"train.compile changes {change}, which rounds otherwise")
-
-    def source(self, micro_batch: int) -> str:
-        """The checkpoint, with its ranks and micro-batch if they were others; "" without one."""
-        if self.checkpoint is None:
-            return ""
-        source, ranks = str(self.checkpoint.path), self.checkpoint.manifest.world
-        before = self.checkpoint.meta.get("micro_batch")
-        if (ranks, before) != (self.ranks.world, micro_batch):
-            source += f", saved by {plural(ranks, 'rank')} with micro-batches of {before}"
-        return source
 
     def left_out(self) -> list[tuple[int, int]]:
         """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""
