@@ -27,7 +27,7 @@ from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
 from windlass.launch.local import launch
 from windlass.recipe.strategies import NO_LAYOUT
-from windlass.run import Run, last_start
+from windlass.run import STARTS, Run, last_start
 
 __all__ = ["corpus", "trainers"]
 
@@ -182,10 +182,9 @@ def test_a_checkpoint_is_resumed_by_other_ranks_and_under_other_strategies(corpu
         _, loss, norm, *_ = whole
         assert mine[1:3] == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=2e-5))
         assert (mine[0], *mine[3:]) == (whole[0], *whole[3:])
-    log = (run / "log.txt").read_text()
-    for world, _, step in moves[:-1]:
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
-        assert f"step-{step:08}, saved by {ranks} with micro-batches of 1" in log
+    starts = [(e["step"], e["world"]) for e in Run(run).events if e["event"] in STARTS]
+    stops = [0, *(stop for _, _, stop in moves[:-1])]
+    assert starts == [(stop, world) for stop, (world, *_) in zip(stops, moves, strict=True)]
 
 
 @pytest.mark.parametrize(("dropout", "notes"), [(0.2, 1), (0.0, 0)])

@@ -90,7 +90,7 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
 
     places = (
         (directory, "candidate_checkpoints"),
-        (trainer, "prepare_network"),
+        (trainer.Network, "divide"),
         (trainer, "Recorder"),
     )
     for module, name in places:

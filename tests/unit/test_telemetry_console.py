@@ -229,7 +229,7 @@ def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkey
         monkeypatch.setattr(module, name, late)
 
     for module, name, words in (
-        (trainer, "prepare_network", "building the model"),
+        (trainer.Network, "divide", "building the model"),
         (trainer, "set_lr", "first step: 1 x 8 x 32"),
     ):
         slow(module, name, words)

@@ -1,6 +1,7 @@
 """The micro-batch that fits into free memory, with numbers of GPUs that are not here."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import hf_fixtures
 from helpers import tiny_recipe
 from windlass import train
-from windlass.data.open import Data
 from windlass.errors import RunFailed
 from windlass.estimate.devices import Device, find_device
 from windlass.estimate.layouts import layout_on, memory_rows
@@ -25,6 +25,7 @@ from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.batch import measured_sizes, open_micro_batch
+from windlass.training.network import prepare_device
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -155,31 +156,21 @@ def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
         ("documents", "", "cpu", False),
     ],
 )
-def test_segments_grow_for_ragged_rows_once_the_device_is_chosen(
-    tmp_path, monkeypatch, packing, variable, device, grows
-):
-    """Up to the choice of the micro-batch; the rest would need a GPU."""
-    settings, plans = list[str](), list[bool]()
+def test_segments_grow_for_ragged_rows(monkeypatch, packing, variable, device, grows):
+    settings = list[str]()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, "backend:native")
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
-    monkeypatch.setattr("windlass.parallel.dist.choose_device", lambda *_: torch.device(device))
-
-    def stop(*_):
-        plans.append(torch.backends.cuda.cudnn_sdp_enabled())
-        raise RunFailed("far enough")
-
-    monkeypatch.setattr("windlass.training.trainer.batch_of", stop)
-    own = Data(train=[], val=None, tokenizer=None, vocab=50, fingerprint="")
-    recipe = tiny_recipe(tmp_path / "text.txt", tmp_path / "run", data__packing=packing)
+    gpu = SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(RunFailed):
-        train(recipe, data=own)
+    with ExitStack() as stack:
+        prepare_device(Recipe().replace({"data.packing": packing}), torch.device(device), stack)
+        # cuDNN's attention would plan anew for each length
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (before and packing == "packed")
     assert settings == ["expandable_segments:True"] * grows
-    # cuDNN's attention would plan anew for each length
-    assert plans == [before and packing == "packed"]
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 

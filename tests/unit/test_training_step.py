@@ -212,7 +212,7 @@ def test_fp16_scales_up_and_down_and_survives_a_resume(deferred):
     assert model.weight != before
     state = TrainState(step=2)
     scaler.save(state)
-    again = LossScaler(torch.device("cpu"), TrainState.from_json(state.to_json()))
+    again = LossScaler(torch.device("cpu"), TrainState.from_json(state.to_json()), "fp16")
     assert (float(again.scale), float(again.good_steps)) == (2048, 0)
 
 

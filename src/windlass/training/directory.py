@@ -30,18 +30,13 @@ from windlass.checkpoint.retention import (
 )
 from windlass.data.open import Data
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError, argument, plural
+from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import (
-    StartPlan,
-    candidate_checkpoints,
-    describe_extension,
-    job_id,
-)
+from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
 
 Value = TypeVar("Value")
 
@@ -98,15 +93,11 @@ class RunDirectory:
         if the data has changed.
         """
         assert self.checkpoint is not None
-        before, path, warnings = (
-            {**now, **self.checkpoint.meta},
-            self.checkpoint.path,
-            self.warnings,
-        )
+        before, warnings = {**now, **self.checkpoint.meta}, self.warnings
         if before["data"] != now["data"]:
             raise UserError(
-                f"the data is not what {path} was trained on (fingerprint {before['data']}, here "
-                f"{now['data']}): bring the old data back (data.dir), or start over with "
+                f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
+                f"{before['data']}, here {now['data']}): bring the old data back (data.dir), or start over with "
                 f"{argument('fresh')}"
             )
         # A branch may change the kinds of optimizer and average.
@@ -126,16 +117,6 @@ class RunDirectory:
         if (old := before["compiles"]) != now["compiles"]:
             change = f"from {typed(old)} to {typed(now['compiles'])}"
             warnings.append(f"train.compile changes {change}, which rounds otherwise")
-
-    def source(self, micro_batch: int) -> str:
-        """The checkpoint, with its ranks and micro-batch if they were others; "" without one."""
-        if self.checkpoint is None:
-            return ""
-        source, ranks = str(self.checkpoint.path), self.checkpoint.manifest.world
-        before = self.checkpoint.meta.get("micro_batch")
-        if (ranks, before) != (self.ranks.world, micro_batch):
-            source += f", saved by {plural(ranks, 'rank')} with micro-batches of {before}"
-        return source
 
     def left_out(self) -> list[tuple[int, int]]:
         """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""

@@ -42,12 +42,7 @@ from windlass.parallel.parallelize import (
     unwrap,
 )
 from windlass.recipe import Horizon, Recipe
-from windlass.training.checks import (
-    check_documents,
-    check_loss_is_a_sum,
-    check_weights,
-    tie_groups,
-)
+from windlass.training.checks import check_documents, check_loss_is_a_sum, check_weights, tie_groups
 from windlass.training.directory import RunDirectory, decide_on_rank_0
 from windlass.training.start import StartPlan
 

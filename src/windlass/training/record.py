@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from windlass.checkpoint.commit import Save
+from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
 from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
@@ -154,13 +155,13 @@ class Recorder:
         self,
         batch: BatchPlan,
         mixture: Mixture | None,
+        checkpoint: Checkpoint | None,
         groups: list[dict[str, Any]],
-        source: str,
         warnings: Iterable[str],
     ) -> None:
         """Show the header and warnings, and write the event of this start.
 
-        `groups`: from `optimizer_groups`; `source`: where the weights come from; empty at step 0.
+        `groups`: from `optimizer_groups`; `checkpoint`: None at step 0.
         """
         state, plan, ranks, sizes = self.state, self.plan, self.ranks, self.network.sizes
         data = describe(self.data)
@@ -176,7 +177,7 @@ class Recorder:
         branched, event = plan.branch_from, "resumed" if plan.resuming and state.step else "started"
         self.emit(
             "branched" if branched else event,
-            f"resumed from {source}" if source else "",
+            f"resumed from {checkpoint.path}" if checkpoint else "",
             world=ranks.world,
             strategy=ranks.strategy.name,
             mesh=asdict(ranks.mesh.sizes),

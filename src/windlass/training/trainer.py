@@ -223,8 +223,8 @@ class Trainer:
         recorder.started(
             batch,
             self.losses.mixture,
+            directory.checkpoint,
             groups=optimizer_groups(self.model, self.optimizer, self.ranks),
-            source=directory.source(batch.micro_batch),
             warnings=[*warnings, self.saver.disk_shortage()],
         )
         report_smaller(recorder, batch.micro_batch)
