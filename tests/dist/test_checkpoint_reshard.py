@@ -80,7 +80,12 @@ def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> No
         model(*micro_batch(world * step + rank)).backward()
         optimizer.step()
     writer = Writer(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
-    writer.write(2, gather_shard(model, optimizer, rank, world), {"step": 2})
+    shard = gather_shard(model, optimizer, rank, world)
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, sum(box.tensor.nbytes for box in shard.boxes))
+    # each element once, and no rank writes much more than its part
+    assert sum(sizes) == shard.total_bytes and (world == 1 or max(sizes) < 0.75 * sum(sizes))
+    writer.write(2, shard, {"step": 2})
     [outcome] = writer.wait()
     assert not outcome.error, outcome
     gathered = whole(model, optimizer)
