@@ -32,9 +32,10 @@ ONE, FULL, HYBRID = ("ddp", 1), ("full_shard", 4), ("hybrid_shard", 4)
 
 def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a
-    buffer, an unused parameter.
+    buffer, an empty one, an unused parameter.
     """
     model: nn.Module = toy(3, torch.float32, width=2, tied=variant == "tied")
+    model.register_buffer("empty", torch.empty(0, 4))
     if variant == "frozen":
         model.layers[1].requires_grad_(False)
         model.embedding.requires_grad_(False)

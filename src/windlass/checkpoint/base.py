@@ -139,4 +139,5 @@ def identify(
     if record and not seen and (ranks is None or ranks.main):
         with contextlib.suppress(OSError):  # of a run that may only be read
             Files().replace(record, to_json({"look": look, "sha256": digests}), durable=False)
-    return {name: FileInfo(size=size, sha256=digests[name]) for name, size in sizes.items()}
+    here = {name: size for name, size in sizes.items() if name in digests}
+    return {name: FileInfo(size=size, sha256=digests[name]) for name, size in here.items()}
