@@ -19,6 +19,7 @@ from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.model import hf_files
 from windlass.model.quantised import Linear4bit
+from windlass.model.share import is_fsdp
 from windlass.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ def fill_base(
         problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
         advice = "put it back (a link is enough), or write where it is: checkpoint.base=DIR"
         raise UserError(f"{problem}; {advice}") from None
+    for module in model.modules():
+        if is_fsdp(module):
+            module.reshard()  # it fills the shards, not gathered parameters
     model.fill_weights(recipe.run.seed, directory)
 
 
