@@ -32,9 +32,10 @@ ONE, FULL, HYBRID = ("ddp", 1), ("full_shard", 4), ("hybrid_shard", 4)
 
 def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a
-    buffer, an unused parameter.
+    buffer, an empty one, an unused parameter.
     """
     model: nn.Module = toy(3, torch.float32, width=2, tied=variant == "tied")
+    model.register_buffer("empty", torch.empty(0, 4))
     if variant == "frozen":
         model.layers[1].requires_grad_(False)
         model.embedding.requires_grad_(False)
@@ -80,7 +81,12 @@ def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> No
         model(*micro_batch(world * step + rank)).backward()
         optimizer.step()
     writer = Writer(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
-    writer.write(2, gather_shard(model, optimizer, rank, world), {"step": 2})
+    shard = gather_shard(model, optimizer, rank, world)
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, sum(box.tensor.nbytes for box in shard.boxes))
+    # each element once, and no rank writes much more than its part
+    assert sum(sizes) == shard.total_bytes and (world == 1 or max(sizes) < 0.75 * sum(sizes))
+    writer.write(2, shard, {"step": 2})
     [outcome] = writer.wait()
     assert not outcome.error, outcome
     gathered = whole(model, optimizer)

@@ -24,7 +24,7 @@ from harness import Join, run_ranks
 
 import hf_fixtures
 from helpers import curve, each_step, refused, windlass
-from windlass import evaluate, generate, load_model, train
+from windlass import Callback, evaluate, generate, load_model, train
 from windlass.checkpoint import base as bases
 from windlass.checkpoint.base import frozen_weights
 from windlass.checkpoint.choose import list_checkpoints
@@ -313,21 +313,31 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
     assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
 
 
-def test_a_branch_and_a_rewind_have_the_base_again(base: Path) -> None:
-    wanted = recipe(base, "run", "train.on_nonfinite=rewind", "train.steps=6", **ADAPTERS)
+def spoil() -> Callback:
+    """Spoils all weights after step 3, also the frozen ones, the first time."""
     spoiled: list[int] = []
 
-    def spoil(now: Any) -> None:
+    def multiply(now: Any) -> None:
         if now.step == 3 and not spoiled:
             spoiled.append(3)
             with torch.no_grad():
-                for parameter in now.model.parameters():  # the frozen ones, too
+                for parameter in now.model.parameters():
                     parameter.mul_(float("nan"))
 
-    run = train(wanted, callbacks=[each_step(spoil)])
+    return each_step(multiply)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_branch_and_a_rewind_have_the_base_again(world: int, base: Path) -> None:
+    wanted = recipe(base, "run", "train.on_nonfinite=rewind", "train.steps=6", **ADAPTERS)
+    if world == 2:
+        wanted = wanted.replace("parallel.strategy=full_shard")
+    run = train_on(world, wanted, callbacks=[spoil()])
     assert [e["step"] for e in run.events if e["event"] == "rewound"] == [2]
     assert all(math.isfinite(line["loss"]) for line in run.lines("train"))
-    branch = wanted.replace(f"run.dir={base.parent / 'branch'}", "train.on_nonfinite=stop")
+    stop = f"run.dir={base.parent / 'branch'}", "train.on_nonfinite=stop"
+    branch = wanted.replace(*stop, "parallel.strategy=auto")
     there = train(branch, branch_from=f"{run.path}@2")
     assert at(there, 6).manifest.base == at(run, 2).manifest.base
 
@@ -346,19 +356,19 @@ def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
     assert curve(run) == curve(whole)
 
 
-def rank(join: Join, wanted: Recipe, port: int, stop_at: int) -> None:
+def rank(join: Join, wanted: Recipe, port: int, how: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(join.rank), "WORLD_SIZE": str(join.world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(wanted, stop_at=stop_at)
+    train(wanted, **how)
 
 
-def train_on(world: int, wanted: Recipe, stop_at: int = 0) -> Run:
+def train_on(world: int, wanted: Recipe, **how: Any) -> Run:
     """Train with forked ranks: the libraries are imported once, here."""
     import peft  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    run_ranks(rank, world, wanted, port, stop_at, timeout=200)
+    run_ranks(rank, world, wanted, port, how, timeout=200)
     return Run(wanted.run_dir)
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.checkpoint import load
 from windlass.checkpoint.format import Chunk, TensorInfo
-from windlass.checkpoint.load import open_checkpoint, strips
+from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Box, Shard, boxes_of, divide_rows
+from windlass.model.share import Cut, Peers, with_cut
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
@@ -64,10 +64,7 @@ def grid(cuts: tuple[list[int], ...]) -> list[Place]:
         ([0, 1, 6], [0, 2, 5], [0, 6, 7]),
     ],
 )
-@pytest.mark.parametrize(("short", "piece"), [(0, 8), (0, 10**6), (100, 64), (10**6, 10**6)])
-def test_any_box_is_read_from_any_boxes(tmp_path, monkeypatch, cuts, short, piece):
-    monkeypatch.setattr(load, "SHORT_BYTES", short)
-    monkeypatch.setattr(load, "PIECE_BYTES", piece)
+def test_any_box_is_read_from_any_boxes(tmp_path, cuts):
     shape = tuple(ends[-1] for ends in cuts)
     whole = torch.randn(shape, dtype=torch.float64)
     writer = Writer(tmp_path / "checkpoints", background=False)
@@ -88,16 +85,6 @@ def test_any_box_is_read_from_any_boxes(tmp_path, monkeypatch, cuts, short, piec
             assert torch.equal(spread, wanted)
 
 
-def test_rows_are_read_as_they_lie_and_short_columns_with_their_neighbours() -> None:
-    mib = 2**20
-    rows = [(mib * at, [at, 0], (count, mib)) for at, count in ((10, 4), (14, 4), (18, 2))]
-    assert list(strips((100, mib), (10, 0), (20, mib), 4)) == rows
-    columns = list(strips((100, mib), (0, 0), (100, mib // 2), 4))
-    assert len(columns) == 100 and all(shape == (1, mib // 2) for _, _, shape in columns)
-    assert list(strips((100, 64), (0, 0), (100, 8), 4)) == [(0, [0, 0], (100, 64))]
-    assert list(strips((), (), (), 4)) == [(0, [], ())]
-
-
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 5))
 def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
     tensors = {str(i): torch.zeros(n, 3) for i, n in enumerate(rows)}
@@ -109,10 +96,14 @@ def test_ranks_divide_rows_without_gaps(rows: list[int], world: int) -> None:
     assert max(sizes) - min(sizes) <= 2
 
 
-def test_a_local_tensor_of_several_runs_is_several_boxes() -> None:
-    """Rows 2, 3, 8, 9 and columns 1, 5 of a whole tensor; local rows 1 to 3."""
-    local = torch.arange(8).reshape(4, 2)
-    runs = [[range(2, 4), range(8, 10)], [range(1, 2), range(5, 6)]]
-    found = boxes_of(local[1:4], runs, first=1)
-    expected = {(3, 1): [[2]], (3, 5): [[3]], (8, 1): [[4], [6]], (8, 5): [[5], [7]]}
-    assert {offsets: box.tolist() for offsets, box in found} == expected
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_cut_tensor_is_a_box_for_each_of_its_ranges(dim: int) -> None:
+    """Rows or columns 2, 3, 8, 9 of ten; the local rows 1 and 2."""
+    whole = torch.arange(40).reshape((10, 4) if dim == 0 else (4, 10))
+    cut = Cut(dim, 10, (range(2, 4), range(8, 10)), Peers("", 0, 1))
+    found = list(boxes_of(with_cut(cut.take(whole), cut), 1, 3))
+    expected = [((3, 0), whole[3:4]), ((8, 0), whole[8:9])]
+    if dim == 1:
+        expected = [((1, 2), whole[1:3, 2:4]), ((1, 8), whole[1:3, 8:10])]
+    for (offsets, box), (place, part) in zip(found, expected, strict=True):
+        assert offsets == place and torch.equal(box, part)

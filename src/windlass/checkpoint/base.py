@@ -19,6 +19,7 @@ from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.model import hf_files
 from windlass.model.quantised import Linear4bit
+from windlass.model.share import is_fsdp
 from windlass.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -77,6 +78,9 @@ def fill_base(
         problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
         advice = "put it back (a link is enough), or write where it is: checkpoint.base=DIR"
         raise UserError(f"{problem}; {advice}") from None
+    for module in model.modules():
+        if is_fsdp(module):
+            module.reshard()  # it fills the shards, not gathered parameters
     model.fill_weights(recipe.run.seed, directory)
 
 
@@ -139,4 +143,5 @@ def identify(
     if record and not seen and (ranks is None or ranks.main):
         with contextlib.suppress(OSError):  # of a run that may only be read
             Files().replace(record, to_json({"look": look, "sha256": digests}), durable=False)
-    return {name: FileInfo(size=size, sha256=digests[name]) for name, size in sizes.items()}
+    here = {name: size for name, size in sizes.items() if name in digests}
+    return {name: FileInfo(size=size, sha256=digests[name]) for name, size in here.items()}

@@ -99,9 +99,10 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Checkp
     Collective over `ranks`, which pass the same paths: each hashes its share of the files.
     """
     damaged: tuple[Checkpoint, ...] = ()
+    rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
     for path in paths:
         checkpoint = read_checkpoint(path)
-        problem = checkpoint.verify(*((ranks.rank, ranks.world) if ranks else (0, 1)))
+        problem = checkpoint.verify(rank, world)
         problems = ranks.all_gather_object("verified", problem) if ranks else [problem]
         checkpoint = replace(checkpoint, passed_over=damaged)
         if not (problem := next(filter(None, problems), "")):

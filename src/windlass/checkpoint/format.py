@@ -8,6 +8,8 @@ A checkpoint is a directory `step-00000250` with these files:
   tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
+The manifest may refer to frozen weights in the files of a Hugging Face model (see base.py).
+
 A part of a tensor is a box: consecutive indices in every dimension. Its numbers lie in one file, in
 row-major order. The boxes of a tensor hold each of its elements exactly once.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,6 @@ from windlass.checkpoint.format import (
     verify_files,
 )
 from windlass.errors import UserError, argument
-from windlass.fileio import PIECE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 MODEL, AVERAGE = "model/", "average/"
 """The beginning of the names of weights and of averaged weights (`train.average`)."""
 WEIGHTS = ("raw", "average")
-SHORT_BYTES = 2**16  # it is quicker to read more than to read pieces shorter than this
 
 
 @dataclass(frozen=True)
@@ -127,77 +124,33 @@ class Checkpoint:
 
         Raises Damaged if a file is too short or cannot be read.
         """
-        import torch
-
-        if not target.numel():
-            return
-        in_place = target.device.type == "cpu" and target.is_contiguous() and not target.is_conj()
-        host = target.detach() if in_place else torch.empty(target.shape, dtype=target.dtype)
-        stops = [offset + size for offset, size in zip(offsets, host.shape, strict=True)]
+        target = target.detach()
+        stops = [offset + size for offset, size in zip(offsets, target.shape, strict=True)]
         for chunk in self.info(name).chunks:
             # The shared box, in indices of the whole tensor.
             low, high = [*map(max, offsets, chunk.offsets)], [*map(min, stops, chunk.ends)]
             if all(map(operator.lt, low, high)):
-                shared = host[_window(low, high, offsets)]
-                self._read_shared(chunk, [*map(operator.sub, low, chunk.offsets)], shared)
-        if not in_place:
-            target.copy_(host)
+                box = self._box(chunk, target.dtype)
+                target[_window(low, high, offsets)] = box[_window(low, high, chunk.offsets)]
 
-    def _read_shared(self, chunk: Chunk, low: Sequence[int], target: torch.Tensor) -> None:
-        """Fill `target`, a view on the CPU, with the box of a chunk that begins at index `low`."""
+    def _box(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        """The box of a chunk, mapped from its file: only pages that are used are read."""
+        import numpy as np
         import torch
 
-        high, item = [*map(operator.add, low, target.shape)], target.element_size()
+        count = math.prod(chunk.sizes) * dtype.itemsize
         path = self.path / chunk.file
         try:
-            with open(path, "rb", buffering=0) as source:
-                for skipped, first, sizes in strips(chunk.sizes, low, high, item):
-                    last = [*map(operator.add, first, sizes)]
-                    begin, end = [*map(max, low, first)], [*map(min, high, last)]
-                    wanted = target[_window(begin, end, low)]
-                    in_place = wanted.is_contiguous() and tuple(wanted.shape) == sizes
-                    strip = wanted if in_place else target.new_empty(sizes)
-                    source.seek(chunk.at + skipped * item)
-                    flat = strip.as_strided((strip.numel(),), (1,))
-                    rest = memoryview(flat.view(torch.uint8).numpy())
-                    while rest:
-                        if not (count := source.readinto(rest)):
-                            raise Damaged(f"{path} ends too early")
-                        rest = rest[count:]
-                    if not in_place:
-                        wanted.copy_(strip[_window(begin, end, first)])
-        except OSError as error:
-            raise Damaged(f"{path} cannot be read: {error.strerror}") from None
+            # Copy-on-write, because torch has no tensor that is only read.
+            numbers = np.memmap(path, np.uint8, "c", chunk.at, (count,))
+        except (OSError, ValueError) as error:
+            raise Damaged(f"{path} cannot be read: {error}") from None
+        return torch.from_numpy(numbers).view(dtype).view(chunk.sizes)
 
 
 def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     """A box as an index of a tensor that begins at `origin`."""
     return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))
-
-
-def strips(
-    sizes: Sequence[int], low: Sequence[int], high: Sequence[int], itemsize: int
-) -> Iterator[tuple[int, list[int], tuple[int, ...]]]:
-    """Boxes of consecutive numbers of an array that together hold the box from `low` to `high`.
-
-    Yields for each the numbers before it, its first index and its sizes. A strip is wider than
-    necessary if the exact one would be short. Whole rows need one strip per PIECE_BYTES.
-    """
-    if not sizes:
-        yield 0, [], ()
-        return
-    low, high = list(low), list(high)
-    inner = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]  # numbers per index
-    cut = max((d for d in range(len(sizes)) if high[d] - low[d] < sizes[d]), default=0)
-    while cut and (high[cut] - low[cut]) * inner[cut] * itemsize < SHORT_BYTES:
-        low[cut], high[cut] = 0, sizes[cut]
-        cut -= 1
-    step = max(1, PIECE_BYTES // (inner[cut] * itemsize))
-    for outer in itertools.product(*map(range, low[:cut], high[:cut])):
-        for at in range(low[cut], high[cut], step):
-            first = [*outer, at, *[0] * (len(sizes) - cut - 1)]
-            shape = (*[1] * cut, min(step, high[cut] - at), *sizes[cut + 1 :])
-            yield sum(map(operator.mul, first, inner)), first, shape
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

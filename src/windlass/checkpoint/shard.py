@@ -6,18 +6,20 @@ rows, so that each writes about the same number of bytes. A reader asks for boxe
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from windlass.checkpoint.format import DTYPES, REAL
 from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 ALIGNMENT = 64  # bytes, of the first number in a file
@@ -101,18 +103,17 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1
         if key not in known:
             known[key] = holders(tensor, peers)
         groups.setdefault(known[key], {})[name] = tensor
-    boxes = []
+    boxes = list[Box]()
     for ranks, held in groups.items():
         local = {name: local_part(tensor) for name, tensor in held.items()}
+        rows = divide_rows(local, ranks.index(rank), len(ranks))
         for name, tensor in held.items():
-            if not tensor.numel() and rank == ranks[0]:  # its type and shape are saved all the same
-                whole = tuple(whole_shape(tensor))
-                boxes.append(Box(name, local[name], whole, (0,) * tensor.dim()))
-        for name, (first, last) in divide_rows(local, ranks.index(rank), len(ranks)).items():
-            rows, whole = local[name], tuple(whole_shape(held[name]))
-            rows = rows[first:last] if rows.dim() else rows
-            for offsets, box in boxes_of(rows, held_runs(held[name]), first):
-                boxes.append(Box(name, box, whole, offsets))
+            shape = tuple(whole_shape(tensor))
+            if name in rows:
+                parts = boxes_of(tensor, *rows[name])
+                boxes += [Box(name, part, shape, offsets) for offsets, part in parts]
+            elif 0 in shape and rank == ranks[0]:  # type and shape are saved all the same
+                boxes.append(Box(name, local[name], shape, (0,) * len(shape)))
     return boxes
 
 
@@ -147,85 +148,52 @@ def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
     alike = peers[cut.peers.rank :: cut.peers.size] if cut else peers  # neighbours differ in `tp`
     if not is_sharded(tensor):
         return tuple(alike)
-    mesh = tensor.device_mesh
-    places = zip(mesh.get_coordinate() or (), tensor.placements, strict=True)
-    own = tuple(index if is_cut(placement) else slice(None) for index, placement in places)
+    mesh, own = tensor.device_mesh, [slice(None)] * tensor.device_mesh.ndim
+    if (dim := sharding_dim(tensor)) is not None:
+        own[dim] = (mesh.get_coordinate() or ())[dim]
     ranks, free, same = mesh.mesh.reshape(-1).tolist(), set(peers), list[int]()
     while free:  # the lowest rank that is left is the lowest rank of another copy
         shift = min(free) - min(ranks)
         if not (copy := {rank + shift for rank in ranks}) <= free:
             raise NotImplementedError(f"a checkpoint of {peers} with the mesh {mesh}")
         free -= copy
-        same += [rank + shift for rank in mesh.mesh[own].reshape(-1).tolist()]
+        same += [rank + shift for rank in mesh.mesh[tuple(own)].reshape(-1).tolist()]
     return tuple(sorted(rank for rank in same if rank in alike))
 
 
-def is_cut(placement: Any) -> bool:
-    if placement.is_replicate():
-        return False
-    if not placement.is_partial() and hasattr(placement, "dim"):  # Shard, _StridedShard
-        return True
-    raise NotImplementedError(f"a checkpoint of a tensor with the placement {placement}")
-
-
-def held_runs(tensor: Tensor) -> list[list[range]]:
-    """For each dimension, the indices of the whole tensor that this rank holds, in local order.
-
-    Uneven pieces are cut as torch.chunk cuts them: the last ranks may have fewer indices, or none.
-    """
-    held = [[range(size)] for size in tensor.shape]
-    if is_sharded(tensor):
-        mesh = tensor.device_mesh
-        places = zip(mesh.get_coordinate() or (), mesh.shape, tensor.placements, strict=True)
-        for index, size, placement in places:
-            if is_cut(placement):
-                parts = getattr(placement, "split_factor", 1)
-                strides = (piece(held[placement.dim], i, parts) for i in range(parts))
-                held[placement.dim] = joined(r for s in strides for r in piece(s, index, size))
-        shape = tuple(sum(map(len, runs)) for runs in held)
-        assert shape == tensor.to_local().shape, f"{tensor.placements}: {shape}"
-    if cut := cut_of(tensor):
-        held[cut.dim] = joined(r for run in held[cut.dim] for r in window(cut.ranges, run))
-    return held
-
-
-def window(runs: Iterable[range], places: range) -> Iterator[range]:
-    """The indices of some runs at these places."""
-    start, stop = places.start, places.stop
-    for run in runs:
-        if part := run[max(start, 0) : max(stop, 0)]:
-            yield part
-        start, stop = start - len(run), stop - len(run)
-
-
-def piece(runs: Sequence[range], index: int, count: int) -> list[range]:
-    """Piece `index` of `count` equal ones, of which the last may be shorter or empty."""
-    each = -(-sum(map(len, runs)) // count)
-    return list(window(runs, range(index * each, (index + 1) * each)))
-
-
-def joined(runs: Iterable[range]) -> list[range]:
-    joined: list[range] = []
-    for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = range(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return joined
+def sharding_dim(tensor: DTensor) -> int | None:
+    """The dimension of its mesh that divides a tensor's rows; None: every rank has them all."""
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not dims:
+        return None
+    if len(dims) > 1 or not tensor.placements[dims[0]].is_shard(0):
+        raise NotImplementedError(f"a checkpoint of a tensor with {tensor.placements}")
+    return dims[0]
 
 
 def boxes_of(
-    rows: Tensor, runs: Sequence[Sequence[range]], first: int = 0
+    tensor: Tensor, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Local rows from number `first` on as boxes: offsets in the whole tensor, and a view.
+    """This rank's rows `first` to `last` of a tensor as boxes: offsets in the whole, and a view.
 
-    Several boxes exist only if a dimension was cut into several runs.
+    Several boxes exist only if tensor parallelism cut the tensor into several ranges.
     """
-    if runs:
-        runs = [list(window(runs[0], range(first, first + rows.shape[0]))), *runs[1:]]
-    ends = [list(itertools.accumulate(map(len, of_dim))) for of_dim in runs]
-    for places in itertools.product(
-        *(zip(*pair, strict=True) for pair in zip(runs, ends, strict=True))
-    ):
-        local = tuple(slice(end - len(run), end) for run, end in places)
-        yield tuple(run.start for run, _ in places), rows[local]
+    local, cut, start = local_part(tensor), cut_of(tensor), first
+    if not local.dim():
+        yield (), local
+        return
+    if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
+        # As torch.chunk cuts rows: the last ranks may have fewer, or none.
+        each = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
+        before = min(tensor.device_mesh.get_local_rank(dim) * each, tensor.shape[0])
+        assert len(local) == min(each, tensor.shape[0] - before), f"other rows of {tensor.shape}"
+        start += before
+    rows, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
+    if cut is None:
+        yield tuple(offsets), rows
+        return
+    at = 0
+    for part in cut.ranges if cut.dim else cut.within(start, start + len(rows)):
+        offsets[cut.dim] = part.start
+        yield tuple(offsets), rows.narrow(cut.dim, at, len(part))
+        at += len(part)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from windlass.checkpoint.format import Damaged
 from windlass.checkpoint.load import AVERAGE, MODEL, Checkpoint
-from windlass.checkpoint.shard import TYPE_NAMES, Shard, boxes_of, held_runs, shard_of
+from windlass.checkpoint.shard import TYPE_NAMES, Shard, boxes_of, shard_of
 from windlass.errors import UserError
-from windlass.model.share import cut_of, is_fsdp, local_part, whole_shape, with_cut
+from windlass.model.share import cut_of, is_fsdp, whole_shape, with_cut
 from windlass.optim.library import from_tensors, to_tensors
 from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
@@ -105,7 +105,7 @@ def restore(
 def fill(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
     """Read this rank's part of a tensor into it, in the tensor's precision."""
     dtype = checkpoint.dtype(name)
-    for offsets, box in boxes_of(local_part(tensor), held_runs(tensor)):
+    for offsets, box in boxes_of(tensor):
         part = box if dtype == box.dtype else torch.empty_like(box, dtype=dtype)
         checkpoint.read_into(name, offsets, part)
         if part is not box:

@@ -113,9 +113,10 @@ def checkpoints(
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for base in listing.bases:
-            size, good = format_bytes(base["bytes"]), ", every byte good" * verify
-            state = f"is bad: {base['problem']}" if base["problem"] else f"{size}{good}"
-            typer.echo(f"base {base['name']}: {state}")
+            good = ", every byte good" * (verify and not base["problem"])
+            typer.echo(f"base {base['name']}: {format_bytes(base['bytes'])}{good}")
+            if base["problem"]:
+                say(f"base {base['name']} is bad: {base['problem']}")
         for name in listing.temporary:
             say(f"{name} is in progress or left from a kill; the next start removes it")
         for name in listing.bad:
