@@ -116,12 +116,7 @@ class Trainer:
         self.counted = counted(self.model)
         network, shards = unwrap(self.model), ranks.strategy.shards_optimizer
         self.optimizer = build_optimizer(
-            network,
-            recipe.optim,
-            ranks.device.type,
-            ranks.mesh.replicas,
-            shards,
-            recipe.run.seed,
+            network, recipe.optim, ranks.device.type, ranks.mesh.replicas, shards, recipe.run.seed
         )
         self.average = Average(network, recipe.train.average, self.horizon, recipe.run.seed)
         if place.choice is not None:
