@@ -18,6 +18,7 @@ import torch
 
 from windlass.errors import OutOfMemory, RunFailed
 from windlass.estimate.activations import measure_peaks
+from windlass.estimate.advice import pasted, savings
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.fileio import read_json, write_atomic
@@ -33,6 +34,7 @@ from windlass.training.record import Recorder
 from windlass.training.start import StartPlan, decide_on_rank_0
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
+MOST_ADVICE = 4  # settings that a message names
 SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
@@ -60,17 +62,17 @@ def smaller_micro_batch(error: RuntimeError, batch: BatchPlan, recorder: Recorde
         if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
             return replace(batch, micro_batch=sizes[-1])
         raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
-    advice = []
+    advice = list[str]()
     if sizes:
         same = "(the same samples and result, but for rounding)"
         advice.append(f"train.micro_batch={sizes[-1]} {same}")
-    sizes_of_mesh = ranks.mesh.sizes
-    if sizes_of_mesh.data_world * sizes_of_mesh.cp > 1 and not sharded:
-        advice.append('parallel.strategy="full_shard"')
-    advice.append('parallel.activation_checkpointing="full"')
-    raise RunFailed(
-        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
-    )
+    of_hf = recorder.facts.sizes if recorder.facts.hf else None
+    changes = savings(recipe, ranks.world, ranks.device.type == "cuda", of_hf)
+    in_update = phase == "optimizer"  # without activations
+    checkpointing = {"parallel.activation_checkpointing": "full"}
+    advice += [pasted(change) for change in changes if not in_update or change != checkpointing]
+    what = f"write {', or '.join(advice[:MOST_ADVICE])}" if advice else "use a device with more"
+    raise RunFailed(f"{problem}: {what}; `windlass plan` shows what each needs")
 
 
 def prepare_for_ragged_rows(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
