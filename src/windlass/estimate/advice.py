@@ -31,7 +31,7 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     smaller = micro_batch > 0 and not fitting
     fitting = fitting or [row for row in rows if row.largest_micro_batch]
     if not fitting:
-        return advise(subject, usable)
+        return advise(Planned(subject), usable)
     row = fitting[0]
     layout, largest = row.layout, row.largest_micro_batch or 0
     settings: Settings = {"parallel.strategy": layout.strategy}
@@ -108,12 +108,12 @@ class Planned:
         return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
 
 
-def advise(subject: Subject, usable: int) -> tuple[Settings, str]:
+def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     """Changes with which a recipe fits into `usable` bytes, and what a rank takes then.
 
     Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones leave.
     """
-    planned, recipe = Planned(subject), subject.recipe
+    subject, recipe = planned.subject, planned.subject.recipe
     least, taken = planned({}), list[Settings]()
     changes = savings(recipe, subject.world, subject.device.kind == "cuda", subject.counted)
     smallest: Settings = {"train.micro_batch": recipe.parallel.pipeline}

@@ -29,9 +29,7 @@ CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 two equal."""
 CHUNK = 2**24
 """Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""
-CHUNK_COPIES = (
-    32  # bytes of each: weight, gradient and moments in float32, random bits, temporaries
-)
+CHUNK_COPIES = 28  # bytes of each: weight, gradient, moments, random bits, two of the rounding
 GATHER_BYTES = 2**25
 """Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
@@ -72,15 +70,9 @@ def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw")
 
 def _of_stage(step: Step, layout: Layout) -> Memory:
     """The memory of a rank of one pipeline stage."""
-    rank = step.rank
-    matrices = rank.layers * rank.matrices
-    state = step.master * (2 * rank.total - matrices * (step.optimizer == "muon"))
-    if step.optimizer == "adamw8bit":
-        low = matrices + rank.table * (1 if rank.tied else rank.first + rank.last)
-        each = moment_bytes(step.optimizer, step.master, step.model.width)
-        state -= int((2 * step.master - each) * low)
     ranks = layout.shard if layout.policy.shards_parameters else 1
-    parameters, state = -(-step.weights // ranks), -(-state // layout.shard)
+    moments = step.rank.moments(step.optimizer, step.master)
+    parameters, state = -(-step.weights // ranks), -(-moments // layout.shard)
     average, host = parameters * layout.average, 0
     if layout.offload:  # parameters, their average, optimizer state and reduced gradients
         host, parameters, average, state = 2 * parameters + average + state, 0, 0, 0
@@ -154,6 +146,7 @@ class Step:
         # Bytes of a number outside matrix products, and of the weights.
         self.full = layout.program.weight or max(4, self.compute)
         self.master = layout.program.weight or layout.weight_bytes
+        self.raised = self.full // self.master  # FSDP2's unreduced gradients are float32
         self.cuda = layout.device == "cuda"
         # Bytes of a number in the input of a block's product, which saves it rounded.
         self.float8 = layout.precision == "float8"
@@ -163,9 +156,8 @@ class Step:
         self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
         self.kv = rank.kv_heads * rank.head_width  # K
         self.stream_width = layout.program.stream or self.full  # bytes of a number
-        self.stream = (
-            self.s * model.width * self.stream_width
-        )  # a copy of the residual stream [S, D]
+        # A copy of the residual stream [S, D].
+        self.stream = self.s * model.width * self.stream_width
         self.wide = self.n * model.width * self.compute  # one copy of a product's input [N, D]
         self.hidden = self.n * (model.ff_width_ // parts) * self.compute  # one hidden copy [N, F]
         # All weights. The root is outside the blocks: embedding, positions, final norm, head.
@@ -246,9 +238,7 @@ class Step:
         casts = (casts and self.layout.tensor == 1) or self.float8
         inputs = (2 if activation == "swiglu" and casts else 1) * self.n * self.model.width
         saved = inputs * self.operand + copies * self.hidden
-        if (
-            self.float8
-        ):  # of the last product's input, only the derivative of relu needs the original
+        if self.float8:  # only the derivative of relu needs the last product's input as it was
             saved += self.hidden // self.compute - (activation != "relu") * self.hidden
         return saved
 
@@ -436,8 +426,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     whole = several and not each  # gradients wait unreduced for the step's last micro-batch
     # Gradients of earlier micro-batches.
     shards = on_device * step.weights // shard if several and each else 0
-    raised = step.full // step.master  # unreduced gradients are float32
-    before = step.weights * raised if whole else shards
+    before = step.raised * step.weights if whole else shards
     # `shard_grad_op` gathers in the first micro-batch alone, before any gradient.
     first = Memory(gradients=0 if stays else before)
 
@@ -465,7 +454,7 @@ def _fsdp_events(step: Step) -> Iterator[Memory]:
     for left in extremes(units):
         blocks = min(left * in_unit, layers)
         gradients = shards or on_device * (ended + (layers - blocks) * step.block) // shard
-        gradients += (end + blocks * step.block) * raised if whole else 0
+        gradients += step.raised * (end + blocks * step.block) if whole else 0
         gradients += int(low * step.head) if tied else 0
         others = root + (left if stays else min(left, 2)) * gathered - gathered
         others += int(low * end) * (left == 1 and keeps and not tied and not stays)  # ahead

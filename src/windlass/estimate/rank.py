@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from windlass.model.size import (
     block_matrices,
     block_parameters,
     count,
+    moment_bytes,
     stage_layers,
     unit_blocks,
 )
@@ -288,6 +290,18 @@ class Rank:
         bias = self.last * self.model.head_bias * -(-self.vocab // self.layout.tensor)
         blocks = self.layers * (self.block - self.block_replicated)
         return tables * self.table + bias + blocks + self.replicated
+
+    def moments(self, optimizer: str, master: int) -> int:
+        """Bytes of the optimizer's state, for weights of `master` bytes."""
+        matrices = self.layers * self.matrices
+        if optimizer != "adamw8bit":
+            return master * (2 * self.total - matrices * (optimizer == "muon"))
+        model, tables = self.model, 1 if self.tied else self.first + self.last
+        down = self.layers * model.width * model.ff_width_ // self.layout.tensor
+        others = matrices - down + tables * self.table + self.first * self.sizes.positions
+        rest = 2 * master * (self.total - down - others)
+        each = (moment_bytes(optimizer, master, row) for row in (model.ff_width_, model.width))
+        return rest + round(sum(map(operator.mul, each, (down, others))))
 
     @property
     def flops_per_token(self) -> int:

@@ -33,6 +33,8 @@ from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
+READ_HERE = {"train.master": "fp32"}  # bf16 weights are read into float32, in any layout
+
 
 @dataclass(frozen=True)
 class Source:
@@ -105,8 +107,7 @@ def find_source(
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
-        # Any layout reads its weights, and bf16 ones into float32.
-        recipe = run.recipe.replace({"train.master": "fp32"}).replace(overrides, NO_LAYOUT)
+        recipe = run.recipe.replace(READ_HERE).replace(overrides, NO_LAYOUT)
         source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
         source = replace(source, module=module, weights=weights)
         source.open_checkpoint()  # raises if it has no averaged weights

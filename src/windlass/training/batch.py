@@ -19,6 +19,7 @@ from windlass.data.open import Data
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
+from windlass.estimate.advice import pasted, savings
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.estimate.optimum import resolve_steps
@@ -36,6 +37,7 @@ from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
+MOST_ADVICE = 4  # settings that a message names
 SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
@@ -174,15 +176,18 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
             report_smaller(recorder, sizes[-1])
             return replace(batch, micro_batch=sizes[-1])
         raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
-    advice = ['parallel.activation_checkpointing="full"']
-    if ranks.mesh.sizes.data_world * ranks.mesh.sizes.cp > 1 and not sharded:
-        advice.insert(0, 'parallel.strategy="full_shard"')
+    advice = list[str]()
     if sizes:
         same = "(the same samples and result, but for rounding)"
-        advice.insert(0, f"train.micro_batch={sizes[-1]} {same}")
-    raise RunFailed(
-        f"{problem}: write {', or '.join(advice)}; `windlass plan` shows what each needs"
-    )
+        advice.append(f"train.micro_batch={sizes[-1]} {same}")
+    network = recorder.network
+    of_hf = network.sizes if recipe.model.kind == "hf" and not network.own else None
+    changes = savings(recipe, ranks.world, ranks.device.type == "cuda", of_hf)
+    in_update = phase == "optimizer"  # without activations
+    checkpointing = {"parallel.activation_checkpointing": "full"}
+    advice += [pasted(change) for change in changes if not in_update or change != checkpointing]
+    what = f"write {', or '.join(advice[:MOST_ADVICE])}" if advice else "use a device with more"
+    raise RunFailed(f"{problem}: {what}; `windlass plan` shows what each needs")
 
 
 def report_smaller(recorder: Recorder, micro_batch: int) -> None:

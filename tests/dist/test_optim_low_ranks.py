@@ -1,0 +1,122 @@
+"""bf16 weights and 8-bit moments on several ranks: one process's update bit for bit, and checkpoints
+that any other layout reads.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Join, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from windlass.checkpoint.choose import choose_checkpoint
+from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.save import Writer
+from windlass.checkpoint.state_dict import gather_shard, named_state, restore
+from windlass.model.share import Cut, Peers, with_cut
+from windlass.optim.build import build_optimizer, set_lr
+from windlass.optim.rounding import places, random_bits
+from windlass.recipe.settings import OptimSettings
+
+pytestmark = pytest.mark.dist
+LAYOUTS = [("ddp", 1), ("full_shard", 2), ("full_shard", 3), ("shard_optim", 2)]
+
+
+class Model(nn.Module):
+    """Rows that no world divides, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(70, 128, generator=draw).bfloat16())
+        self.bias = nn.Parameter(torch.randn(96, generator=draw).bfloat16())
+
+
+def build(strategy: str, world: int) -> tuple[nn.Module, Any]:
+    model: nn.Module = Model()
+    mesh = init_device_mesh("cpu", (world,))
+    if strategy == "full_shard":
+        fully_shard(model, mesh=mesh)
+    settings = OptimSettings(kind="adamw8bit", lr=0.01)
+    return model, build_optimizer(model, settings, "cpu", mesh, strategy == "shard_optim", seed=5)
+
+
+def update(model: nn.Module, optimizer: Any, number: int) -> None:
+    """One update by gradients that do not depend on the ranks."""
+    draw = torch.Generator().manual_seed(number)
+    for p in model.parameters():
+        grad = torch.randn(p.shape, generator=draw).to(p.dtype)
+        sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if sharded else grad
+    set_lr(optimizer, 1.0, number)
+    optimizer.step()
+
+
+def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    tensors = {name: tensor.float() for name, tensor in named_state(model, optimizer)[0].items()}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+
+
+def write(join: Join, folder: str, strategy: str) -> dict[str, Tensor]:
+    """The state after three updates, and a checkpoint of two of them."""
+    dist.init_process_group(
+        "gloo", store=join.store or dist.HashStore(), rank=join.rank, world_size=join.world
+    )
+    model, optimizer = build(strategy, join.world)
+    for number in range(2):
+        update(model, optimizer, number)
+    writer = Writer(Path(folder) / "checkpoints", join.rank, join.world, deadline=60)
+    writer.write(2, gather_shard(model, optimizer, join.rank, join.world), {"step": 2})
+    [outcome] = writer.wait()
+    assert not outcome.error, outcome
+    update(model, optimizer, 2)
+    return whole(model, optimizer)
+
+
+def resume(join: Join, folders: list[str], strategy: str) -> list[dict[str, Tensor]]:
+    """The state after the third update, from each checkpoint."""
+    dist.init_process_group(
+        "gloo", store=join.store or dist.HashStore(), rank=join.rank, world_size=join.world
+    )
+    results = []
+    for folder in folders:
+        model, optimizer = build(strategy, join.world)
+        choice = choose_checkpoint(folder)
+        assert choice is not None
+        restore(open_checkpoint(choice.path), model, optimizer)
+        update(model, optimizer, 2)
+        results.append(whole(model, optimizer))
+    return results
+
+
+def test_every_layout_makes_the_same_update_and_reads_every_checkpoint(tmp_path):
+    written, folders = [], []
+    for strategy, world in LAYOUTS:
+        folders.append(str(tmp_path / f"{strategy}-{world}"))
+        written += run_ranks(write, world, folders[-1], strategy)
+    resumed = [
+        x for s, world in LAYOUTS for many in run_ranks(resume, world, folders, s) for x in many
+    ]
+    expected = written[0]
+    assert any(name.endswith("exp_avg_scale") for name in expected)
+    assert len(written) == 8 and len(resumed) == 8 * len(LAYOUTS)
+    for state in written + resumed:
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_a_matrix_has_the_random_bits_of_its_place(dim):
+    """Of tensor parallelism: parts in any order."""
+    every = random_bits("key", *places(torch.empty(12, 10)))
+    for ranges in ((range(3), range(6, 8)), (range(3, 6), range(8, 10))):
+        cut = Cut(dim, every.shape[dim], ranges, Peers("", 0, 2))
+        shape = [len(range(5)) if d == dim else n for d, n in enumerate(every.shape)]
+        part = with_cut(torch.empty(shape), cut)
+        assert torch.equal(random_bits("key", *places(part)), cut.take(every))

@@ -1,0 +1,142 @@
+"""Each advice of a plan, and of the message when memory runs out, lowers the planned memory."""
+
+import pytest
+
+import hf_fixtures
+from windlass.estimate.advice import Planned, advise, savings
+from windlass.estimate.devices import find_device
+from windlass.estimate.plan import plan
+from windlass.estimate.subject import Subject, subject_of, with_activations
+from windlass.recipe import Recipe
+
+WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}
+OWN = {f"model.{key}": value for key, value in WIDE.items()}
+OWN |= {"train.steps": 10, "train.global_batch": 8, "data.tokenizer": "byte"}
+CASES = {
+    "gpt": OWN,
+    "micro-batch": OWN | {"train.micro_batch": 8},
+    "several ranks": OWN | {"world": 4, "parallel.strategy": "ddp"},
+    "pipeline": OWN | {"world": 4, "parallel.pipeline": 2, "model.context": 2048},
+    "fp32": OWN | {"train.precision": "fp32"},
+    "muon": OWN | {"optim.kind": "muon"},
+    "already low": OWN
+    | {
+        "optim.kind": "adamw8bit",
+        "train.master": "bf16",
+        "parallel.activation_checkpointing": "full",
+    },
+    "all weights": {"model.name": "float32"},
+    "adapters": {"model.name": "float32", "model.lora.rank": 8},
+    "adapters of bf16": {"model.name": "bfloat16", "model.lora.rank": 8},
+    "frozen": {"model.name": "float32", "model.freeze": ["model.layers.0.*"]},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Configurations of a Llama by the precision of its files."""
+    folder = tmp_path_factory.mktemp("models")
+    shape = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    for dtype in ("float32", "bfloat16"):
+        config = hf_fixtures.config("llama")
+        config.update(shape | {"dtype": dtype})
+        config.save_pretrained(folder / dtype)
+    return folder
+
+
+PLANNED: dict[str, Planned] = {}  # a pass with fake tensors takes seconds
+
+
+def planned_case(case, models) -> Planned:
+    if case not in PLANNED:
+        PLANNED[case] = Planned(subject(case, models))
+    return PLANNED[case]
+
+
+def subject(case, models) -> Subject:
+    settings = dict(CASES[case])
+    world = settings.pop("world", 1)
+    if name := settings.get("model.name"):
+        more = {"model.kind": "hf", "model.name": str(models / name), "model.context": 128}
+        more |= {"train.global_batch": 8, "data.tokenizer": "byte", "train.steps": 10}
+        settings |= more
+    recipe = Recipe().replace(settings)
+    return with_activations(subject_of(recipe, world=world, device="RTX-4090"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_advice_lowers_the_memory(case, models):
+    planned = planned_case(case, models)
+    own = planned.subject
+    before = planned({})
+    changes = list(savings(own.recipe, own.world, True, own.counted))
+    for change in changes:
+        after = planned(change)
+        assert after is not None and after.total < before.total, change
+    keys = [set(change) for change in changes]
+    trains_most = case not in ("muon", "already low", "adapters", "adapters of bf16")
+    assert ({"optim.kind"} in keys) == trains_most
+    assert ({"model.lora.base"} in keys) == case.startswith("adapters")
+    assert ({"model.frozen_precision"} in keys) == (case in ("adapters", "frozen"))
+    assert ({"train.master"} in keys) == ((trains_most and case != "fp32") or case == "muon")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_advised_settings_fit_and_each_is_necessary(case, models):
+    planned = planned_case(case, models)
+    own = planned.subject
+    for part in (0.9, 0.6, 0.3):
+        usable = int(part * planned({}).total)
+        settings, text = advise(planned, usable)
+        if not settings:
+            assert "nothing fits: the least is" in text and "device with more than" in text
+            changes = savings(own.recipe, own.world, True, own.counted)
+            every = {key: value for change in changes for key, value in change.items()}
+            assert planned(every) is None or planned(every).total > usable
+            continue
+        assert planned(settings).total <= usable and "GB" in text
+        kept = {key: value for key, value in settings.items() if key != "parallel.strategy"}
+        for key in kept:
+            fewer = planned({k: v for k, v in settings.items() if k != key})
+            assert fewer is None or fewer.total > usable, (key, settings)
+
+
+def test_a_plan_that_does_not_fit_has_no_time_and_names_what_does(models):
+    lora = ["model.kind=hf", f"model.name={models / 'float32'}", "model.lora.rank=8"]
+    lora += ["model.context=128", "train.micro_batch=8", "train.global_batch=8", "train.steps=10"]
+    whole = plan("bloom-560m-squad", lora, device="RTX-4090")
+    assert whole.seconds and whole.recommended["train.micro_batch"] == 8
+    needed = next(row for row in whole.memory if row.chosen).memory.total
+    small = plan("bloom-560m-squad", lora, device="RTX-4090", memory_bytes=int(0.5 * needed))
+    assert small.seconds is None and "does not fit" in small.unknown["time"]
+    assert small.recommended and "train.precision" not in repr(small)
+    changed = [*lora, *(f"{key}={value}" for key, value in small.recommended.items())]
+    again = plan("bloom-560m-squad", changed, device="RTX-4090", memory_bytes=int(0.5 * needed))
+    assert next(row for row in again.memory if row.chosen).fits and again.seconds
+
+
+def test_a_smaller_micro_batch_is_named_if_it_is_enough():
+    recipe = Recipe().replace(OWN | {"train.micro_batch": 8})
+    large = plan(recipe, device="RTX-4090")
+    needed = min(row.memory.total for row in large.memory if not row.layout.offload)
+    small = plan(recipe, device="RTX-4090", memory_bytes=int(needed * 0.95 / 0.9))
+    assert small.recommended["train.micro_batch"] <= 8
+    own = next(row for row in small.memory if row.chosen)
+    changed = plan(
+        recipe.replace(small.recommended), device="RTX-4090", memory_bytes=small.device.memory_bytes
+    )
+    assert next(row for row in changed.memory if row.chosen).fits and not own.fits
+
+
+def test_more_ranks_are_named_if_they_are_enough():
+    huge = OWN | {
+        "model.layers": 64,
+        "model.width": 8192,
+        "model.heads": 64,
+        "train.global_batch": 64,
+    }
+    recipe = Recipe().replace(huge | {"parallel.offload": False})
+    result = plan(recipe, device="H100")
+    assert "ranks with parallel.strategy=full_shard" in result.advice or result.recommended
+    assert find_device("H100").usable_bytes
