@@ -171,6 +171,16 @@ def test_a_run_is_exported_with_tokenizer_and_card_and_gives_the_same_greedy_tex
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "data-run", "run", "out"}
 
 
+def test_a_bos_that_the_tokenizer_writes_is_in_the_configuration(tmp_path: Path) -> None:
+    folder = tokenizer_fixtures.save("llama3", tmp_path / "tokenizer")
+    own = {"data__tokenizer": f"hf:{folder}", "eval__every": 0}
+    out = export(trained(tmp_path, **own), tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 0
+    base = chat_base(tmp_path)
+    run = fine_tuned(tmp_path, base, "scratch", model__from_scratch=True, eval__every=0)
+    assert loaded(export(run, tmp_path / "out-scratch"))[0].config.bos_token_id == 0
+
+
 @pytest.mark.parametrize("tokenizer", ["byte", "char", "chatml"])
 def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Path) -> None:
     """No tokenizer here writes a BOS, and characters have no special token at all."""
@@ -184,6 +194,12 @@ def test_a_text_without_a_prompt_is_that_of_the_run(tokenizer: str, tmp_path: Pa
     how: dict[str, Any] = {"device": "cpu", "max_tokens": 20, "seed": 1}
     texts = ["".join(piece for _, piece in sample(str(place), **how)) for place in (run, out)]
     assert texts[0] == texts[1] != ""
+    names = ("config.json", "generation_config.json")
+    config, generation = (json.loads((out / name).read_text()) for name in names)
+    start = find_source(str(run)).tokenizer.prompt("")[0]
+    assert config["bos_token_id"] is None and generation.get("bos_token_id", start) == start
+    model, _ = loaded(out)
+    assert model.config.bos_token_id is None
 
 
 def test_rows_that_stand_for_nothing_are_not_generated_by_transformers_either(tmp_path):

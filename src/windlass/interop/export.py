@@ -153,6 +153,7 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     else:
         config = convert.config(settings, rows)
         save_weights(convert.to_hf(settings, read), directory, dtype)
+    special["bos_token_id"] = next(iter(tokenizer.begin), None)  # what the tokenizer itself writes
     _write_json(directory / "config.json", config | special | {"dtype": DTYPES[dtype]})
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
@@ -252,11 +253,12 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     names = (GENERATION_CONFIG, *["config.json"] * (directory / "config.json").is_file())
     entries = {name: read_json(directory / name) for name in names}
     known = [entry.get("eos_token_id") for entry in entries.values()]
-    more: dict[str, Any] = {}
     if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
-        known, more = [], {"bos_token_id": source.tokenizer.prompt("")[0]}
+        known, begin = [], next(iter(source.tokenizer.begin), None)
+        entries[GENERATION_CONFIG]["bos_token_id"] = source.tokenizer.prompt("")[0]
+        entries.get("config.json", {})["bos_token_id"] = begin
     ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
-    more["eos_token_id"] = _ids(ends, stop_tokens(source.tokenizer, template))
+    more = {"eos_token_id": _ids(ends, stop_tokens(source.tokenizer, template))}
     for name, entry in entries.items():
         _write_json(directory / name, entry | more)
 
