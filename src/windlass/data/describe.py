@@ -63,6 +63,12 @@ def _prepared_facts(data: Data) -> Facts:
     files = {file["file"] for index in indexes for file in index.source.get("files", ())}
     units = {UNITS[member.data.format] for member in members}
     commits = (index.source.get("commit") for index in indexes)
+    template = next((index.template for index in indexes if index.template), None)
+    chats = [index for index in indexes if index.template]
+    rows = sum(index.documents for index in chats)
+    if rows > (read := sum(index.items - index.left_out for index in chats)):
+        template = f"{template}; it changes earlier answers: {read:,} conversations, {rows:,} rows"
+        units = {"rows"}
     facts: Facts = {
         "source": names[0] if len(names) == 1 else names,
         "files": len(files),
@@ -72,7 +78,7 @@ def _prepared_facts(data: Data) -> Facts:
         "shared": data.division.shared or None,
         "unreadable": sum(index.left_out for index in indexes) or None,
         "revision": next(filter(None, commits), None),
-        "template": next((index.template for index in indexes if index.template), None),
+        "template": template,
     }
     if len(data.prepared.corpora) > 1:
         train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))

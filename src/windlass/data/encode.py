@@ -33,6 +33,7 @@ from windlass.data.examples import (
     unread_keys,
 )
 from windlass.data.progress import Progress
+from windlass.data.records import MARKS
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Item, Source, SourceSpec, text_of
 from windlass.data.split import FEW, held_out_examples, held_out_texts
@@ -128,6 +129,8 @@ class Encoder:
             for item in items:
                 with contextlib.suppress(UserError):
                     seen |= {match[0] for match in pattern.finditer(text_of(item, spec))}
+            if spec.kind in ("files", "https"):
+                seen -= set(MARKS)  # a note names `data.separator`
             if seen:
                 effect = (
                     "the model reads it as plain text; data.special_tokens=true makes it a token"

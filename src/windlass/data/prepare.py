@@ -287,7 +287,9 @@ class _Preparation:
             return text
         for path, digest in self.files.items():
             if old.get(path, digest) != digest:
-                return f"data.tokenizer: {path} has changed {since}"
+                is_template = path == str(Path(self.recipe.data.chat_template).expanduser())
+                setting = "data.chat_template" if is_template else "data.tokenizer"
+                return f"{setting}: {path} has changed {since}"
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         return f"data.tokenizer: it has changed {since}" * (is_other and self.prepares_again)
 
@@ -305,12 +307,14 @@ class _Preparation:
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
-        layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
+        layout = ""
+        if spec.format == "chat":
+            layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
         new = Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
             tokenizer=tokenizer.describe(),
-            template=layout if spec.format == "chat" else "",
+            template=layout,
             single_text=source is not None and source.single_text,
             masked=spec.format != "text",
             shard_tokens=recipe.data.shard_tokens,
