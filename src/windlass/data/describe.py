@@ -11,13 +11,8 @@ import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.samples import (
-    BestFitSamples,
-    DocumentSamples,
-    Samples,
-    masks_documents,
-    real_tokens,
-)
+from windlass.data.packing import BestFitSamples
+from windlass.data.samples import DocumentSamples, Samples, masks_documents, real_tokens
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:

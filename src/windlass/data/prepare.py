@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from windlass import hub
 from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.encode import Encoder, learn_tokenizer, write_source
+from windlass.data.encode import Encoder, write_source
 from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
+from windlass.data.learn import learn_tokenizer
 from windlass.data.locate import (
     Member,
     data_dirs,
