@@ -28,7 +28,8 @@ import torch
 from windlass.data.describe import describe
 from windlass.data.loader import Loader
 from windlass.data.open import open_data
-from windlass.data.samples import best_fit, positions_of
+from windlass.data.packing import best_fit
+from windlass.data.samples import positions_of
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of
 from windlass.model.gpt import initialise

@@ -19,7 +19,8 @@ from helpers import curve, refused
 from rows import Rows
 from windlass import train
 from windlass.data.loader import to_tensor
-from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens, positions_of
+from windlass.data.packing import BestFitSamples
+from windlass.data.samples import Batch, PackedSamples, Tokens, positions_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import SourceSpec
 from windlass.data.split import Corpus, Part

@@ -17,7 +17,8 @@ from helpers import refused, windlass
 from windlass.data.describe import describe, lines
 from windlass.data.loader import Loader
 from windlass.data.open import open_data
-from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
+from windlass.data.packing import BestFitSamples, best_fit
+from windlass.data.samples import positions_of, real_tokens
 from windlass.recipe import plan_batch
 
 

@@ -29,7 +29,7 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
-from windlass.data.describe import describe, warnings
+from windlass.data.describe import describe, lines, warnings
 from windlass.data.locate import data_dirs, unprepared
 from windlass.data.open import open_data
 from windlass.data.prepare import find_prepared, prepare
@@ -723,3 +723,23 @@ def test_a_mixture_has_the_template_when_its_texts_are_prepared_first(tmp_path):
     prepare(recipe_for(talks, tmp_path / "alone", **how, format="chat"))
     (alone,) = (tmp_path / "alone").glob("c-*")
     assert files_of(prepared.corpora[1].directory) == files_of(alone)
+
+
+def test_a_template_file_that_changed_is_noticed_and_may_go(tmp_path):
+    make = written(tmp_path / "s", "rewritten")
+    recipe, layout = make(tmp_path / "data"), tmp_path / "s" / "layout.jinja"
+    before = open_data(recipe)
+    shown = lines(describe(before), 900)
+    documents = before.prepared.corpora[0].index.documents
+    assert documents > 60 and f"60 conversations, {documents} rows" in shown["template"]
+    assert " rows" in shown["training"]
+    values = recipe.replace("data.chat_template_kwargs.loud=true")
+    assert data_dirs(values) != data_dirs(recipe)
+    layout.write_text("{{ 1 if loud }}" + REWRITES)
+    with refused("data.chat_template", str(layout), 'data.changed="keep"'):
+        open_data(recipe)
+    renewed = open_data(recipe.replace("data.changed=prepare"))
+    assert renewed.template.source.startswith("{{ 1 if") and renewed.template != before.template
+    assert open_data(values).template.source.startswith("{%- if loud is not defined")
+    layout.unlink()
+    assert open_data(recipe).fingerprint == renewed.fingerprint

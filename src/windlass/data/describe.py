@@ -11,13 +11,8 @@ import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.samples import (
-    BestFitSamples,
-    DocumentSamples,
-    Samples,
-    masks_documents,
-    real_tokens,
-)
+from windlass.data.packing import BestFitSamples
+from windlass.data.samples import DocumentSamples, Samples, masks_documents, real_tokens
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -63,6 +58,12 @@ def _prepared_facts(data: Data) -> Facts:
     files = {file["file"] for index in indexes for file in index.source.get("files", ())}
     units = {UNITS[member.data.format] for member in members}
     commits = (index.source.get("commit") for index in indexes)
+    template = next((index.template for index in indexes if index.template), None)
+    chats = [index for index in indexes if index.template]
+    rows = sum(index.documents for index in chats)
+    if rows > (read := sum(index.items - index.left_out for index in chats)):
+        template = f"{template}; it changes earlier answers: {read:,} conversations, {rows:,} rows"
+        units = {"rows"}
     facts: Facts = {
         "source": names[0] if len(names) == 1 else names,
         "files": len(files),
@@ -72,7 +73,7 @@ def _prepared_facts(data: Data) -> Facts:
         "shared": data.division.shared or None,
         "unreadable": sum(index.left_out for index in indexes) or None,
         "revision": next(filter(None, commits), None),
-        "template": next((index.template for index in indexes if index.template), None),
+        "template": template,
     }
     if len(data.prepared.corpora) > 1:
         train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))

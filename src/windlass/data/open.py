@@ -12,15 +12,9 @@ import numpy as np
 
 from windlass.data import chat
 from windlass.data.mixture import MixedSamples
+from windlass.data.packing import BestFitSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import (
-    Batch,
-    BestFitSamples,
-    DocumentSamples,
-    PackedSamples,
-    Samples,
-    Tokens,
-)
+from windlass.data.samples import Batch, DocumentSamples, PackedSamples, Samples, Tokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError

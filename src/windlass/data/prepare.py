@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 from windlass import hub
 from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.encode import Encoder, learn_tokenizer, write_source
+from windlass.data.encode import Encoder, write_source
 from windlass.data.foreign import scan_source
 from windlass.data.integrity import file_states, remember, verify
+from windlass.data.learn import learn_tokenizer
 from windlass.data.locate import (
     Member,
     data_dirs,
@@ -288,7 +289,9 @@ class _Preparation:
             return text
         for path, digest in self.files.items():
             if old.get(path, digest) != digest:
-                return f"data.tokenizer: {path} has changed {since}"
+                is_template = path == str(Path(self.recipe.data.chat_template).expanduser())
+                setting = "data.chat_template" if is_template else "data.tokenizer"
+                return f"{setting}: {path} has changed {since}"
         is_other = index.tokenizer.fingerprint != self.tokenizer.fingerprint
         return f"data.tokenizer: it has changed {since}" * (is_other and self.prepares_again)
 
@@ -306,12 +309,14 @@ class _Preparation:
         tokenizer.save(directory)
         if spec.format != "text":
             self.template.save(directory / FOLDER)
-        layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
+        layout = ""
+        if spec.format == "chat":
+            layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
         new = Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
             tokenizer=tokenizer.describe(),
-            template=layout if spec.format == "chat" else "",
+            template=layout,
             single_text=source is not None and source.single_text,
             masked=spec.format != "text",
             shard_tokens=recipe.data.shard_tokens,

@@ -149,16 +149,14 @@ def held_out_examples(groups: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def held_out_texts(
-    hashes: np.ndarray, characters: np.ndarray, few: bool, fraction: float
+    hashes: np.ndarray, characters: np.ndarray, fraction: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which documents of a source are held out whole, bool [documents]; and how many characters of
-    each train before a held-out end, int64 [documents], or -1 if the document is not cut.
-
-    `few`: the source has fewer than FEW documents.
-    """
+    each train before a held-out end, int64 [documents], or -1 if the document is not cut."""
     if not fraction:
         return np.zeros(len(hashes), bool), np.full(len(hashes), -1)
-    is_cut, share = few | (characters > LONG_TEXT), 1 - Fraction(str(fraction))
+    share = 1 - Fraction(str(fraction))
+    is_cut = (characters > LONG_TEXT) | (len(hashes) < FEW)
     held = _or_lowest(hashes, hashes[:FEW][~is_cut[:FEW]], fraction) & ~is_cut
     cuts = np.full(len(hashes), -1)
     cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
@@ -226,7 +224,7 @@ def pieces_of(corpus: Corpus, member: Member[Corpus], *, is_val: bool) -> Pieces
     elif index.masked:
         pieces.hold_out(held_out_examples(table.field("group"), data.val_fraction))
     else:
-        held, cuts = held_out_texts(texts, table.characters, count < FEW, data.val_fraction)
+        held, cuts = held_out_texts(texts, table.characters, data.val_fraction)
         pieces.hold_out(held)
         numbers = np.flatnonzero(cuts >= 0)
         places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
