@@ -149,9 +149,11 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
             f"pass the model from Python, as evaluate(run, model={source.own_model}(...))"
         )
     if model is None:
-        run_path, vocab = source.run.path if source.run else None, 0
+        run_path = source.run.path if source.run else None
         if source.checkpoint is not None:
             vocab = source.open_checkpoint().meta["vocab"]
+        else:
+            vocab = source.tokenizer.vocab if source.tokenizer else 0
         model = build_model(recipe, vocab, run=run_path)
     if recipe.train.precision == "fp64":
         model = model.double()
