@@ -144,14 +144,16 @@ def test_experts_in_float32(tmp_path):
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_compiled_block_is_one_graph_with_its_collectives(tmp_path, kind):
-    """GPT-2 has dropout."""
+    """Rows of another length take two more: FSDP2 gives the first block of a unit a view, whose base
+    has a varying size. GPT-2 has dropout.
+    """
     hf_fixtures.save(kind, tmp_path, vocab=VOCAB)
     recipe = settings("fp64", "full_shard", 1, 2, **keys(tmp_path), parallel__tensor=2)
     plain = run_ranks(trained, 2, recipe)
     recipe = recipe.replace({"train.compile": True})
     for losses, graphs, breaks in run_ranks(compiled, 2, recipe, timeout=150):
         assert losses == plain[0][0]
-        assert (graphs, breaks) == (2, {})  # the second for rows of another length
+        assert (graphs, breaks) == (3, {})
 
 
 def moved(join, folder: Path, steps: list[tuple[str, Recipe]]):
