@@ -18,7 +18,7 @@ from windlass.errors import RunFailed
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
 from windlass.run import Run, read_lines
-from windlass.training import state, trainer
+from windlass.training import network, state, trainer
 from windlass.training.state import SCALE_START
 
 __all__ = ["corpus"]
@@ -182,7 +182,7 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     more = {"eval.every": 0, "checkpoint.keep_last": 10, "checkpoint.keep_signal": 10}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     for steps, precision in ((6, before), (7, after), (12, before)):
-        for module in (trainer, parallelize):
+        for module in (network, parallelize):
             monkeypatch.setattr(module, "resolve_precision", Mock(return_value=precision))
         train(recipe, stop_at=steps)
     saved = {path.name: open_checkpoint(path) for path in run.checkpoints_dir.glob("step-*")}

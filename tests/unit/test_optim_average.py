@@ -75,6 +75,20 @@ def test_a_spike_that_is_skipped_does_not_enter(monkeypatch):
     assert trainer.average.begun(3) == 2
 
 
+@pytest.mark.parametrize("kind", ["ema", "tail"])
+def test_an_average_that_begins_anew_keeps_nothing_of_the_memory_it_was_made_in(kind):
+    """A resume makes it before the checkpoint fills the weights, perhaps of NaN."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.fill_(math.nan)
+    average = Average(model, AverageSettings(kind=kind), Horizon(STEPS, 100, 1))
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    average.load(0)
+    average.update(STEPS, torch.zeros(()))
+    assert average.tensors["weight"].tolist() == [[2.0] * 3] * 2
+
+
 def moving(kind: str, steps: int = STEPS, **more) -> tuple[nn.Linear, Average]:
     model = nn.Linear(3, 2)
     return model, Average(model, AverageSettings(kind=kind, **more), Horizon(steps, 100, 1))

@@ -91,9 +91,14 @@ class Average:
         device."""
         return int(self.count) if self.last_due(step) else 0
 
+    @torch.no_grad()
     def load(self, count: int) -> None:
         """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""
         self.count.fill_(count)
+        if self.tensors and not count:
+            # They may have been copied from memory without values, and NaN stays in every average.
+            averages, parameters = self._pairs()
+            torch._foreach_copy_(averages, parameters)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
