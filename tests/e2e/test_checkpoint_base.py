@@ -230,7 +230,7 @@ def test_another_base_in_its_place_is_refused(base: Path, call: Call) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     call("checkpoints", run.path)
     output = call("checkpoints", run.path, "--verify", code=1)
-    assert f"base {base}: is bad" in output and file.name in output
+    assert f"base {base} is bad" in output and file.name in output
     listed = json.loads(call("checkpoints", run.path, "--verify", "--json", code=1))
     assert [row["files"] for row in listed["bases"]] == [len([*base.glob("*.safetensors")])]
     file.unlink()

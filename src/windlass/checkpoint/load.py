@@ -131,7 +131,7 @@ class Checkpoint:
             low, high = [*map(max, offsets, chunk.offsets)], [*map(min, stops, chunk.ends)]
             if all(map(operator.lt, low, high)):
                 box = self._box(chunk, target.dtype)
-                target[_window(low, high, offsets)] = box[_window(low, high, chunk.offsets)]
+                target[_window(low, high, offsets)].copy_(box[_window(low, high, chunk.offsets)])
 
     def _box(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         """The box of a chunk, mapped from its file: only pages that are used are read."""
