@@ -8,19 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Join, run_ranks
+from harness import Join, recipe, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import hf_fixtures
+from bare_trainer import bare_trainer, full_rows
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.optim.rounding import places, random_bits
+from windlass.parallel.parallelize import parallelize, unwrap
+from windlass.recipe import Recipe
 from windlass.recipe.settings import OptimSettings
 
 pytestmark = pytest.mark.dist
@@ -120,3 +126,40 @@ def test_a_part_of_a_matrix_has_the_random_bits_of_its_place(dim):
         shape = [len(range(5)) if d == dim else n for d, n in enumerate(every.shape)]
         part = with_cut(torch.empty(shape), cut)
         assert torch.equal(random_bits("key", *places(part)), cut.take(every))
+
+
+def losses(join: Join, settings: Recipe, vocab: int) -> list[float]:
+    """The loss of each step on one batch."""
+    with join(settings) as ranks:
+        model = parallelize(build_model(settings, vocab), ranks, settings)
+        initialise(unwrap(model), 0)
+        trainer, batch = bare_trainer(model, settings, ranks), full_rows(settings, vocab, 2, 1)
+        trained = [p.dtype for p in model.parameters() if p.requires_grad]
+        assert set(trained) == {MASTER[settings.train.master]}
+        return [float(trainer.step(batch, 1.0).loss) for _ in range(12)]
+
+
+MASTER = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "gemma2"])
+def test_every_strategy_trains_bf16_weights_as_float32_ones(kind, tmp_path):
+    """Our GPT, LayerNorm, RMSNorm, and an embedding with a factor."""
+    how = {"train__precision": "bf16", "train__micro_batch": 2, "train__global_batch": 2}
+    how |= {"model__context": 16, "optim__lr": 1e-3}
+    if kind == "gpt":
+        how |= {"model__layers": 2, "model__width": 64, "model__heads": 4}
+    else:
+        hf_fixtures.save(kind, tmp_path)
+        how |= {"model__kind": "hf", "model__name": str(tmp_path)}
+    [wide] = run_ranks(losses, 1, recipe(**how), hf_fixtures.VOCAB)
+    how["train__master"] = "bf16"
+    [alone] = run_ranks(losses, 1, recipe(**how), hf_fixtures.VOCAB)
+    assert alone == pytest.approx(wide, rel=0.02) and alone[-1] < 0.95 * alone[0]
+    for strategy in ("ddp", "full_shard", "shard_optim"):
+        settings = recipe(**how | {"train__global_batch": 4, "parallel__strategy": strategy})
+        each = run_ranks(losses, 2, settings, hf_fixtures.VOCAB)
+        # Each rank has the same rows, and its part of the mean.
+        assert each[0] == pytest.approx(each[1], rel=1e-3), strategy
+        scale = alone[0] / each[0][0]
+        assert [scale * x for x in each[0]] == pytest.approx(alone, rel=0.02), strategy

@@ -9,8 +9,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import memory_rows, recommend
+from windlass.estimate.advice import recommend
+from windlass.estimate.devices import USABLE, Device, find_device
+from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import (
     CHUNK_BYTES,
     GATHER_BYTES,
@@ -20,7 +21,7 @@ from windlass.estimate.memory import (
 )
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.subject import documents_of_row
+from windlass.estimate.subject import Subject, documents_of_row
 from windlass.model import loss
 from windlass.model.float8 import use_float8
 from windlass.model.gpt import GPT, initialise
@@ -236,10 +237,16 @@ def test_the_largest_micro_batch_is_the_largest(gigabytes):
         assert row.largest_micro_batch == largest
 
 
+def subject(micro_batch=0, usable=70e9):
+    """GPT-2 on 8 ranks with `usable` bytes each."""
+    recipe = GPT2.replace({"train.micro_batch": micro_batch, "train.steps": 10})
+    return Subject(recipe, 8, Device("", "cuda", int(usable / USABLE) + 1), "bf16")
+
+
 def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
     assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
-    assert recommend(rows, 0)[0] == {
+    assert recommend(rows, subject())[0] == {
         "parallel.strategy": "ddp",
         "parallel.activation_checkpointing": "none",
         "train.micro_batch": 64,
@@ -247,7 +254,7 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     strategies = set()
     for gigabytes in (6, 10, 16, 30):
         rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
-        settings, _ = recommend(rows, 0)
+        settings, _ = recommend(rows, subject())
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
@@ -257,13 +264,12 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
-    settings, _ = recommend(rows, 64)  # the recipe's own micro-batch stays
+    settings, _ = recommend(rows, subject(64))  # the recipe's own micro-batch stays
     assert settings["train.micro_batch"] == 64
     assert settings["parallel.activation_checkpointing"] != "none"
-    huge = GPT2.model.model_copy(update={"layers": 48, "width": 8192, "heads": 64})
-    settings, advice = recommend(memory_rows(huge, ROWS, "adamw", BASE_LAYOUT, int(8e9)), 0)
-    words = ("GB", "more ranks", "train.micro_batch", "model.context")
-    assert settings == {} and all(word in advice for word in words)
+    rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(0.1e9))
+    settings, advice = recommend(rows, subject(usable=0.1e9))
+    assert settings == {} and all(word in advice for word in ("nothing fits", "device with more"))
 
 
 def test_a_tight_row_may_run_and_is_not_recommended():
@@ -272,8 +278,8 @@ def test_a_tight_row_may_run_and_is_not_recommended():
         rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(part * whole))
         own = next(row for row in rows if row.chosen)
         assert (own.fits, own.tight) == (fits, tight)
-        assert recommend(rows, 16)[0]["parallel.activation_checkpointing"] == "none"
-        assert (recommend(rows, 16)[0]["parallel.strategy"] == "ddp") == fits
+        assert recommend(rows, subject(16))[0]["parallel.activation_checkpointing"] == "none"
+        assert (recommend(rows, subject(16))[0]["parallel.strategy"] == "ddp") == fits
 
 
 def test_reducing_each_micro_batch_is_a_row_of_its_own():
