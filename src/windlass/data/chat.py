@@ -323,8 +323,21 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
     return frozenset(ends)
 
 
+def prompt_text(
+    messages: list[Message], template: Template, tokenizer: Tokenizer, ask: bool = True
+) -> str:
+    """The conversation before an answer, for `text_tokens`."""
+    rendered = template.render(messages, tokenizer, ask=ask, tools=None)
+    return TURNS.sub("", rendered).replace(BEGIN, "").replace(END, "")
+
+
+def text_tokens(text: str, tokenizer: Tokenizer, ending: str = "") -> tuple[list[int], int]:
+    """The tokens of a `prompt_text` and an ending, and how many of them are not the ending's."""
+    pieces = _cut([(text, False), (ending, True)], tokenizer)
+    ids, marks = tokenizer.encode_marked(pieces)
+    return ids, [*marks, True].index(True)
+
+
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens before the assistant's answer."""
-    rendered = template.render(messages, tokenizer, ask=True, tools=None)
-    rendered = TURNS.sub("", rendered).replace(BEGIN, "").replace(END, "")
-    return tokenizer.encode_marked(_cut([(rendered, False)], tokenizer))[0]
+    return text_tokens(prompt_text(messages, template, tokenizer), tokenizer)[0]

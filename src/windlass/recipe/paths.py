@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 PATHS = re.compile(
     r"data\.(source|eval_source|mix|dir|tokenizer)|data\.mix\.[^.]+\.(source|eval_source)"
-    r"|model\.(name|init_from)|eval\.(hellaswag|squad)_file|checkpoint\.resume"
+    r"|model\.(name|init_from)|eval\.(hellaswag_file|squad_file|lm_eval_tasks)|checkpoint\.resume"
 )
 """The settings; `run.dir` always starts from the working directory."""
 WORDS = re.compile(
