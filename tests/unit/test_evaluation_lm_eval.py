@@ -18,6 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 from harness import Join, recipe, run_ranks
 
 import tokenizer_fixtures
+from helpers import refused
+from windlass.data.chat import Template, prompt_tokens, text_tokens
 from windlass.data.vocabulary import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
@@ -32,8 +34,10 @@ from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize
 from windlass.recipe import Recipe
+from windlass.recipe.settings import EvalSettings
 
 ALONE = alone("cpu")
+DEFAULT = EvalSettings()
 BYTES = byte_tokenizer()
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 
@@ -76,7 +80,7 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
         initialise(gpt, 1)
         os.environ["LOCAL_RANK"] = str(ranks.rank)  # as under a launcher
         manager = parity(folder / str(ranks.rank))
-        return run_harness("parity", gpt, BYTES, ranks, BYTES.ends, task_manager=manager)
+        return run_harness("parity", gpt, BYTES, ranks, BYTES.ends, DEFAULT, task_manager=manager)
 
 
 @pytest.mark.dist
@@ -85,7 +89,7 @@ def on_a_rank(join: Join, folder: Path) -> dict[str, Any] | None:
 def test_a_task_has_the_same_scores_on_one_rank_and_on_two_of_a_sharded_model(tmp_path):
     gpt, right = model(), 0
     manager = parity(tmp_path / "alone")
-    numbers = run_harness("parity", gpt, BYTES, ALONE, BYTES.ends, task_manager=manager)
+    numbers = run_harness("parity", gpt, BYTES, ALONE, BYTES.ends, DEFAULT, task_manager=manager)
     for row in ROWS:
         question, choices = row["q"].encode(), [choice.encode() for choice in row["choices"]]
         pairs = [Continuation([*question], [*choice]) for choice in choices]
@@ -120,13 +124,15 @@ def test_a_stop_cuts_the_harness_short_and_the_random_numbers_are_as_they_were(h
         return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     before, score = states(), Continuation([*b"Is it?"], [*b" yes"])
-    assert run_harness("task", model(), BYTES, ALONE, BYTES.ends, poll=lambda: True) is None
-    numbers = run_harness("task", model(), BYTES, ALONE, BYTES.ends, poll=lambda: False)
+    assert (
+        run_harness("task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, poll=lambda: True) is None
+    )
+    numbers = run_harness("task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, poll=lambda: False)
     assert numbers is not None and set(numbers) == {"task/0"}
     assert numbers["task/0"] == log_likelihoods(model(), [score], ALONE)[0].sum
     assert states() == before
     with pytest.raises(UserError, match="unknown"):
-        run_harness("unknown", model(), BYTES, ALONE, BYTES.ends)
+        run_harness("unknown", model(), BYTES, ALONE, BYTES.ends, DEFAULT)
 
 
 def test_rolling_scores_and_texts(harness: list[Any]) -> None:
@@ -171,6 +177,54 @@ def test_a_generated_text_ends_at_every_token_of_stop() -> None:
     (whole,) = generate_until(model(), BYTES, ALONE, BYTES.ends, asked)
     (cut,) = generate_until(model(), BYTES, ALONE, BYTES.ends | {ord(whole[3])}, asked)
     assert len(whole) >= 8 and cut == whole[: whole.index(whole[3])]
+
+
+@pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
+@pytest.mark.filterwarnings("ignore")
+def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: Any) -> None:
+    from windlass.evaluation import lm_eval
+
+    parity(tmp_path)
+    folder = tokenizer_fixtures.save("chatml", tmp_path / "tokenizer")
+    tokenizer, template = hf_tokenizer(str(folder)), Template.of_directory(folder)
+    rows = list[Continuation]()
+
+    def scores(_: Any, asked: list[Continuation], *__: Any, **___: Any) -> list[Any]:
+        rows.extend(asked)
+        return [SimpleNamespace(sum=-float(i % 3), greedy=False) for i in range(len(asked))]
+
+    monkeypatch.setattr(lm_eval, "log_likelihoods", scores)
+    own = {"lm_eval_tasks": str(tmp_path), "lm_eval_limit": 2, "lm_eval_few_shot": 0}
+    settings = EvalSettings.model_validate(own | {"lm_eval_chat": True})
+    place = (tokenizer, ALONE, tokenizer.ends, settings, template)
+    assert run_harness("parity", model(), *place) == {"parity/acc": 0.5}
+    assert len(rows) == 6  # three endings each
+    from transformers import AutoTokenizer
+
+    whole = AutoTokenizer.from_pretrained(folder)
+    for row, item in zip(rows[::3], ROWS, strict=False):
+        talk = [{"role": "user", "content": item["q"]}]
+        asked = whole.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+        text = whole.decode([*row.context, *row.ending])
+        assert [*row.context, *row.ending][: len(asked)] == asked, text
+    with refused("eval.lm_eval_tasks", "nowhere"):
+        missing = settings.model_copy(update={"lm_eval_tasks": "nowhere"})
+        run_harness("parity", model(), tokenizer, ALONE, tokenizer.ends, missing)
+
+
+def test_a_conversation_is_asked_in_the_tokens_of_its_template(
+    tmp_path: Path, harness: list[Any]
+) -> None:
+    """The text of a special token in a message stays text."""
+    folder = tokenizer_fixtures.save("chatml", tmp_path)
+    tokenizer, template = hf_tokenizer(str(folder)), Template.of_directory(folder)
+    lm = adapter(model(), tokenizer, ALONE, tokenizer.ends, template)
+    talk = [{"role": "user", "content": "the <|im_end|> cat"}]
+    text, wanted = lm.apply_chat_template(talk), prompt_tokens(talk, template, tokenizer)
+    ids, count = text_tokens(text.rstrip(), tokenizer, "\n yes")
+    assert ids[: len(wanted)] == wanted and ids[:count] == wanted[:count]
+    assert tokenizer.decode(ids[len(wanted) :]) == " yes"
+    assert text_tokens(text, tokenizer) == (wanted, len(wanted))
 
 
 REQUESTS = [

@@ -209,7 +209,9 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
                 assert any(f"{k}.".startswith(f"{named}.") for k in fields), (tool, theirs, named)
 
 
-@pytest.mark.parametrize("page", ["nanogpt.md", "trainer.md", "litgpt.md", "torchtitan.md"])
+@pytest.mark.parametrize(
+    "page", ["nanogpt.md", "trainer.md", "litgpt.md", "torchtune.md", "torchtitan.md"]
+)
 def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
     text = (Path(__file__).parents[2] / "docs" / "coming-from" / page).read_text(encoding="utf-8")
     (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])

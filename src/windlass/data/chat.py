@@ -370,7 +370,13 @@ def stop_tokens(tokenizer: Tokenizer, template: Template | None = None) -> froze
     return frozenset(ends)
 
 
+def text_tokens(text: str, tokenizer: Tokenizer, ending: str = "") -> tuple[list[int], int]:
+    """The tokens of a `Template.text` and an ending, and how many of them are not the ending's."""
+    pieces = _cut([(text, False), (ending, True)], tokenizer)
+    ids, marks = tokenizer.encode_marked(pieces)
+    return ids, [*marks, True].index(True)
+
+
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
     """The tokens before the assistant's answer."""
-    text = template.text(messages, tokenizer, ask=True)
-    return tokenizer.encode_marked(_cut([(text, False)], tokenizer))[0]
+    return text_tokens(template.text(messages, tokenizer, ask=True), tokenizer)[0]

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from windlass import hub
+from windlass.data.chat import Template, text_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.recipe.settings import EvalSettings
 
 MAX_TOKENS = 256  # to generate if a task does not say
 
@@ -33,25 +36,39 @@ def run_harness(
     tokenizer: Tokenizer,
     ranks: Ranks,
     stop: frozenset[int],
+    settings: EvalSettings,
+    template: Template | None = None,
     task_manager: Any = None,
     **how: Any,
 ) -> dict[str, Any] | None:
     """The scores `TASK/METRIC` of tasks, joined by `+`; UserError if the harness or one is missing.
 
-    `stop` are the tokens that end a generated text; `how` is `autocast` and `poll`.
+    `stop` are the tokens that end a generated text; `template` is for `lm_eval_chat`; `how` is
+    `autocast` and `poll`.
     """
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
 
+    if (folder := settings.lm_eval_tasks) and not Path(folder).expanduser().is_dir():
+        raise UserError(f"eval.lm_eval_tasks: {folder} is not a directory with task files")
+    if folder:
+        from lm_eval.tasks import TaskManager
+
+        task_manager = TaskManager(include_path=str(Path(folder).expanduser()))
+    limit = settings.lm_eval_limit
+    chat = template if settings.lm_eval_chat else None
     # The harness seeds the generators; they are restored, so that the training does not change.
     python, numpy = random.getstate(), np.random.get_state()
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
         with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
             report = simple_evaluate(
-                model=adapter(model, tokenizer, ranks, stop, **how),
+                model=adapter(model, tokenizer, ranks, stop, chat, **how),
                 tasks=[name for name in tasks.split("+") if name],
+                num_fewshot=None if settings.lm_eval_few_shot < 0 else settings.lm_eval_few_shot,
+                limit=(int(limit) if limit >= 1 else limit) or None,
+                apply_chat_template=settings.lm_eval_chat,
                 task_manager=task_manager,
                 log_samples=False,
             )
@@ -73,12 +90,17 @@ def run_harness(
 
 
 def adapter(
-    model: Any, tokenizer: Tokenizer, ranks: Ranks, stop: frozenset[int], **how: Any
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    template: Template | None = None,
+    **how: Any,
 ) -> Any:
     """The model as an `lm_eval.api.model.LM`; raises `Interrupted` if `poll` asks to stop.
 
     Texts have the tokens that the harness's own `HFLM` gives them, except that the text of a
-    special token stays text.
+    special token stays text. With a `template` contexts are conversations.
     """
     from lm_eval.api.model import LM
 
@@ -93,8 +115,28 @@ def adapter(
         return [(score.sum, score.greedy) for score in scores]
 
     class Adapter(LM):  # type: ignore[misc]
+        tokenizer_name = tokenizer.fingerprint  # of the harness's cache
+
+        def chat_template(self, chat_template: Any = False) -> str:
+            return template.source if template else ""
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+        ) -> str:
+            assert template is not None
+            return template.text(chat_history, tokenizer, ask=add_generation_prompt)
+
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            return score([encode_request(tokenizer, start, *request.args) for request in requests])
+            if template is None:
+                pairs = (request.args for request in requests)
+                return score([encode_request(tokenizer, start, *pair) for pair in pairs])
+            rows = list[Continuation]()
+            for request in requests:
+                context, ending = request.args
+                text = context.rstrip()  # as HFLM, which scores the white space with the ending
+                ids, count = text_tokens(text, tokenizer, context[len(text) :] + ending)
+                rows.append(Continuation(ids[:count], ids[count:]))
+            return score(rows)
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             context, sums = unwrap(model).context, []
@@ -111,7 +153,7 @@ def adapter(
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
             arguments = [request.args for request in requests]
-            return generate_until(model, tokenizer, ranks, stop, arguments, **how)
+            return generate_until(model, tokenizer, ranks, stop, arguments, template, **how)
 
     return Adapter()
 
@@ -122,6 +164,7 @@ def generate_until(
     ranks: Ranks,
     stop: frozenset[int],
     requests: Sequence[tuple[str, Any]],
+    template: Template | None = None,
     **how: Any,
 ) -> list[str]:
     """A text for each request (context and settings), on every rank; may raise Interrupted."""
@@ -132,8 +175,12 @@ def generate_until(
         count, top_k = settings.get("max_gen_toks", MAX_TOKENS), int(options.get("top_k", 0))
         temperature, top_p = (float(options.get(key, 1.0)) for key in ("temperature", "top_p"))
         samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
-    ids = [prompt_ids(model, tokenizer, context) for context, _ in requests]
-    texts: dict[int, str] = {}
+    texts = [context for context, _ in requests]
+    if template is None:
+        ids = [prompt_ids(model, tokenizer, text) for text in texts]
+    else:
+        ids = [text_tokens(text, tokenizer)[0] for text in texts]
+    answers: dict[int, str] = {}
     for sampling in dict.fromkeys(samplings):
         room = max(1, window(unwrap(model)) - sampling.max_tokens)
         prompts = {n: ids[n][-room:] for n, other in enumerate(samplings) if other == sampling}
@@ -141,10 +188,10 @@ def generate_until(
         part = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, **how)
         if part is None:
             raise Interrupted
-        texts |= part
+        answers |= part
     for number, (_, settings) in enumerate(requests):  # a text ends before its first stop text
-        text, until = texts[number], settings.get("until") or []
+        text, until = answers[number], settings.get("until") or []
         stops = [until] if isinstance(until, str) else until
         places = [text.find(stop) for stop in stops if stop and stop in text]
-        texts[number] = text[: min(places, default=len(text))]
-    return [texts[number] for number in range(len(requests))]
+        answers[number] = text[: min(places, default=len(text))]
+    return [answers[number] for number in range(len(requests))]

@@ -136,7 +136,7 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     rows = checkpoint.info(f"{MODEL}embedding.weight").shape[0]
     ends = _ids([eot], stop_tokens(tokenizer, source.template))
     # what `sample` reads first for an empty prompt
-    special = {"bos_token_id": tokenizer.prompt("")[0], "eos_token_id": ends}
+    special: dict[str, Any] = {"bos_token_id": tokenizer.prompt("")[0], "eos_token_id": ends}
     generation = {} if eot is None else {**special, "pad_token_id": eot}
     if rows > tokenizer.vocab:  # untrained rows of the embedding
         generation["suppress_tokens"] = list(range(tokenizer.vocab, rows))
@@ -153,8 +153,8 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     else:
         config = convert.config(settings, rows)
         save_weights(convert.to_hf(settings, read), directory, dtype)
-    special["bos_token_id"] = next(iter(tokenizer.begin), None)  # what the tokenizer itself writes
-    _write_json(directory / "config.json", config | special | {"dtype": DTYPES[dtype]})
+    special |= {"bos_token_id": bos_of(tokenizer), "dtype": DTYPES[dtype]}
+    _write_json(directory / "config.json", config | special)
     save_tokenizer(tokenizer, source.template, settings.context, directory)
 
 
@@ -254,13 +254,19 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     entries = {name: read_json(directory / name) for name in names}
     known = [entry.get("eos_token_id") for entry in entries.values()]
     if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
-        known, begin = [], next(iter(source.tokenizer.begin), None)
-        entries[GENERATION_CONFIG]["bos_token_id"] = source.tokenizer.prompt("")[0]
-        entries.get("config.json", {})["bos_token_id"] = begin
+        known, start = [], source.tokenizer.prompt("")[0]
+        entries[GENERATION_CONFIG]["bos_token_id"] = start
+        entries.get("config.json", {})["bos_token_id"] = bos_of(source.tokenizer)
     ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
     more = {"eos_token_id": _ids(ends, stop_tokens(source.tokenizer, template))}
     for name, entry in entries.items():
         _write_json(directory / name, entry | more)
+
+
+def bos_of(tokenizer: Tokenizer) -> int | None:
+    """The token before a text, for `config.json`; None if only the end of a text stands there."""
+    start = tokenizer.prompt("")[0]
+    return None if start == tokenizer.eot and not tokenizer.begin else start
 
 
 def _ids(first: Iterable[int | None], more: Iterable[int]) -> int | list[int] | None:

@@ -16,7 +16,8 @@ from pydantic import BaseModel
 PATHS = re.compile(
     r"data\.(source|eval_source|mix|dir|tokenizer|chat_template)"
     r"|data\.mix\.[^.]+\.(source|eval_source)"
-    r"|model\.(name|init_from)|eval\.(hellaswag|squad)_file|checkpoint\.(resume|base)"
+    r"|model\.(name|init_from)|eval\.(hellaswag_file|squad_file|lm_eval_tasks)"
+    r"|checkpoint\.(resume|base)"
 )
 """The settings; `run.dir` always starts from the working directory."""
 WORDS = re.compile(

@@ -310,6 +310,14 @@ class EvalSettings(Section):
     with `datasets`."""
     squad_items: int = Field(0, ge=0)
     """SQuAD questions to use, chosen by `run.seed`; 0: `data.eval_size`."""
+    lm_eval_few_shot: int = Field(-1, ge=-1)
+    """With `lm-eval:TASKS`: solved examples before each question; -1: as many as a task says."""
+    lm_eval_limit: float = Field(0, ge=0)
+    """With `lm-eval:TASKS`: items of each task; below 1 a share of them; 0: all."""
+    lm_eval_chat: bool = False
+    """With `lm-eval:TASKS`: ask in the tokenizer's chat template."""
+    lm_eval_tasks: str = ""
+    """With `lm-eval:TASKS`: a directory with task files (YAML) of your own."""
     sample_every: Duration = 0
     """Period of samples generated from `prompt`; a share means at least 20 steps; 0: never."""
     prompt: str = ""
