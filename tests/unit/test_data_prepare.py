@@ -666,7 +666,7 @@ def test_special_tokens_in_documents_are_text_or_tokens(tmp_path, capfd):
     )
     plain = run(recipe)
     noted = capfd.readouterr().err
-    assert "<|eot_id|>" in noted and "data.special_tokens" in noted
+    assert "<|end_of_text|>" in noted and "data.special_tokens" in noted
     theirs = AutoTokenizer.from_pretrained(place)
     bos, eos = theirs.convert_tokens_to_ids(["<|begin_of_text|>", "<|end_of_text|>"])
     assert all_tokens(*plain).tolist().count(eos) == len(texts)  # one ends each document

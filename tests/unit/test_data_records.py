@@ -27,11 +27,14 @@ from source_helpers import (
     write_all,
     zst,
 )
+from windlass.data.chat import Template
+from windlass.data.encode import Encoder
 from windlass.data.records import BLOCK
 from windlass.data.sources import (
     describe_source,
     text_of,
 )
+from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 
 
@@ -64,15 +67,16 @@ def test_a_text_comes_in_blocks_that_end_at_lines(tmp_path):
 
 
 def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
-    mark, notes = "<|endoftext|>", []
+    mark = "<|endoftext|>"
     long = "a line of a long story\n" * 80_000
     stories = ["one\n\n two", long.strip("\n"), "three", "four"]
     path = tmp_path / "stories.txt"
     path.write_text(f"\n{mark}\n".join(["", *stories[:3], "", stories[3], "\n"]))
-    whole = opened(path, notes)
-    assert whole.single_text and f'data.separator="{mark}"' in notes[0] and str(path) in notes[0]
-    notes.clear()
-    assert not opened(path, notes, separator=mark).single_text and notes == []
+    whole, divided = opened(path), opened(path, separator=mark)
+    assert whole.single_text and not divided.single_text
+    encoders = (Encoder(found.spec, byte_tokenizer(), Template()) for found in (whole, divided))
+    (note,), none = (list(encoder.remarks([*whole.items()])) for encoder in encoders)
+    assert f'data.separator="{mark}"' in note and str(path) in note and none == []
     for start in range(5):
         assert read(path, start, separator=mark) == stories[start:]
     path.write_text("a\nb\n\nc\r\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import pickle
 import subprocess
 import sys
@@ -116,18 +117,19 @@ class Encoder:
             if keys := unread_keys(items, spec):
                 yield f"{name}: not read: {', '.join(keys)}"
             return
-        if not spec.special_tokens:
-            pattern, seen = self.tokenizer.special_pattern, set[str]()
-            for item in items:
-                with contextlib.suppress(UserError):
-                    seen |= {match[0] for match in pattern.finditer(text_of(item, spec))}
-            if spec.kind in ("files", "https"):
-                seen -= set(MARKS)  # a note names `data.separator`
-            if seen:
-                effect = (
-                    "the model reads it as plain text; data.special_tokens=true makes it a token"
-                )
-                yield f"{name} has {', '.join(sorted(seen)[:3])} in its texts: {effect}"
+        if spec.special_tokens or spec.separator:
+            return
+        marks = *MARKS, *self.tokenizer.special
+        for item in items:
+            with contextlib.suppress(UserError):
+                text = text_of(item, spec)
+                if seen := next((mark for mark in marks if mark in text), ""):
+                    yield (
+                        f"{item.place} has {seen} in it, which is plain text to the model: "
+                        "data.special_tokens=true makes it a token, and in a text file "
+                        f"data.separator={json.dumps(seen)} begins a document after it"
+                    )
+                    return
 
 
 def starts_with(ids: np.ndarray, first: Sequence[int]) -> bool:

@@ -365,7 +365,8 @@ def eval_questions(recipe: Recipe) -> list[Question]:
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} has no questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
-        spec = SourceSpec(source, source, "squad", split=split, setting=setting)
+        how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
+        spec = SourceSpec(source, source, "squad", split=split, **how)
         for item in open_source(spec, lambda _: None).items():
             with contextlib.suppress(*([UserError] if data.on_bad_item == "skip" else [])):
                 questions.append(cast(Question, _example(item, spec)))

@@ -25,7 +25,8 @@ class Need:
         self.done = 0 if is_val else -data.val_shards * data.shard_tokens
         self._groups = set[int]()  # FEW at most
         table, self._end = corpus.stream.table, 0
-        self._characters = corpus.index.resume[1]  # of the document that is being written
+        # of the document that is being written
+        self._characters = 0 if corpus.index.masked else corpus.index.resume[1]
         if len(table):
             groups = table.field("group" if corpus.index.masked else "text")
             self._count(np.diff(table.edges), table.characters, groups)

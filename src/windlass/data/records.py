@@ -18,7 +18,6 @@ import platform
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
@@ -230,14 +229,6 @@ def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
     rest = rest.rstrip(edges) if continues else rest.strip(edges)
     if rest or continues or not separator:
         yield Item(place, rest)
-
-
-def mark_in(path: Path) -> str:
-    """The mark between documents that the first block of a text file has, or ''."""
-    with suppress(*DAMAGE), path.open("rb") as raw:
-        start = unpacked(path, raw).read(BLOCK)
-        return next((mark for mark in MARKS if mark.encode() in start), "")
-    return ""
 
 
 def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import os
 import platform
 import re
@@ -33,7 +32,6 @@ from windlass.data.records import (
     SourceSpec,
     column_value,
     is_text,
-    mark_in,
     other_keys,
     read_files,
     record_of,
@@ -82,9 +80,6 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
         if {".parquet", ".zst"}.intersection(suffixes(path)):
             require("pyarrow", place)
     texts = [path for path in files if is_text(path, spec)]
-    if texts and not spec.separator and (mark := mark_in(texts[0])):
-        separator = f"data.separator={json.dumps(mark)} makes each text between them a document"
-        notify(f"{shown(texts[0])} has {mark} in it; {separator}")
     description = {"files": describe_files(files)}
     sizes = [file["bytes"] for file in description["files"]]
     single_text = len(files) == len(texts) == 1 and not spec.separator
