@@ -64,7 +64,7 @@ def savings(
     if model.lora.rank and model.lora.base != "4bit":
         yield {"model.lora.base": "4bit"}
     trains_most = 2 * trained > total
-    if trains_most and optim.kind == "adamw":
+    if trains_most and optim.kind == "adamw" and parallel.tensor == 1:
         yield {"optim.kind": "adamw8bit"}
     low = train.precision == "bf16" or (train.precision == "auto" and on_gpu)
     if trains_most and low and train.master == "fp32":
