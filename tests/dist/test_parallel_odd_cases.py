@@ -108,12 +108,14 @@ def test_out_of_memory_advises_what_the_layout_can_use(layout, world, shards):
     recipe = settings("fp64", "ddp", world // 2, train__micro_batch=4, **keys(layout))
     ranks = SimpleNamespace(
         world=world,
+        device=torch.device("cpu"),
         strategy=recipe.strategy(world),
         mesh=SimpleNamespace(sizes=recipe.sizes(world)),
         status=SimpleNamespace(phase="forward"),
     )
     plan, state = SimpleNamespace(recipe=recipe), SimpleNamespace(step=0)
-    recorder: Any = SimpleNamespace(plan=plan, ranks=ranks, state=state, started_up=False)
+    network = SimpleNamespace(own=False, sizes=None)
+    recorder: Any = SimpleNamespace(plan=plan, ranks=ranks, state=state, network=network)
     words = ["train.micro_batch=2", "parallel.activation_checkpointing"]
     with pytest.raises(RunFailed) as caught:
         smaller_micro_batch(recipe.batch(world), recorder)

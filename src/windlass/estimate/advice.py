@@ -59,12 +59,12 @@ def savings(
     if replicas > 1 and not recipe.strategy(world).shards_parameters:
         yield {"parallel.strategy": "full_shard"}
     total, trained = (sizes.total, sizes.trained) if sizes else (1, 1)
-    if sizes and model.kind == "hf" and total - trained > sizes.in_4bit + sizes.in_bf16:
+    if sizes and model.kind == "hf" and total > trained and not sizes.in_bf16:
         yield {"model.frozen_precision": "bf16"}
     if model.lora.rank and model.lora.base != "4bit":
         yield {"model.lora.base": "4bit"}
     trains_most = 2 * trained > total
-    if trains_most and optim.kind == "adamw":
+    if trains_most and optim.kind == "adamw" and parallel.tensor == 1:
         yield {"optim.kind": "adamw8bit"}
     low = train.precision == "bf16" or (train.precision == "auto" and on_gpu)
     if trains_most and low and train.master == "fp32":
@@ -111,7 +111,7 @@ class Planned:
 def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     """Changes with which a recipe fits into `usable` bytes, and what a rank takes then.
 
-    Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones leave.
+    Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
     """
     subject, recipe = planned.subject, planned.subject.recipe
     least, taken = planned({}), list[Settings]()
@@ -127,13 +127,14 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
         return {}, ""
     if least.total > usable:
         return {}, _nothing_fits(planned, merged(taken), least, usable)
-    for change in taken[:-1]:
-        fewer = [other for other in taken if other is not change]
-        peak = planned(merged(fewer))
+    settings = merged(taken)
+    for key in list(settings):
+        fewer = {other: value for other, value in settings.items() if other != key}
+        peak = planned(fewer)
         if peak is not None and peak.total <= usable:
-            least, taken = peak, fewer
+            least, settings = peak, fewer
     host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
-    return merged(taken), f"nothing fits as it is; with these a rank takes {_gb(least)}{host}"
+    return settings, f"nothing fits as it is; with these a rank takes {_gb(least)}{host}"
 
 
 def _nothing_fits(planned: Planned, settings: Settings, least: Memory, usable: int) -> str:
