@@ -129,7 +129,9 @@ def test_experts_in_float32(tmp_path):
     """Within the rounding that was measured; kernels for experts have no float64."""
     sizes = {"num_hidden_layers": 2, "num_local_experts": 4}
     hf_fixtures.save("mixtral", tmp_path, vocab=VOCAB, **sizes)
-    more = keys(tmp_path)
+    more = keys(tmp_path) | {"model__router_loss": 0}
+    with pytest.raises(UserError, match=r"model\.router_loss=0"):
+        build_model(settings("fp32", "ddp", **keys(tmp_path), parallel__tensor=2), VOCAB)
     [wanted] = run_ranks(trained, 1, settings("fp32", "single", **more))
     recipes = [settings("fp32", s, 1, 2, **more, parallel__tensor=2) for s in ("ddp", "full_shard")]
     for per_rank in run_ranks(each, 2, recipes):

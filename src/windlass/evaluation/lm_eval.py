@@ -128,15 +128,8 @@ def adapter(
 
         def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
             if template is None:
-                pairs = (request.args for request in requests)
-                return score([encode_request(tokenizer, start, *pair) for pair in pairs])
-            rows = list[Continuation]()
-            for request in requests:
-                context, ending = request.args
-                text = context.rstrip()  # as HFLM, which scores the white space with the ending
-                ids, count = text_tokens(text, tokenizer, context[len(text) :] + ending)
-                rows.append(Continuation(ids[:count], ids[count:]))
-            return score(rows)
+                return score([encode_request(tokenizer, start, *r.args) for r in requests])
+            return score([encode_chat_request(tokenizer, *r.args) for r in requests])
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
             context, sums = unwrap(model).context, []
@@ -156,6 +149,13 @@ def adapter(
             return generate_until(model, tokenizer, ranks, stop, arguments, template, **how)
 
     return Adapter()
+
+
+def encode_chat_request(tokenizer: Tokenizer, context: str, ending: str) -> Continuation:
+    """`encode_request` for a context that a chat template wrote."""
+    text = context.rstrip()  # as HFLM, which scores the white space with the ending
+    ids, count = text_tokens(text, tokenizer, context[len(text) :] + ending)
+    return Continuation(ids[:count], ids[count:])
 
 
 def generate_until(

@@ -99,16 +99,8 @@ class Suites:
                 scores = self.own[suite](model)
             elif suite.startswith(HARNESS):
                 tasks = suite.removeprefix(HARNESS)
-                scores = run_harness(
-                    tasks,
-                    model,
-                    self.tokenizer,
-                    self.ranks,
-                    self._stop,
-                    self.recipe.eval,
-                    self.template,
-                    **how,
-                )
+                how |= {"settings": self.recipe.eval, "template": self.template}
+                scores = run_harness(tasks, model, self.tokenizer, self.ranks, self._stop, **how)
             elif suite == LOSS_SUITE:
                 scores = self._loss(model, whole, average, **how)
             elif suite == SQUAD_SUITE:

@@ -95,26 +95,29 @@ def export(
     if dtype == "auto" and not whole_hf:
         dtype = "fp32"
     with new_directory(directory) as partial:
-        if checkpoint is None:
-            _write_hf(source, partial, dtype)
-        elif source.own_model:
+        if source.own_model and checkpoint:
             _write_own(source, checkpoint, partial, dtype)
+        elif adapter:
+            _write_adapter(source, partial, dtype)
+        elif source.recipe.model.kind == "gpt" and checkpoint:
+            _write_gpt(source, checkpoint, partial, dtype)
         else:
-            if adapter:
-                _write_adapter(source, partial, dtype)
-            elif source.recipe.model.kind == "gpt":
-                _write_gpt(source, checkpoint, partial, dtype)
-            else:
-                _write_hf(source, partial, dtype)
-            name = push or directory.name
-            _write(partial / "README.md", card(source, checkpoint, name, adapter))
+            _write_hf(source, partial, dtype)
+        if checkpoint and not source.own_model:
+            card_text = card(source, checkpoint, push or directory.name, adapter)
+            _write(partial / "README.md", card_text)
         _write_plain_template(source, partial)
-        os.umask(umask := os.umask(0))
-        for file in partial.iterdir():  # some libraries let only the owner read their files
-            file.chmod(0o666 & ~umask)
+        _let_others_read(partial)
     if push:
         hub.push(directory, push)
     return directory
+
+
+def _let_others_read(directory: Path) -> None:
+    """Give files the usual rights; some libraries let only the owner read what they write."""
+    os.umask(umask := os.umask(0))
+    for file in directory.iterdir():
+        file.chmod(0o666 & ~umask)
 
 
 def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:

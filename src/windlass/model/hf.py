@@ -350,6 +350,9 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
         tensor_plan.check(model.model, recipe.parallel.tensor)
+        if model.balance:
+            problem = "Windlass has not proved the routers' loss with parallel.tensor"
+            raise UserError(f"model.router_loss: {problem}; write model.router_loss=0")
     model.context = settings.context
     added = recipe.data.add_tokens
     table: Any = model.model.get_input_embeddings()  # type: ignore[operator]

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 import torch
 
+from windlass.data.loader import Loader
+from windlass.data.mixture import Mixture
 from windlass.data.open import Data
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.errors import OutOfMemory, RunFailed, UserError
@@ -35,6 +37,7 @@ from windlass.telemetry.profile import save_memory
 from windlass.training.directory import decide_on_rank_0
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
+from windlass.training.state import TrainState
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
 MOST_ADVICE = 4  # settings that a message names
@@ -70,6 +73,33 @@ def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> Batc
         return batch
     vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
     return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
+
+
+def open_loader(
+    recipe: Recipe,
+    data: Data,
+    batch: BatchPlan,
+    ranks: Ranks,
+    state: TrainState,
+    mixture: Mixture | None,
+) -> Loader:
+    """The batches from the step after `state` on, read ahead in the background."""
+    settings = recipe.data
+    formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
+    ragged = formats != {"text"} and settings.packing != "best-fit"
+    return Loader(
+        data.train,
+        batch,
+        ranks.mesh.data_rank,
+        seed=recipe.run.seed,
+        kind=settings.order,
+        device=ranks.device,
+        prefetch=settings.prefetch,
+        first_step=state.step,
+        skipped=tuple(state.skipped),
+        length_buckets=settings.length_buckets and ragged,
+        mixture=mixture,
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:

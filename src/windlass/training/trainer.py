@@ -54,7 +54,13 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
-from windlass.training.batch import batch_of, horizon_of, report_smaller, smaller_micro_batch
+from windlass.training.batch import (
+    batch_of,
+    horizon_of,
+    open_loader,
+    report_smaller,
+    smaller_micro_batch,
+)
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import ran_out_of_memory, uses_dropout
 from windlass.training.directory import RunDirectory, check_shared
@@ -126,15 +132,11 @@ class Trainer:
 
         # What changes with the weights, perhaps from the checkpoint.
         shards = ranks.strategy.shards_optimizer
+        bare, seed, device = unwrap(self.model), recipe.run.seed, ranks.device.type
         self.optimizer = build_optimizer(
-            unwrap(self.model),
-            recipe.optim,
-            ranks.device.type,
-            ranks.mesh.replicas,
-            shards,
-            recipe.run.seed,
+            bare, recipe.optim, device, ranks.mesh.replicas, shards, seed
         )
-        self.average = Average(unwrap(self.model), recipe.train.average, horizon, recipe.run.seed)
+        self.average = Average(bare, recipe.train.average, horizon, seed)
         facts = network.facts(data, self.batch.micro_batch)
         self.state = TrainState()
         if directory.checkpoint is not None:
@@ -412,22 +414,8 @@ class Trainer:
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
-        data, state = self.recipe.data, self.state
-        formats = {data.part(number).format for number in range(len(data.mix) or 1)}
-        ragged = formats != {"text"} and data.packing != "best-fit"
-        return Loader(
-            self.data.train,
-            self.batch,
-            self.ranks.mesh.data_rank,
-            seed=self.recipe.run.seed,
-            kind=data.order,
-            device=self.ranks.device,
-            prefetch=data.prefetch,
-            first_step=state.step,
-            skipped=tuple(state.skipped),
-            length_buckets=data.length_buckets and ragged,
-            mixture=self.losses.mixture,
-        )
+        ranks, state, mixture = self.ranks, self.state, self.losses.mixture
+        return open_loader(self.recipe, self.data, self.batch, ranks, state, mixture)
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
