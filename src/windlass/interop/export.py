@@ -92,8 +92,7 @@ def export(
         raise UserError(f"{problem}: leave {argument('adapter')} out")
     checkpoint = source.open_checkpoint() if source.checkpoint else None
     whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
-    if dtype == "auto" and not whole_hf:
-        dtype = "fp32"
+    dtype = "fp32" if dtype == "auto" and not whole_hf else dtype
     with new_directory(directory) as partial:
         if source.own_model and checkpoint:
             _write_own(source, checkpoint, partial, dtype)
@@ -104,8 +103,8 @@ def export(
         else:
             _write_hf(source, partial, dtype)
         if checkpoint and not source.own_model:
-            card_text = card(source, checkpoint, push or directory.name, adapter)
-            _write(partial / "README.md", card_text)
+            name = push or directory.name
+            _write(partial / "README.md", card(source, checkpoint, name, adapter))
         _write_plain_template(source, partial)
         _let_others_read(partial)
     if push:
