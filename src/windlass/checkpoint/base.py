@@ -36,11 +36,9 @@ def base_of(
     `model` is the recipe's, unwrapped, with its weights. If these come from the checkpoint `start`,
     the base is that checkpoint's. Collective over `ranks`.
     """
-    if not recipe.refers_to_base:
-        return None
     if start is not None:
-        return start.manifest.base
-    if not (weights := frozen_weights(model)):
+        return None if recipe.checkpoint.with_base else start.manifest.base
+    if not recipe.refers_to_base or not (weights := frozen_weights(model)):
         return None
     origin = hf_files.describe_origin(model)
     files = identify(hf_files.weights_directory(model), run, ranks)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.fileio import read_json
+from windlass.model.share import become
 from windlass.recipe.network import ModelSettings
 
 HELD = torch.bfloat16
@@ -40,8 +41,7 @@ def hold_frozen(model: nn.Module) -> None:
             continue
         lower = nn.Parameter(weight.detach().to(HELD), requires_grad=False)
         module._parameters["weight"] = held.setdefault(weight, lower)
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (part, kind), {})
+        become(module, part)
 
 
 def hold_trained(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def hold_trained(model: nn.Module) -> None:
             parameter.data = parameter.data.to(HELD)
     for module in model.modules():
         if type(module) is nn.Embedding and module.weight.dtype == HELD:
-            module.__class__ = type("Embedding", (HeldEmbedding, nn.Embedding), {})
+            become(module, HeldEmbedding)
 
 
 def raised(weight: Tensor, x: Tensor) -> Tensor:

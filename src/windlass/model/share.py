@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -155,3 +156,18 @@ def assign(parameter: Tensor, full: Tensor) -> None:
     # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
     part = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(part.to_local())
+
+
+def become(module: nn.Module, part: type[nn.Module]) -> None:
+    """Put `part` before a module's class."""
+    module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def subclass(part: type, kind: type) -> type:
+    """One class for all modules of one class and part.
+
+    Dynamo guards a function set on a module by its identity, so a function for each module would
+    compile every block again.
+    """
+    return type(kind.__name__, (part, kind), {"__module__": kind.__module__})

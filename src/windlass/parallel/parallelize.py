@@ -37,11 +37,11 @@ from windlass.model.frozen import HeldEmbedding
 from windlass.model.gpt import GPT
 from windlass.model.hf import HfModel
 from windlass.model.loss import loss_tail
-from windlass.model.share import Cut, Peers, is_fsdp, with_cut
+from windlass.model.share import Cut, Peers, become, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
 from windlass.parallel.pipeline import keep_stages
-from windlass.parallel.tensor import become, divide_gpt, divide_hf
+from windlass.parallel.tensor import divide_gpt, divide_hf
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import Strategy
 

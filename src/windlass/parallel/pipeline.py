@@ -30,12 +30,11 @@ from windlass.errors import UserError
 from windlass.model.documents import Documents
 from windlass.model.gpt import GPT, LayerCache
 from windlass.model.loss import SourceSums
-from windlass.model.share import local_part
+from windlass.model.share import become, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
 from windlass.parallel.dist import Ranks
-from windlass.parallel.tensor import become
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 

@@ -13,7 +13,6 @@ Legend: B batch, T time, S time seen, D model width, H heads, V vocabulary.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from windlass.model.frozen import raised
 from windlass.model.gpt import GPT
 from windlass.model.loss import Piece
-from windlass.model.share import Cut, Peers
+from windlass.model.share import Cut, Peers, become
 from windlass.model.tensor_plan import (
     COLUMNS,
     EXPERTS,
@@ -378,21 +377,6 @@ class Divider:
                     parts[whole] = nn.Parameter(part, whole.requires_grad)
                 self.modules[owner]._parameters[last] = parts[whole]
         return self.cuts
-
-
-def become(module: nn.Module, part: type[nn.Module]) -> None:
-    """Put `part` before a module's class."""
-    module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def subclass(part: type, kind: type) -> type:
-    """One class for all modules of one class and part.
-
-    Dynamo guards a function set on a module by its identity, so a function for each module would
-    compile every block again.
-    """
-    return type(kind.__name__, (part, kind), {"__module__": kind.__module__})
 
 
 def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:

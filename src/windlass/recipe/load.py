@@ -158,8 +158,12 @@ class Recipe(Frozen):
     @property
     def refers_to_base(self) -> bool:
         """Whether checkpoints refer to the files of frozen weights instead of holding them."""
-        model, own_files = self.model, not (self.model.from_scratch or self.model.init_from)
-        return model.kind == "hf" and own_files and not self.checkpoint.with_base
+        model = self.model
+        if model.kind != "hf" or model.from_scratch or self.checkpoint.with_base:
+            return False
+        # The weights beside an adapter that is trained further come from the model's own files.
+        adapter = Path(model.init_from).expanduser() / "adapter_config.json"
+        return not model.init_from or adapter.is_file()
 
     @property
     def config_hash(self) -> str:

@@ -269,7 +269,8 @@ class CheckpointSettings(Section):
     """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if one exists)."""
     with_base: bool = False
     """With `hf`: hold frozen weights in each checkpoint. By default it refers to the model's files
-    by their SHA-256, unless the run began with `true`, `model.from_scratch` or `model.init_from`."""
+    by their SHA-256, unless the run began with `true`, `model.from_scratch` or a `model.init_from`
+    that is not the directory of an adapter."""
     base: str = ""
     """With `hf`: the directory of these files if they are no longer at `model.name`."""
     background: bool = True
