@@ -19,7 +19,7 @@ from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import trainer
+from windlass.training import batch, trainer
 
 __all__ = ["corpus"]
 
@@ -150,9 +150,9 @@ def test_a_rewind_restores_the_average(corpus, tmp_path):
     assert [e["step"] for e in run.events if e["event"] == "rewound"] == [6]
     again = averaged(corpus, tmp_path / "again")
     skipped = {"skipped": ((48, 64),)}
-    loader = trainer.Loader
+    loader = batch.Loader
     with pytest.MonkeyPatch.context() as patch:  # the same samples without a rewind
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(batch, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         straight = train(again)
     for name in at(run, STEPS).names("average/"):
         assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))

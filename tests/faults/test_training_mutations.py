@@ -13,7 +13,7 @@ from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import trainer
+from windlass.training import batch, trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
@@ -39,11 +39,11 @@ def whole(tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         trainers = record_trainers(patch)
         skipped = {"skipped": ((58, 61),)}
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(batch, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
-loader = trainer.Loader
+loader = batch.Loader
 
 
 def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
@@ -96,7 +96,7 @@ def forget(monkeypatch, component: str) -> None:
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
+        monkeypatch.setattr(batch, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:
 
         def dropped(saved):
