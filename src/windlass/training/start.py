@@ -325,6 +325,7 @@ def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
     problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
     origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
     if not origin.exists:
-        raise UserError(f"{problem} config hash {found}, and here {recipe.config_hash}")
+        remedy = "write its own recipe, also its train.steps"
+        raise UserError(f"{problem} config hash {found}, and here {recipe.config_hash}: {remedy}")
     advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
     refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)
