@@ -103,7 +103,7 @@ def find_source(
         tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
         if not tokenizer and "own_model" not in run.environment:  # on the user's own data
             tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
-            tokenizer = tokenizer if tokenizer.vocab == choice.meta["vocab"] else None
+            tokenizer = tokenizer if tokenizer.vocab <= choice.meta["vocab"] else None
         if tokenizer and is_new(run.recipe.model):
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)

@@ -81,8 +81,8 @@ def check_adapter(there: LoraSettings, recipe: Recipe, keys: Iterable[str]) -> N
         lines = " ".join(f"model.lora.{key}={typed(getattr(there, key))}" for key in differs)
         raise UserError(
             f"{name} was trained with {lines}: write that to train it further. Adapters are not "
-            f"stacked: for another adapter, or none, run `windlass export {name} DIR`, which merges "
-            "the weights, and write model.name=DIR without model.init_from"
+            f"stacked: for another adapter, or none, export {name}, which merges the weights, and "
+            "write the exported directory as model.name, without model.init_from"
         )
 
 
