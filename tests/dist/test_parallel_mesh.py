@@ -160,7 +160,7 @@ def loss_of_a_divided_head(join: Join, cap: float, objective: tuple[float, float
         rows = [t.detach()[held.start : held.stop].requires_grad_() for t in (weight, bias)]
         logits = gather_logits(head_logits(x, *rows), 20, peers)
         torch.testing.assert_close(logits, head_logits(x, weight, bias).detach())
-        piece = Piece(group.group_name, held.start, 20, lambda x: Copy.apply(x, peers))
+        piece = Piece(group.group_name, held.start, 20, len(held), lambda x: Copy.apply(x, peers))
         for chunk in (0, 4):
             how = {"chunk": chunk, "piece": piece, **options}
             loss = cross_entropy_sum(x, rows[0], labels, rows[1], **how)

@@ -35,7 +35,7 @@ from windlass.model.build import build_model
 from windlass.parallel.parallelize import counted, parallelize, unwrap
 from windlass.parallel.pipeline import needs, order, split_blocks, timetable
 from windlass.recipe.network import ModelSettings
-from windlass.training.record import optimizer_groups
+from windlass.training.network import optimizer_groups
 from windlass.training.saver import add_stages
 
 LAYERS = 5

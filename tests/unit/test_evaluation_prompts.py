@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import hf_fixtures
 import tokenizer_fixtures
@@ -90,6 +92,7 @@ def test_a_text_ends_where_the_model_and_the_tokenizer_say(tmp_path: Path) -> No
     peft = {"peft_type": "LORA", "base_model_name_or_path": str(place), "r": 2, "lora_alpha": 2}
     peft |= {"target_modules": ["q_proj"]}
     (adapter / "adapter_config.json").write_text(json.dumps(peft))
+    save_file({"q_proj.lora_A.weight": torch.zeros(2, 2)}, adapter / "adapter_model.safetensors")
     assert ends(adapter) == {1, 4, 7}  # from beside the model
     tokenizer_fixtures.save(
         "llama3", adapter, vocab=350

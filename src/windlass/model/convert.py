@@ -279,6 +279,7 @@ def settings_of(config: Any) -> dict[str, Any]:
         unlike = {
             "activation_function": config.activation_function not in ours,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
+            "scale_attn_weights": not config.scale_attn_weights,
         }
         settings |= dict.fromkeys(BIASES, True)
         settings["activation"] = ours.get(config.activation_function)

@@ -38,6 +38,7 @@ class Piece(NamedTuple):
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
     vocab: int  # the rows of all ranks
+    most: int  # the rows of the rank with most: each rank must choose the same chunks
     enter: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
@@ -142,9 +143,10 @@ def cross_entropy_sum(
     if chunk is None:  # even chunks of at most CHUNK_BYTES; 0: autograd
         limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"])
         each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
-        most = max(1, limit // (each * len(weight)))
+        rows = piece.most if piece else len(weight)
+        most = max(1, limit // (each * rows))
         chunk = -(-len(labels) // max(1, -(-len(labels) // most)))
-        if 4 * len(labels) * len(weight) <= limit // 4:
+        if 4 * len(labels) * rows <= limit // 4:
             chunk, tail = 0, None
     if chunk or piece or tail:
         size, grad = chunk or len(labels), torch.is_grad_enabled()

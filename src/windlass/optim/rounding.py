@@ -9,6 +9,7 @@ resumed run.
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
     They are int64 on the tensor's device. Further dimensions count as columns.
     """
-    shape, cut = tensor.shape or torch.Size([1]), cut_of(tensor)
-    held: list[tuple[range, ...]] = [(range(shape[0]),), (range(shape[1:].numel()),)]
-    if cut is not None:
-        held[cut.dim] = cut.ranges
-    rows, columns = (torch.cat([torch.arange(r.start, r.stop) for r in runs]) for runs in held)
+    shape, cut = whole_shape(tensor) or torch.Size([1]), cut_of(tensor)
+    rows, columns = torch.arange(shape[0]), torch.arange(shape[1:].numel())
+    if cut is not None and cut.dim == 0:
+        rows = cut.take(rows)
+    elif cut is not None:
+        columns = replace(cut, dim=cut.dim - 1).take(columns.view(shape[1:])).flatten()
     if is_sharded(tensor):
         for dim, placement in enumerate(tensor.placements):
             if placement.is_shard(0):  # as `torch.chunk` divides them
                 each = -(-len(rows) // tensor.device_mesh.size(dim))
                 rows = rows[tensor.device_mesh.get_local_rank(dim) * each :][:each]
     device = local_part(tensor).device
-    width = whole_shape(tensor)[1:].numel()
+    width = shape[1:].numel()
     return (rows * width).to(device, non_blocking=True), columns.to(device, non_blocking=True)
 
 

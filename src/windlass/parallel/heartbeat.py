@@ -111,7 +111,7 @@ class Heartbeat:
             before = time.monotonic()
             if not answered and not self._over.is_set():
                 unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step}
-                beat, _ = self._seen.get(0, (unseen | {"phase": "unknown"}, 0.0))
+                beat, _ = self._seen.get(0, (unseen | {"phase": "unknown", "place": ""}, 0.0))
                 why = f"its store did not answer for {before - now:.0f} s"
                 self.failure = self.failure or _failure(beat, why)
             if self.failure and not self._over.wait(EXIT_SECONDS):
@@ -123,7 +123,7 @@ class Heartbeat:
 
     def _poll(self, watch: bool) -> bool:
         if watch:
-            self._beat()
+            own = self._beat()
             beats = self.store.multi_get([f"beat/{rank}" for rank in self._watched])
             for rank, beat in zip(self._watched, map(json.loads, beats), strict=True):
                 now = time.monotonic()
@@ -136,7 +136,7 @@ class Heartbeat:
                     lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
             if self.env.rank == 0:
-                self._judge_progress([self.status.fields(), *map(json.loads, beats)])
+                self._judge_progress([own, *map(json.loads, beats)])
         self.failure = self.failure or self._reported()
         if self.failure:
             self.store.set(f"heard/{self.env.rank}", "1")
@@ -157,12 +157,13 @@ class Heartbeat:
             why += f"; {waits}" if (waits := who_waits(beats)) else ""
             self.store.compare_set("failure", "", json.dumps(asdict(_failure(beats[number], why))))
 
-    def _beat(self) -> None:
+    def _beat(self) -> dict[str, Any]:
         self._count += 1
         stands = time.time() - self.status.since > self.interval  # else the record is not read
         beat = {"count": self._count, **self.status.fields()}
         beat |= {"waits": unfinished_collective() if stands else ""}
         self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
+        return beat
 
     def _reported(self) -> Failure | None:
         if not self.store.check(["failure"]):

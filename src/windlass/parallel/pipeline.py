@@ -150,7 +150,9 @@ class Pipeline:
         self.stages = self.ranks * self.chunks
         self.layers = split_blocks(recipe.model, model.vocab, self.stages)
         self.own = range(self.rank, self.stages, self.ranks)
-        self.device, self.dtype = ranks.device, next(model.parameters()).dtype
+        self.device = ranks.device
+        # Of the stream and the loss, which are not in the precision of bf16 weights.
+        self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
         replicas = mesh.replicas
         self.replicas = replicas.get_group() if replicas is not None else None

@@ -364,7 +364,8 @@ class Divider:
         module.whole, module.held = vocab, self.tensor.piece(vocab)
         for key, _ in module.named_parameters(recurse=False):
             self.cuts[f"{name}.{key}"] = Cut(0, vocab, (module.held,), self.tensor)
-        return Piece(self.tensor.group, module.held.start, vocab, module.enter)
+        most = -(-vocab // self.tensor.size)
+        return Piece(self.tensor.group, module.held.start, vocab, most, module.enter)
 
     def keep_parts(self) -> Cuts:
         """Replace parameters by this rank's parts; tied ones stay tied."""

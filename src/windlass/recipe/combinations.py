@@ -324,6 +324,11 @@ def optimizer(r: Any) -> Problems:
         yield "optim.options", problem
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
+    if kind == "adamw8bit" and r.train.precision == "fp64":
+        yield (
+            "optim.kind",
+            'adamw8bit updates in float32: write "adamw", or another train.precision',
+        )
     if kind == "adamw8bit" and r.parallel.tensor > 1:
         problem = "the ranks of parallel.tensor divide the blocks of 8-bit moments"
         yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'

@@ -75,9 +75,9 @@ class Network:
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
-            if recipe.train.master == "bf16":
-                hold_trained(module)
             model = own_module(module, recipe.model.context)
+            if recipe.train.master == "bf16":
+                hold_trained(model)
         else:
             model = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
