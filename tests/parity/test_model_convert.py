@@ -159,6 +159,7 @@ def test_a_shorter_context_and_a_padded_vocabulary(tmp_path: Path) -> None:
         ({"activation_function": "gelu"}, ['model.activation = "gelu"', '"gelu_tanh"']),
         ({"tie_word_embeddings": False}, ["model.tie_head = false"]),
         ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+        ({"scale_attn_weights": False}, ["scale_attn_weights"]),
         ({"model_type": "opt"}, ["opt"]),
     ],
 )

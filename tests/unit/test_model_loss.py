@@ -1,5 +1,6 @@
 """The loss in chunks is the loss: values and gradients, in every precision, with every option."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,3 +187,17 @@ def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
     ):
         cross_entropy_sum(own_x, weight, own_labels, bias, cap=3.0, chunk=chunk, by_source=part)
     torch.testing.assert_close(2 * parts, sums, rtol=1e-12, atol=0)
+
+
+def test_ranks_with_parts_of_other_sizes_reduce_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 161 rows two ranks hold 80 and 81; another number of chunks would mix up collectives."""
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * 80 * 100)
+    counts = []
+    for rows in (80, 81):
+        calls: list[int] = []
+        piece: Any = SimpleNamespace(first=0, vocab=161, most=81, enter=lambda x: x)
+        piece.reduce = lambda tensor, op=None, calls=calls: calls.append(tensor.numel())
+        labels = torch.arange(100) % rows
+        cross_entropy_sum(torch.ones(100, 8), torch.ones(rows, 8), labels, piece=piece)
+        counts.append(calls)
+    assert counts[0] == counts[1] and len(counts[0]) > 3

@@ -12,6 +12,7 @@ from windlass import load_model, train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.estimate import memory as planned
 from windlass.model.build import build_model
+from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
@@ -155,6 +156,18 @@ def test_a_skipped_update_changes_nothing():
             assert torch.equal(now.float(), x), key
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_parts_of_a_tensor_of_three_dimensions_have_the_places_of_the_whole(dim):
+    whole = torch.empty(4, 6, 8)
+    rows, columns = places(whole)
+    expected = (rows.unsqueeze(1) + columns).view(4, 6, 8)
+    size = whole.shape[dim]
+    cut = Cut(dim, size, (range(1, 2), range(3, size)), Peers("", 1, 2))
+    rows, columns = places(with_cut(cut.take(whole).clone(), cut))
+    part = cut.take(expected)
+    assert torch.equal((rows.unsqueeze(1) + columns).view(part.shape), part)
+
+
 def test_chunks_of_rows_change_nothing(monkeypatch):
     assert planned.CHUNK == adamw.CHUNK
     results = []
@@ -232,12 +245,22 @@ def test_a_branch_may_change_the_precision_of_weights(corpus, tmp_path):
         ({"train__master": "bf16"}, ("train.master", 'train.precision="bf16"')),  # on a CPU
         (BF16 | {"optim__kind": "torch.optim.SGD"}, ("train.master", "torch.optim.SGD", "adamw")),
         ({"optim__kind": "adamw8bit", "parallel__tensor": 2}, ("optim.kind", "parallel.tensor=1")),
+        ({"optim__kind": "adamw8bit", "train__precision": "fp64"}, ("optim.kind", "adamw")),
         ({"optim__kind": "adam8bit"}, ("optim.kind", "adamw8bit")),
     ],
 )
 def test_what_is_not_possible_is_one_message(settings, words, corpus, tmp_path):
     with refused(*words):
         train(tiny_recipe(corpus, tmp_path / "run", **settings))
+
+
+def test_bf16_weights_of_an_own_model_of_transformers(corpus, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=257, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    own = GPT2LMHeadModel(config)
+    train(tiny_recipe(corpus, tmp_path / "run", train__steps=2, **BF16), model=own)
+    assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
 
 
 def test_parameters_of_a_bf16_model(corpus, tmp_path):
