@@ -72,13 +72,22 @@ def build_optimizer(
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
         )
-        # Allocated now: if memory runs out, it does so before the first update changes a parameter.
-        for g in optimizer.param_groups:
-            for p in g["params"]:
-                optimizer.state[p] = new_state(p.detach(), g)
+        start_over(optimizer)
     else:
         optimizer = build_library_optimizer(groups, settings)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
+
+
+def start_over(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the state from before its first update."""
+    optimizer.state.clear()
+    for g in optimizer.param_groups:
+        counts = [k for k, v in g.items() if type(v) is int and k not in optimizer.defaults]
+        for key in counts:  # of an optimizer of a library
+            del g[key]
+        # Ours has its state now: if memory runs out, no update has changed a parameter yet.
+        for p in g["params"] if "names" in g else ():
+            optimizer.state[p] = new_state(p.detach(), g)
 
 
 def build_library_optimizer(

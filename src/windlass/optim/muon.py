@@ -163,7 +163,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 states = [self.state[p] for _, p in named]
                 adamw.update(g, named, states, self.grad_scale, self.found_inf)
                 continue
-            if self.grad_scale is not None:
+            if self.grad_scale is not None and named:
                 torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
             self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(there)])
 
