@@ -85,8 +85,6 @@ def train(
     """
     from windlass.training.callbacks import UserCode
 
-    if world < 1:
-        raise UserError(f"{argument('world', world)}: write 1 rank or more")
     env, code = detect_env(), UserCode(callbacks, suites or {})
     local = world != 1 and env.launcher == "none"
     if local and (model is not None or data is not None or callbacks or suites):
@@ -115,6 +113,8 @@ def train(
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
+    if world < 1:
+        raise UserError(f"{argument('world', world)}: write 1 or more ranks")
     recipe.batch(world)
     layout, kind = recipe.parallel, recipe.optim.kind
     if own_model and layout.model_ranks > 1:

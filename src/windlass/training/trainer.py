@@ -185,23 +185,16 @@ class Trainer:
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
 
     def restore(self, checkpoint: Checkpoint) -> TrainState:
-        """Fill model, optimizer and average from a checkpoint; returns its counters.
-
-        A branch may have changed the kind of optimizer or average, whose state then starts over.
-        The average of a longer run also does if its first step is still to come.
-        """
+        """Fill model, average and optimizer from a checkpoint; returns its counters."""
         state = TrainState.from_json(checkpoint.counters)
-        same_kind = checkpoint.meta.get("average", "none") == self.recipe.train.average.kind
-        if not same_kind or not self.average.last_due(state.step):
-            state.averaged = 0
-        optimizer = None
-        if checkpoint.meta.get("optimizer") == self.recipe.optimizer_state:
-            optimizer = self.optimizer
-        else:
-            start_over(self.optimizer)
+        kind = checkpoint.meta.get("average", "none")
+        if kind != self.recipe.train.average.kind or not self.average.last_due(state.step):
+            state.averaged = 0  # of another kind, or of the tail before an extension
+        if not (same_kind := checkpoint.meta.get("optimizer") == self.recipe.optimizer_state):
+            start_over(self.optimizer)  # a branch has changed the kind
         averages = self.average.tensors if state.averaged else {}
         fill_base(checkpoint, unwrap(self.model), self.recipe, self.ranks)
-        restore(checkpoint, self.model, optimizer, averages)
+        restore(checkpoint, self.model, self.optimizer if same_kind else None, averages)
         self.average.load(state.averaged)
         return state
 
@@ -308,8 +301,8 @@ class Trainer:
                 save_due, evaluation_due = self.saver.due, evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
-                # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 measured = evaluation_due or evaluator.sample_due
+                # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
                 self.buffers.share(every=last or save_due or measured or stopping)
                 look = due or not self.bad_steps.deferred
