@@ -2,6 +2,7 @@
 speeds, epochs.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -191,6 +192,15 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_fo
     )
     assert run.recipe.train.micro_batch == 0
     assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
+
+
+def test_the_losses_before_a_smaller_micro_batch_are_counted(corpus, tmp_path, memory_for):
+    rare = {"telemetry.every": 100, "checkpoint.every": 0, "eval.every": 0}
+    limit = each_step(lambda now: memory_for(3) if now.step == 3 else None)
+    run = train(recipe_of(corpus, tmp_path / "run", **rare), callbacks=[limit])
+    [saved] = run.checkpoints_dir.glob("step-*/state.json")
+    assert next(e["step"] for e in run.events if e["event"] == "out_of_memory") == 3
+    assert json.loads(saved.read_text())["losses"] == 12
 
 
 def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(

@@ -1,6 +1,7 @@
 """A loss or gradient that is not finite, a loss spike: stop, skip or rewind, counted step by step."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from small_runs import corpus, curve, recipe_of, settings, stopped
 from helpers import each_step, refused
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
-from windlass.errors import RunFailed
+from windlass.data.loader import Loader
+from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
 from windlass.run import Run, read_lines
@@ -70,6 +72,37 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     with refused("step 5:", "loss not finite", error=RunFailed):
         train(recipe, callbacks=[spoil(4, NAN)])
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+def test_bad_step_that_is_only_seen_later_is_not_sampled(corpus, tmp_path, spoil, monkeypatch):
+    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    late = {"telemetry.every": 100, "eval.every": 0, "eval.sample_every": 5}
+    recipe = recipe_of(corpus, tmp_path / "run", **late, **{"checkpoint.every": 0})
+    with refused("step 5:", error=RunFailed):
+        train(recipe, callbacks=[spoil(4, NAN)])
+    assert not [line for line in Run(recipe.run_dir).lines("sample") if line["step"] == 5]
+
+
+@pytest.mark.parametrize("policy", ["stop", "rewind"])
+def test_a_stop_while_data_is_late_looks_before_it_saves(
+    corpus, tmp_path, spoil, monkeypatch, policy
+):
+    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    late = {"telemetry.every": 100, "eval.every": 0, "train.on_nonfinite": policy}
+    recipe, run = recipe_of(corpus, tmp_path / "run", **late), Run(tmp_path / "run")
+
+    def stop(now: Any) -> None:
+        if now.step == 5:
+            patch.setattr(Loader, "poll", lambda *_: None)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch, pytest.raises((RunFailed, Stopped)) as raised:
+        train(recipe, callbacks=[spoil(4, NAN), each_step(stop)])
+    assert raised.type is (RunFailed if policy == "stop" else Stopped)
+    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == ["step-00000003"]
+    train(recipe)
+    left_out = [(3, [24, 40])] if policy == "rewind" else []
+    assert events(run, "rewound", "left_out") == left_out
 
 
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
-from helpers import best_step, kept, refused, wait_for
+from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
+from windlass.checkpoint import commit
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Lineage, write_lineage
 from windlass.errors import RunFailed, UserError
+from windlass.evaluation.source import alone
 from windlass.fileio import Files
 from windlass.launch.local import launch
 from windlass.optim.schedule import lr_multiplier
@@ -287,6 +290,66 @@ def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, cap
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
 
 
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit", "torch.optim.SGD"])
+def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus, tmp_path, kind):
+    """The state since then is of the steps that the rewind leaves out."""
+    wide = {"model.width": 64}  # enough for moments in 8 bits
+    origin = train(recipe_of(corpus, tmp_path / "origin", **wide, **{"train.steps": 6}))
+    more = {"optim.kind": kind, "train.on_nonfinite": "rewind", "train.steps": 8, "eval.every": 0}
+    if kind == "torch.optim.SGD":
+        more["optim.options"] = "{momentum = 0.9}"
+    recipe, spoiled = recipe_of(corpus, tmp_path / "branch", **wide, **more), []
+
+    def spoil(now):
+        if not spoiled:
+            spoiled.append(now.step)
+            with torch.no_grad():
+                next(now.model.parameters()).fill_(float("nan"))
+
+    run = train(recipe, branch_from=f"{origin.path}@3", callbacks=[each_step(spoil)])
+    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [3]
+    saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
+    steps = [name for name in saved.names("optim/") if name.endswith("/step")]
+    assert all(saved.tensor(name).item() == 5 for name in steps)
+    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}.get(kind, "momentum_buffer")
+    assert any(name.endswith(ends) for name in saved.names("optim/"))
+
+
+def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
+    run_save = commit.Save.run
+
+    def late_failure(save, *rest):
+        if save.step == 11:
+            time.sleep(2)  # the last save waits
+            raise OSError(errno.EIO, "broken")
+        return run_save(save, *rest)
+
+    monkeypatch.setattr(commit.Save, "run", late_failure)
+    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
+    run = train(recipe)
+    assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()
+
+
+def test_a_run_from_step_0_is_not_a_branch(corpus, tmp_path):
+    origin = train(recipe_of(corpus, tmp_path / "origin"))
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
+    stopped(recipe, 4)
+    with refused("step 0", f"{origin.path}@3", "run.dir"):
+        resolve_start(recipe, branch_from=f"{origin.path}@3")
+
+
+def test_a_branch_from_a_checkpoint_whose_replacement_was_interrupted(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path / "origin", **{"train.steps": 4, "checkpoint.every": 0})
+    path = train(recipe).checkpoints_dir / "step-00000004"
+    path = path.rename(path.with_name(path.name + ".replaced"))
+    branch = recipe.replace(f"run.dir='{tmp_path / 'branch'}'", "train.steps=8")
+    for which in ("4", "best"):
+        begin = f"{recipe.run_dir}@{which}"
+        assert resolve_start(branch, branch_from=begin).branch_from == path
+    train(branch, branch_from=begin, stop_at=5)
+    assert resolve_start(branch, branch_from=f"{recipe.run_dir}@4").resuming
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "how"),
@@ -351,6 +414,28 @@ def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
     write_lineage(tmp_path, Lineage(job=job_id(first)), Files())
     assert not is_restart(run, first) and is_restart(run, again)
     assert not is_restart(run, again | {"TORCHELASTIC_RUN_ID": "b"})
+
+
+def test_the_default_run_id_of_torchrun_is_of_no_job(tmp_path, monkeypatch):
+    first = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    first["TORCHELASTIC_RUN_ID"] = "none"
+    run, again = Run(tmp_path), first | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    write_lineage(tmp_path, Lineage(job=job_id(first)), Files())
+    assert is_restart(run, again), "by the same process on a single host"
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not is_restart(run, again)
+    hosts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    write_lineage(tmp_path, Lineage(job=job_id(first | hosts)), Files())
+    assert not is_restart(run, again | hosts)
+
+
+def test_an_error_without_a_file_is_shown(tmp_path):
+    def decide():
+        raise OSError("odd")
+
+    with pytest.raises(UserError) as raised:
+        directory.decide_on_rank_0(alone(), "odd", decide)
+    assert "odd" in str(raised.value) and "None" not in str(raised.value)
 
 
 def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):

@@ -19,7 +19,9 @@ from helpers import curve, each_step, in_notebook, refused, tiny_recipe, write_l
 from windlass import Recipe, evaluate, prepare, sample, train
 from windlass.cli import as_typed
 from windlass.errors import RunFailed, Stopped, UserError, argument
+from windlass.recipe.layers import parse_override
 from windlass.run import Run
+from windlass.training import api
 from windlass.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
 
 
@@ -238,6 +240,27 @@ def test_a_callbacks_object_has_what_the_docs_say() -> None:
         for name in [*kind.__dataclass_fields__, *vars(kind)]
     }
     assert {"lr", "batch", "optimizer", "epoch", "loss", "results", "path"} <= names <= there
+
+
+def test_local_processes_train_in_a_directory_of_any_name(tmp_path, corpus, monkeypatch):
+    commands = []
+
+    def launch_ranks(recipe, command, worlds, resuming):
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr(api, "launch_ranks", launch_ranks)
+    place = tmp_path / 'it\'s a "run"'
+    recipe = tiny_recipe(corpus, place)
+    train(recipe, world=2)
+    [command] = commands
+    assert parse_override(command[2]) == ("run.dir", str(place))
+
+
+@pytest.mark.parametrize("world", [0, -1])
+def test_a_training_has_at_least_one_rank(tmp_path, corpus, world):
+    with refused(f"world={world}:", "1 or more"):
+        train(tiny_recipe(corpus, tmp_path / "run"), world=world)
 
 
 def test_a_training_and_an_evaluation_give_the_process_its_settings_back(corpus, tmp_path):

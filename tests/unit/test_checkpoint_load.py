@@ -75,6 +75,10 @@ def test_what_resume_means(tmp_path: Path) -> None:
             choose_checkpoint(run, wrong)
     for source, step in ((run, 15), (f"{run}@5", 5), (f"{run}@best", 5), (at(run, 10), 10)):
         assert find_checkpoint(source).step == step
+    for word in ("never", "bset", "rank-00000", ""):
+        with refused("RUN@STEP", "RUN@best", "RUN@latest"):
+            find_checkpoint(f"{run}@{word}")
+    assert find_checkpoint(f"{run}@latest").step == 15
     for missing in (tmp_path / "nothing", f"{run}@6"):
         with pytest.raises(UserError):
             find_checkpoint(missing)

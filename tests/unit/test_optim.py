@@ -190,6 +190,15 @@ def test_a_step_that_is_called_off_on_the_device_changes_nothing(kind):
         assert all(torch.equal(value, b.state[y][key]) for key, value in a.state[x].items()), name
 
 
+def test_matrices_without_gradients_are_left_out_of_a_division():
+    m = model()
+    optimizer = build_optimizer(m, OptimSettings(kind="muon"), "cpu")
+    before = [p.detach().clone() for p in m.parameters()]
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.step()
+    assert all(map(torch.equal, m.parameters(), before))
+
+
 class Products(TorchDispatchMode):
     """Counts the matrix products in the context, by name."""
 

@@ -123,10 +123,10 @@ def test_frozen_weights_have_no_average():
 
 
 def test_an_extended_run_has_a_new_tail():
-    """The tail of the longer run begins anew, whatever the tail of the shorter run holds."""
+    """At the end of the shorter run, the tail of the longer one has not begun."""
     model, average = moving("tail", steps=20, last=5, every=2)
-    average.load(4)  # of the old tail
-    assert average.begun(12) == average.begun(15) == 0
+    assert average.last_due(12) == average.last_due(15) == 0
+    average.load(0)
     weights = []
     for step in range(13, 21):
         move(model)

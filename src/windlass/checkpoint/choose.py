@@ -127,8 +127,12 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
 
     Collective over `ranks`, which hash every byte. UserError if it does not exist or is damaged.
     """
-    text, at, which = os.fspath(source).rpartition("@")
-    run, which = (text, which) if at and Path(text).is_dir() else (os.fspath(source), "latest")
+    run, which = os.fspath(source), "latest"
+    text, at, word = run.rpartition("@")
+    if at and Path(text).is_dir() and not Path(run).is_dir():
+        run, which = text, word
+        if not (which.isdigit() or which in ("best", "latest")):
+            raise UserError(f"{source}: write RUN@STEP, RUN@best or RUN@latest")
     if not Path(run).is_dir():
         raise UserError(f"there is no run or checkpoint at {source}; by default runs lie in runs/")
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from windlass.model.share import local_part, whole_shape
 from windlass.model.size import block_of_moments
@@ -41,7 +40,7 @@ def block_of(p: Tensor) -> int:
 
 def new_state(p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     """A parameter's state before its first update, as torch's AdamW has it, or in 8 bits."""
-    step = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else "cpu")
+    step = torch.zeros((), dtype=torch.float32, device=p.device)
     if not (block := block_of(p) if group.get("eight_bit") else 0):
         return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     state = {"step": step}
@@ -68,18 +67,16 @@ def update(
     for (device, dtype, eight_bit), same in by_kind.items():
         steps = [state["step"] for *_, state in same]
         bad = found_inf if found_inf is None else found_inf.to(device)
-        if group["fused"]:
-            torch._foreach_add_(steps, 1)
-            how["grad_scale"], how["found_inf"] = grad_scale, bad
+        torch._foreach_add_(steps, 1)
+        how["grad_scale"], how["found_inf"] = grad_scale, bad
         if dtype == torch.bfloat16 or eight_bit:
             for name, p, state in same:
                 _update_in_float32(group, name, p, state, how)
         else:
             weights, grads = [p for _, p, _ in same], [p.grad for _, p, _ in same]
             moments = ([s[key] for *_, s in same] for key in ("exp_avg", "exp_avg_sq"))
-            kernel: Any = torch._fused_adamw_ if group["fused"] else adamw
-            kernel(weights, grads, *moments, [], steps, **how)
-        if bad is not None and group["fused"]:  # the kernel left the rest as it was
+            torch._fused_adamw_(weights, grads, *moments, [], steps, **how)
+        if bad is not None:  # the kernel left the rest as it was
             torch._foreach_sub_(steps, [bad] * len(steps))
 
 

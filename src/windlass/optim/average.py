@@ -62,8 +62,6 @@ class Average:
         """
         if self.last_due(step) != step:
             return
-        if step - self.settings.every <= self.begin:  # the first: an extended run has two tails
-            self.count.zero_()
         made = 1 - skipped.to(self.count)
         n = self.count + made
         weight = 1 / n

@@ -16,8 +16,6 @@ from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
-# With PyTorch's AdamW in one kernel for all tensors, 4 to 5 times faster.
-FUSED_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 ParameterGroup = dict[str, Any]
 """`name`, `params`, `base_lr`, `lr`, `weight_decay`, and `muon` if the optimizer is Muon."""
 
@@ -47,8 +45,7 @@ def build_optimizer(
     for g in groups if ours else ():
         g["names"] = [names[p] for p in g["params"]]
     mesh = replicas if shard_state else None
-    devices = {p.device.type for g in groups for p in g["params"]}
-    if not devices:
+    if not groups:
         raise UserError("your model has no parameter to train: set requires_grad of some to True")
     rows: dict[nn.Parameter, nn.Parameter] = {}
     fused = ours or settings.options.get("fused")
@@ -58,7 +55,6 @@ def build_optimizer(
         own = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
         rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in own.items()}
         g["params"] = [rows[p] for p in g["params"]]
-    fused_adam = devices <= FUSED_DEVICES
     if ours:
         optimizer: torch.optim.Optimizer = MuonAdamW(
             groups,
@@ -66,19 +62,27 @@ def build_optimizer(
             betas=settings.betas,
             # muP: all gradients shrink as the width grows (arXiv 2203.03466, B.3).
             eps=settings.eps / width_multiple(model),
-            fused=fused_adam,
             eight_bit=settings.kind == "adamw8bit",
             seed=seed,
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
         )
-        # Allocated now: if memory runs out, it does so before the first update changes a parameter.
-        for g in optimizer.param_groups:
-            for p in g["params"]:
-                optimizer.state[p] = new_state(p.detach(), g)
+        start_over(optimizer)
     else:
         optimizer = build_library_optimizer(groups, settings)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
+
+
+def start_over(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer the state from before its first update."""
+    optimizer.state.clear()
+    for g in optimizer.param_groups:
+        counts = [k for k, v in g.items() if type(v) is int and k not in optimizer.defaults]
+        for key in counts:  # of an optimizer of a library
+            del g[key]
+        # Ours has its state now: if memory runs out, no update has changed a parameter yet.
+        for p in g["params"] if "names" in g else ():
+            optimizer.state[p] = new_state(p.detach(), g)
 
 
 def build_library_optimizer(

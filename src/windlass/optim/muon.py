@@ -103,7 +103,7 @@ class MuonAdamW(torch.optim.Optimizer):
         groups: Each has `params`, `lr`, `weight_decay` (decoupled, times the learning rate), `muon`
             and perhaps `parts`: for each matrix the rows of the matrices stacked in it. `names` and
             the `number` of the update determine the rounding of bf16 weights.
-        momentum, betas, eps, fused: as in torch's Muon and AdamW.
+        momentum, betas, eps: as in torch's Muon and AdamW.
         eight_bit: AdamW's moments are in 8 bits.
         seed: Of the rounding.
         device_type: Where matrices are orthogonalised.
@@ -117,7 +117,6 @@ class MuonAdamW(torch.optim.Optimizer):
         momentum: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        fused: bool = True,
         eight_bit: bool = False,
         seed: int = 0,
         device_type: str = "cpu",
@@ -127,7 +126,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.at_once = AT_ONCE.get(device_type, AT_ONCE["cuda"])
         # torch's names: whether `found_inf` makes the update conditional, on the device, and whether
         # the update divides the gradients by `grad_scale`.
-        self._step_supports_amp_scaling = fused
+        self._step_supports_amp_scaling = True
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
         # For the Newton-Schulz steps; None: the matrix's.
@@ -140,7 +139,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 g.update(momentum=momentum)
                 g.setdefault("parts", [(whole_shape(p)[0],) for p in g["params"]])
             else:
-                g.update(betas=betas, eps=eps, fused=fused)
+                g.update(betas=betas, eps=eps, fused=True)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         # torch's own imports torch._dynamo, which takes as long as half of `import torch`.
@@ -163,7 +162,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 states = [self.state[p] for _, p in named]
                 adamw.update(g, named, states, self.grad_scale, self.found_inf)
                 continue
-            if self.grad_scale is not None:
+            if self.grad_scale is not None and named:
                 torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
             self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(there)])
 

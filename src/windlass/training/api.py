@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.open import Data, own_data
 from windlass.data.prepare import prepare
-from windlass.errors import BAD_INPUT, DONE, INTERRUPTED, STOPPED, RunFailed, Stopped, UserError
+from windlass.errors import (
+    BAD_INPUT,
+    DONE,
+    INTERRUPTED,
+    STOPPED,
+    RunFailed,
+    Stopped,
+    UserError,
+    argument,
+)
 from windlass.launch.local import launch
 from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
-from windlass.recipe import Recipe, as_recipe
+from windlass.recipe import Recipe, as_recipe, typed
 from windlass.run import Run
 from windlass.telemetry.terminal import message
 from windlass.training.start import StartPlan, resolve_start
@@ -104,6 +113,8 @@ def train(
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
+    if world < 1:
+        raise UserError(f"{argument('world', world)}: write 1 or more ranks")
     recipe.batch(world)
     layout, kind = recipe.parallel, recipe.optim.kind
     if own_model and layout.model_ranks > 1:
@@ -131,7 +142,13 @@ def train_local_ranks(
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
-        command = ["train", str(path), f"run.dir='{place}'", *arguments, *["--fresh"] * fresh]
+        command = [
+            "train",
+            str(path),
+            f"run.dir={typed(str(place))}",
+            *arguments,
+            *["--fresh"] * fresh,
+        ]
         code = launch_ranks(plan.recipe, command, [world], resuming=plan.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"

@@ -164,7 +164,8 @@ def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Va
         except (UserError, RunFailed) as raised:
             error, failed = raised.text, isinstance(raised, RunFailed)
         except OSError as raised:
-            error = f"{raised.filename}: {raised.strerror}; give another run.dir"
+            place = f"{raised.filename}: " if raised.filename else ""
+            error = f"{place}{raised.strerror or raised}; give another run.dir"
     value, error, failed = ranks.broadcast_object(name, [value, error, failed])
     if error:
         raise RunFailed(error) if failed else UserError(error)

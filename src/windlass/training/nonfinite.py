@@ -112,6 +112,7 @@ class BadSteps:
         # Whether no update follows a bad step until the host has looked.
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
+        self._grad_norm = self._zero  # of the last step
         self.reset()
 
     def reset(self) -> None:
@@ -130,7 +131,7 @@ class BadSteps:
             grad_norm, zero: Equal on all ranks, which must act alike. NaN in place of zero: the
                 loss of some rank is not finite.
         """
-        bad = (grad_norm * 0 + zero != 0).float()
+        bad, self._grad_norm = (grad_norm * 0 + zero != 0).float(), grad_norm.detach()
         if self.deferred or bool(bad):
             self._loss_bad = torch.maximum(self._loss_bad, (loss * 0 != 0).float())
             self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
@@ -161,7 +162,7 @@ class BadSteps:
         self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
-    def decide(self, grad_norm: Tensor, spike: float | None, look: bool) -> str:
+    def decide(self, spike: float | None, look: bool) -> str:
         """Act on bad steps by the policies; returns why the run must rewind, or "".
 
         All ranks call it after a step; `look`: whether to read the counts of non-finite steps.
@@ -173,7 +174,7 @@ class BadSteps:
         if counts.bad:
             flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
             bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-            norm, fp16 = float(grad_norm), self.scaler.enabled
+            norm, fp16 = float(self._grad_norm), self.scaler.enabled
             action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
             if action == "skip":
                 more = {"in_a_row": counts.in_a_row, "loss_scale": self.scaler.scale}

@@ -118,11 +118,10 @@ class Saver(Writer):
             if self.own:
                 self.settle()
 
-    def finish(self, timeout: float | None = None) -> bool:
-        """Wait, at most `timeout` seconds, for the saves; whether every one was committed."""
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait, at most `timeout` seconds, for the saves."""
         with self.recorder.outside("save"):
-            committed = self.report(self.wait(timeout, self.recorder.beat))
-        return committed and not self.busy
+            self.report(self.wait(timeout, self.recorder.beat))
 
     def commit(self, reason: str) -> bool:
         """Commit the present step: wait for a save in progress, and repeat a failed one."""
@@ -131,17 +130,17 @@ class Saver(Writer):
             self.finish()
         if any(self.ranks.all_gather_object("unsaved", self.newest != step)):
             self.save(reason)
-        return self.finish() and self.newest == step
+        self.finish()
+        return self.newest == step  # an earlier save may have failed
 
-    def report(self, saves: list[Save]) -> bool:
-        """Report the saves that have ended; whether all of them were committed."""
+    def report(self, saves: list[Save]) -> None:
+        """Report the saves that have ended."""
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
                 self.report_seconds(save.write_s + save.staged_s)
                 self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
-        return not any(save.error for save in saves)
 
     @property
     def grace(self) -> float:

@@ -137,13 +137,16 @@ def _resume(
     refuse_changes(problem, run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")
-    if branch_from and begins_at.is_absolute():  # a checkpoint of another run
+    # A lineage begins at step 0, at a checkpoint of another run, or at one of its own.
+    if branch_from and (not begins_at.name or begins_at.is_absolute()):
         origin, _, step = branch_from.rpartition("@")
         directory = Path(origin).resolve() / "checkpoints"
         # The best checkpoint of the other run may have changed since then.
-        same_step = step == "best" or begins_at == step_dir(directory, int(step))
+        name = begins_at.name.removesuffix(".replaced")
+        same_step = step == "best" or name == step_dir(directory, int(step)).name
         if begins_at.parent != directory or not same_step:
-            problem = f"{run.path} begins at {begins_at}, not at {branch_from}"
+            begin = begins_at if begins_at.name else "step 0"
+            problem = f"{run.path} begins at {begin}, not at {branch_from}"
             raise UserError(f"{problem}; give another run.dir")
     old, new = run.recipe.flat(), recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
@@ -202,15 +205,11 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
     """The checkpoint (a step, or `best`) of `origin` from which a run of this recipe branches."""
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
-    if which == "best":
-        paths = candidates(origin.path, which)
-        step = int(paths[0].name.removeprefix("step-")) if paths else 0
-    else:
-        step = int(which)
-    checkpoint = step_dir(origin.checkpoints_dir, step)
-    if not checkpoint.is_dir():
-        present = sorted(entry.step for entry in checkpoints_in(origin.checkpoints_dir))
-        raise UserError(f"{origin.path} has no checkpoint of step {step}; there are: {present}")
+    paths = candidates(origin.path, which)
+    if not paths:
+        raise UserError(f"{origin.path} has no checkpoint yet")
+    checkpoint = paths[0]
+    step = int(checkpoint.name.removeprefix("step-").removesuffix(".replaced"))
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     advice, same = "undo the changes", {"init_from": ""}
     if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):
@@ -240,11 +239,13 @@ def refuse_changes(
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The identity of this process's job, which survives a restart; empty strings outside a job.
 
-    `launch`: the process of Windlass's launcher, or torchrun's run id; `scheduled`: the scheduler's
-    id of the job.
+    `launch`: torchrun's run id, or the process of the launcher on a single host; `scheduled`: the
+    scheduler's id of the job.
     """
-    launch = environ.get("TORCHELASTIC_RUN_ID", "")
-    if detect_env(environ).launcher == "windlass":
+    env, launch = detect_env(environ), environ.get("TORCHELASTIC_RUN_ID", "")
+    if launch == "none":  # the default of torchrun, in every job
+        launch = ""
+    if env.launcher == "windlass" or (env.launcher == "torchrun" and not launch and env.nodes == 1):
         launch = f"{socket.gethostname()}/{os.getppid()}"
     return {"launch": launch, "scheduled": find_job(environ)[1]}
 
@@ -257,7 +258,7 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
     scheduler = SCHEDULERS.get(find_job(environ)[0])
     if scheduler and scheduler.restarts(environ):
         return lineage.job.get("scheduled") == job["scheduled"]
-    same_launch = lineage.job.get("launch", "") == job["launch"]
+    same_launch = job["launch"] != "" and lineage.job.get("launch") == job["launch"]
     return env.attempt > 0 and env.launcher not in SCHEDULERS and same_launch
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.load import Checkpoint
@@ -38,7 +37,7 @@ from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
 from windlass.model.loss import takes_sources
 from windlass.optim.average import Average
-from windlass.optim.build import build_optimizer, set_divisor, set_lr
+from windlass.optim.build import build_optimizer, set_divisor, set_lr, start_over
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.dist import init_process_group, init_store
@@ -143,9 +142,7 @@ class Trainer:
             console.begin(f"reading {directory.checkpoint.path}")
             ranks.mark(directory.checkpoint.step, "load")
             directory.compare(facts, dropout=uses_dropout(self.model))
-            same_kind = directory.checkpoint.meta.get("optimizer") == recipe.optimizer_state
-            optimizer = self.optimizer if same_kind else None
-            self.state = self.restore(directory.checkpoint, optimizer)
+            self.state = self.restore(directory.checkpoint)
             self.state.skipped += directory.left_out()
         ranks.mark(self.state.step, "start")
         self.buffers = Buffers(self.model, ranks)
@@ -187,14 +184,17 @@ class Trainer:
         deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
         self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
 
-    def restore(self, checkpoint: Checkpoint, optimizer: Optimizer | None) -> TrainState:
-        """Fill model, average and, if given, the optimizer from a checkpoint; returns its counters."""
+    def restore(self, checkpoint: Checkpoint) -> TrainState:
+        """Fill model, average and optimizer from a checkpoint; returns its counters."""
         state = TrainState.from_json(checkpoint.counters)
-        if checkpoint.meta.get("average", "none") != self.recipe.train.average.kind:
-            state.averaged = 0  # a branch has changed it, so it starts anew
+        kind = checkpoint.meta.get("average", "none")
+        if kind != self.recipe.train.average.kind or not self.average.last_due(state.step):
+            state.averaged = 0  # of another kind, or of the tail before an extension
+        if not (same_kind := checkpoint.meta.get("optimizer") == self.recipe.optimizer_state):
+            start_over(self.optimizer)  # a branch has changed the kind
         averages = self.average.tensors if state.averaged else {}
         fill_base(checkpoint, unwrap(self.model), self.recipe, self.ranks)
-        restore(checkpoint, self.model, optimizer, averages)
+        restore(checkpoint, self.model, self.optimizer if same_kind else None, averages)
         self.average.load(state.averaged)
         return state
 
@@ -257,8 +257,9 @@ class Trainer:
                     raise
             # Here the exception is gone, which held what the step had allocated.
             self.optimizer.zero_grad(set_to_none=True)
-            self.losses.reset()
             self.batch = smaller_micro_batch(self.batch, self.recorder)
+            self.losses.read()  # of the completed steps
+            self.losses.reset()
             self.evaluator.use_micro_batch(self.batch.micro_batch)
             self.saver.meta["micro_batch"] = self.batch.micro_batch
             self.recorder.restart_counts()
@@ -300,14 +301,14 @@ class Trainer:
                 save_due, evaluation_due = self.saver.due, evaluator.due
                 asked = bool(stop_asked) or state.step == self.stop_at
                 stopping = bool(stop_requested) or (asked and not last)
-                # Whatever is logged, saved or measured must be finite; a CPU checks every step.
-                due = log_due or save_due or evaluation_due or stopping
                 measured = evaluation_due or evaluator.sample_due
+                # Whatever is logged, saved or measured must be finite; a CPU checks every step.
+                due = log_due or save_due or measured or stopping
                 self.buffers.share(every=last or save_due or measured or stopping)
                 look = due or not self.bad_steps.deferred
-                if rewind_reason := self.bad_steps.decide(result.grad_norm, result.spike, look):
+                if rewind_reason := self.bad_steps.decide(result.spike, look):
                     loader.close(None)
-                    self.rewind(rewind_reason, batch.first_sample + samples)
+                    self.rewind(rewind_reason)
                     loader = self.open_loader()
                     continue
 
@@ -428,6 +429,8 @@ class Trainer:
             if self.ranks.status.phase != "data":
                 self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
+                if rewind_reason := self.bad_steps.decide(None, look=True):
+                    self.rewind(rewind_reason)
                 self.saver.stop_run(self.stop)
             if self.stop.seconds_since() > self.saver.grace:
                 self.saver.finish(FAILING_SAVE_SECONDS)
@@ -465,15 +468,16 @@ class Trainer:
         more = self.evaluator.measures_more(self.batch.global_batch)
         return not more or self.evaluate([LOSS_SUITE])
 
-    def rewind(self, reason: str, stop_sample: int) -> None:
-        """Return to the newest good checkpoint, and leave out the samples up to `stop_sample`."""
-        recorder, state = self.recorder, self.state
+    def rewind(self, reason: str) -> None:
+        """Return to the newest good checkpoint, and leave out the samples since then."""
+        recorder, state, global_batch = self.recorder, self.state, self.batch.global_batch
         self.saver.finish()
         checkpoint = choose_rewind(recorder, reason)
         self.losses.reset()
-        saved = self.restore(checkpoint, self.optimizer)
-        first = int(step_samples(saved.step, self.batch.global_batch, saved.skipped)[0])
-        samples = (first, stop_sample)
+        saved = self.restore(checkpoint)
+        first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
+        last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
+        samples = (first, last + 1)
         self.directory.leave_out(checkpoint, samples)
         state.return_to(saved, samples)
         self.bad_steps.reset()
