@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenizer_fixtures
-from data_fixtures import counted
+from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
 from windlass.data import examples, sources
 from windlass.data.chat import Template
@@ -24,6 +24,7 @@ from windlass.data.examples import (
     question_prompt,
     unread_keys,
 )
+from windlass.data.open import open_data
 from windlass.data.records import Item, SourceSpec
 from windlass.data.shards import Row
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
@@ -458,6 +459,30 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     assert asked({"data": of_the_hub}) == [expected]
     with refused("bad"):
         asked({"data": {**of_the_hub, "on_bad_item": "stop"}})
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path, mixed: bool) -> None:
+    files = [
+        write(tmp_path / f"{s}.json", [article(f"{s}{a}", 3) for a in range(60)]) for s in "ab"
+    ]
+    names: list[str] = [f"squad:{file}" for file in files]
+    recipe = recipe_for(names, tmp_path / "data", format="squad", context=512)
+    if mixed:
+        mix = [{"name": name[-6:-5], "source": name, "weight": 1} for name in names]
+        how = recipe.data.model_dump(include={"dir", "shard_tokens", "format"})
+        recipe = recipe_for("", how.pop("dir"), context=512, mix=mix, **how)
+    division = open_data(recipe).division
+    assert division is not None
+    held = [
+        part.corpus.stream.table.field("text")[part.numbers].tolist()
+        for parts in division.val
+        for part in parts
+    ]
+    assert {q.hash for q in eval_questions(recipe)} == {hash for own in held for hash in own}
+    data = recipe.data.model_copy(update={"val_shards": 1})
+    with refused("data.val_shards", "eval.squad_file"):
+        eval_questions(recipe.model_copy(update={"data": data}))
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:

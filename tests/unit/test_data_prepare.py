@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -315,6 +316,29 @@ def test_a_shard_that_was_damaged_in_between_is_noticed(tmp_path, monkeypatch):
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
     with refused("shard-00001.bin is damaged"):
         open_data(recipe)
+
+
+def test_a_killed_preparation_is_not_found(tmp_path, monkeypatch):
+    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(200)), tmp_path / "data")
+    with failing("shard-00003.bin", Killed(), monkeypatch), pytest.raises(Killed):
+        prepare(recipe)
+    assert find_prepared(recipe) is None
+    assert find_prepared(recipe.replace("data.max_tokens=9000")) is None
+    prepare(recipe)
+    for limit in (0, 900):
+        assert find_prepared(recipe.replace(f"data.max_tokens={limit}")) is not None
+
+
+def test_only_rank_0_notes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("windlass.data.prepare.verify", lambda *arguments: None)
+    recipe = recipe_for(
+        jsonl(tmp_path / "x.jsonl", documents(9)), tmp_path / "data", eval_split="x"
+    )
+    prepare(recipe)
+    for main in (True, False):
+        capsys.readouterr()
+        prepare(recipe, SimpleNamespace(main=main))
+        assert ("data.eval_split" in capsys.readouterr().err) is main
 
 
 # -- what is in a directory's name, and what is shared
@@ -623,6 +647,7 @@ def test_a_process_that_dies_fails_the_run(tmp_path, monkeypatch):
 PEAK = """
 import re, sys
 from pathlib import Path
+from types import SimpleNamespace
 from windlass.data.prepare import prepare
 from windlass.recipe import Recipe
 source, folder, tokenizer = sys.argv[1:]

@@ -3,6 +3,7 @@ out, the labels, the counts; and sets that are shorter than a row.
 """
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from helpers import refused
 from windlass.data.loader import eval_batches
 from windlass.data.open import open_data
 from windlass.data.order import Order
+from windlass.data.samples import real_tokens
 
 
 def cut(one: Example, context: int) -> tuple[list[int], list[bool]] | None:
@@ -85,6 +87,14 @@ def test_examples_are_held_out_by_their_groups(tmp_path, few):
     for samples, is_held in ((train, False), (val, True)):
         own = [one for one in rows if (one.group in held) is is_held]
         assert [samples.row(i)[0].tolist() for i in range(len(samples))] == [o.tokens for o in own]
+
+
+def test_tokens_of_an_epoch_are_counted_without_reading_examples(tmp_path, monkeypatch):
+    train, _ = opened(examples(30), tmp_path, 8, val_fraction=0.2)
+    monkeypatch.setattr(type(train), "row", None)
+    assert real_tokens(train) == train.sizes.sum()
+    assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3
+    assert real_tokens(SimpleNamespace()) is None
 
 
 def test_the_hash_holds_out_a_fifth_of_many(tmp_path):

@@ -233,6 +233,7 @@ def test_checksums_are_read_once_for_each_state_of_a_file(prepared, hashed):
 class Pair:
     def __init__(self, rank, exchanged, barrier):
         self.rank, self.world, self.env = rank, 2, DistEnv(rank, 2, rank, 2)
+        self.main = rank == 0
         self.exchanged, self.barrier = exchanged, barrier
 
     def all_gather_object(self, name, value):

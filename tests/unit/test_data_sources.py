@@ -148,7 +148,7 @@ def test_a_changed_source_is_described_in_words(tmp_path):
     assert "a.txt has other content" in changes(now, describe_source(spec_of(moved)))
     large = {"files": [{"file": "x/a.txt", "bytes": 5, "changed_ns": 1}]}
     later = {"files": [{"file": "y/a.txt", "bytes": 5, "changed_ns": 2}]}
-    assert changes(large, later) == "a.txt has other content"
+    assert changes(large, later) == "a.txt has a new modification time"
     assert changes({"commit": "abc"}, {"commit": "def"}) == "its commit is def, and was abc"
     assert describe_source(spec_of("https://host/a.txt")) is None
 

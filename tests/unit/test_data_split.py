@@ -94,8 +94,7 @@ def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_p
 
 
 def test_a_long_text_among_many_documents_is_cut(tmp_path, monkeypatch):
-    for module in ("split", "need"):
-        monkeypatch.setattr(f"windlass.data.{module}.LONG_TEXT", 2000)
+    monkeypatch.setattr("windlass.data.split.LONG_TEXT", 2000)
     long = [f"{n} long text, " * 300 for n in range(30)]
     texts = [t for n in range(30) for t in (long[n], *(f"short {n}-{k}" for k in range(9)))]
     train, val = split_of(texts, tmp_path)
@@ -290,6 +289,33 @@ def test_the_split_of_questions_does_not_depend_on_how_many_are_prepared(tmp_pat
     assert open_data(small).fingerprint == first.fingerprint
     (part,), (all_held,) = first.division.val[0], whole.division.val[0]
     assert set(part.numbers.tolist()) <= set(all_held.numbers.tolist())
+
+
+@pytest.mark.parametrize("kind", ["shared", "lowest", "long", "shards", "copies", "chat"])
+def test_a_directory_that_grows_changes_no_limited_data(tmp_path, kind, monkeypatch):
+    texts = [f"document {i} " + "x" * 300 for i in range(900)]
+    how = {"max_tokens": 40_000, "val_fraction": 0.01}
+    source = jsonl(tmp_path / "x.jsonl", texts)
+    if kind == "shared":
+        how |= {"eval_source": str(jsonl(tmp_path / "v.jsonl", texts[:60])), "val_fraction": 0}
+    elif kind == "lowest":  # the hash holds out none of the first documents
+        how["val_fraction"] = 1e-7
+    elif kind == "long":
+        monkeypatch.setattr("windlass.data.split.LONG_TEXT", 300)
+        how["val_fraction"] = 0.2
+    elif kind == "shards":
+        how["val_shards"] = 3
+    elif kind == "copies":
+        source = [str(source), str(jsonl(tmp_path / "y.jsonl", texts[::-1]))]
+    else:
+        source, how["format"] = conversations(tmp_path / "c.jsonl", 900), "chat"
+    recipe = recipe_for(source, tmp_path / "data", context=512, **how)
+    first = open_data(recipe)
+    sizes = [corpus.index.tokens for corpus in first.prepared.corpora]
+    open_data(recipe.replace("data.max_tokens=0"))
+    grown = open_data(recipe)
+    assert sizes[0] < grown.prepared.corpora[0].index.tokens
+    assert grown.fingerprint == first.fingerprint
 
 
 def test_conversations_that_training_and_validation_share(tmp_path):

@@ -15,6 +15,9 @@ import tokenizer_fixtures
 from helpers import refused
 from windlass.data import vocabulary
 from windlass.data.chat import Template
+from windlass.data.learn import training_parts
+from windlass.data.records import Item
+from windlass.data.sources import Source, SourceSpec
 from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
 from windlass.data.vocabulary import (
     byte_tokenizer,
@@ -174,6 +177,19 @@ def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     assert train_bpe(texts(), 300).vocab == 300 and 5 < len(read) < 20
     repeated = ["the same words " * 10] * 50
     assert train_bpe(iter(repeated), 270).encode("the same").size <= 4
+
+
+def test_byte_pairs_are_learned_from_the_first_characters_of_a_corpus():
+    read = []
+
+    def items():
+        for number in range(10_000):
+            read.append(number)
+            yield Item("", f"{number} {'x' * 100}")
+
+    source = Source(SourceSpec("x", "x", "text"), {}, items)
+    parts = list(training_parts(source, 0.1, np.zeros(0, np.uint64), 20_000))
+    assert len(read) < 500 and 15_000 < sum(map(len, parts)) < 20_000
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])

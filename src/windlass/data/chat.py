@@ -199,7 +199,10 @@ class Template:
         user = [{"role": "user", "content": "a"}]
         asked, other = (self.text(user, tokenizer, ask) for ask in (True, False))
         if prompt := asked[_shared(asked, other, tokenizer) :]:
-            return text[: text.rfind(prompt)] + prompt
+            if (at := text.rfind(prompt)) < 0:
+                problem = f"an answer begins without the generation prompt {prompt[-80:]!r}"
+                raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+            return text[:at] + prompt
         first = tokenizer.special_pattern.match(text)
         return first[0] if first else ""
 

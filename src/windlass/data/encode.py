@@ -200,7 +200,8 @@ def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], 
                 skip, job = skip - passed, job._replace(skip=passed)
             before = (before + text)[-BEFORE:]
         batch.append(job)
-        size += len(str(item.value))
+        value = item.value
+        size += len(value if isinstance(value, str | bytes) else str(value))
         if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
             yield batch, item.fraction
             batch, size = [], 0

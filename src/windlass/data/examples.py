@@ -361,19 +361,24 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     setting = "data.eval_source" if separate else "data.source"
     setting = "eval.squad_file" if recipe.eval.squad_file else setting
     sources, split = (separate, "validation") if separate else (data.sources, "train")
+    if data.val_shards and not separate:
+        problem = "data.val_shards holds out tokens, and the suite needs whole questions"
+        raise UserError(f"{problem}; set data.val_fraction, data.eval_source or eval.squad_file")
     for source in sources:
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} has no questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
         how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
         spec = SourceSpec(source, source, "squad", split=split, **how)
+        asked = list[Question]()
         for item in open_source(spec, lambda _: None).items():
             with contextlib.suppress(*([UserError] if data.on_bad_item == "skip" else [])):
-                questions.append(cast(Question, _example(item, spec)))
-    if not separate:
-        groups = np.array([question.group for question in questions], np.uint64)
-        held = held_out_examples(groups, data.val_fraction)
-        questions = [questions[i] for i in np.flatnonzero(held)]
+                asked.append(cast(Question, _example(item, spec)))
+        if not separate:  # as training divides each source
+            groups = np.array([question.group for question in asked], np.uint64)
+            held = held_out_examples(groups, data.val_fraction)
+            asked = [asked[i] for i in np.flatnonzero(held)]
+        questions += asked
     if not questions:
         remedy = "set eval.squad_file, data.eval_source or data.val_fraction"
         raise UserError(f"no questions to evaluate: {remedy}")
@@ -393,6 +398,7 @@ def suite_sources(recipe: Recipe) -> list[str]:
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
     if data.format == "squad":
-        return data.eval_sources or [source for source in data.sources if source == "squad"]
+        given = [source for source in data.eval_sources if source]  # a mixture may have some
+        return given or [source for source in data.sources if source == "squad"]
     named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
     return named or ["squad"]

@@ -95,7 +95,9 @@ def training_parts(
     for item in source.items():
         texts = texts_of(item, source.spec)
         if left is None and any(texts):
-            left = next(rooms, 0)  # the next characters of the document that train
+            left = next(rooms, None)  # the next characters of the document that train
+            if left is None:
+                return
         for text in texts:
             part = text[: min(left or 0, characters)]
             yield from stretches(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from windlass.data.shards import Row, ShardWriter
-from windlass.data.split import FEW, LONG_TEXT, Corpus, held_out
+from windlass.data.split import FEW, Corpus, training_tokens
 from windlass.recipe import DataSettings
 
 
@@ -19,8 +19,7 @@ class Need:
     def __init__(self, data: DataSettings, wanted: int, is_val: bool, corpus: Corpus):
         """Count what is prepared. `wanted`: tokens for training, or characters of separate
         validation data; 0: all."""
-        self.wanted, self.is_val = wanted, is_val
-        self.fraction = 0.0 if data.val_shards else data.val_fraction
+        self.data, self.wanted, self.is_val = data, wanted, is_val
         # training tokens, after those in the first shards that are held out, or characters
         self.done = 0 if is_val else -data.val_shards * data.shard_tokens
         self._groups = set[int]()  # FEW at most
@@ -53,7 +52,4 @@ class Need:
         if self.is_val:
             self.done += int(characters.sum())
             return
-        is_long = (characters > LONG_TEXT) & (self.fraction > 0)
-        trains = ~held_out(groups, self.fraction) & ~is_long
-        self.done += int(tokens[trains].sum())
-        self.done += int((tokens[is_long] * (1 - self.fraction)).astype(np.int64).sum())
+        self.done += int(training_tokens(self.data, tokens, characters, groups).sum())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -103,8 +102,7 @@ def prepare(
     work = _Preparation(recipe, progress, resuming)
     try:
         wanted = wanted_sources(recipe, only_val)
-        is_rank_0 = os.environ.get("RANK", "0") == "0"
-        notify = progress.note if is_rank_0 else lambda text: None
+        notify = progress.note if ranks is None or ranks.main else lambda text: None
         if recipe.data.eval_split and not any(spec.kind == "hf" for w in wanted for spec in w.val):
             notify("data.eval_split has no effect: only sources hf:... have splits")
         work.open_tokenizer(wanted, tokenizer, template)
@@ -126,7 +124,8 @@ def prepare(
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, not checked; None if some is missing. Raises as `prepare`."""
+    """The prepared data of a recipe, not checked; None if the recipe needs more. Raises as
+    `prepare`."""
     if unprepared(recipe):
         return None
     folder = data_dirs(recipe)[0] / FOLDER
@@ -134,8 +133,19 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     for wanted in wanted_sources(recipe):
         train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
         val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
+        for corpus, need in zip((*train, *val), needs_of(wanted), strict=True):
+            if not corpus.index.complete and not need(corpus).is_met:
+                return None  # a preparation was killed, or another recipe needed less
         members.append(Member(wanted.name, wanted.data, train, val))
     return Prepared(members, tokenizer, Template.of_directory(folder))
+
+
+def needs_of(wanted: Member[Any]) -> list[NeedOf]:
+    """How much a recipe needs of each source of a member, training first."""
+    data, count, count_val = wanted.data, len(wanted.train), len(wanted.val)
+    train: NeedOf = partial(Need, data, part_of(data, count), False)
+    val: NeedOf = partial(Need, data, val_characters(data, count_val), True)
+    return [train] * count + [val] * count_val
 
 
 def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer) -> Corpus:
@@ -236,9 +246,8 @@ class _Preparation:
         """Prepare all sources as far as the limits of the recipe need them."""
         members = list[Member[Corpus]]()
         for w in wanted:
-            tokens, characters = part_of(w.data, len(w.train)), val_characters(w.data, len(w.val))
-            train = [self._corpus(spec, partial(Need, w.data, tokens, False)) for spec in w.train]
-            val = [self._corpus(spec, partial(Need, w.data, characters, True)) for spec in w.val]
+            corpora = [*map(self._corpus, w.sources, needs_of(w))]
+            train, val = corpora[: len(w.train)], corpora[len(w.train) :]
             members.append(Member(w.name, w.data, train, val))
         for corpus in (corpus for member in members for corpus in member.val):
             if not corpus.index.tokens:

@@ -347,5 +347,6 @@ class Subset:
 
 def real_tokens(samples: Samples) -> int | None:
     """Tokens that a model reads in an epoch, without padding; None if unknown."""
-    unmasked = getattr(samples, "valid_tokens", None)
-    return getattr(samples, "real_tokens", unmasked)
+    if hasattr(samples, "real_tokens"):  # `valid_tokens` may read every cut example
+        return samples.real_tokens
+    return getattr(samples, "valid_tokens", None)

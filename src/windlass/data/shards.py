@@ -349,8 +349,9 @@ class Stream:
     def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
         with self._lock:
             if name not in self._open:
-                if len(self._open) >= OPEN_FILES:
-                    self._open.pop(next(iter(self._open)))
+                local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
+                if len(local) >= OPEN_FILES:  # a remote file has no descriptor
+                    self._open.pop(local[0])
                 try:
                     if "://" in name:
                         cache = self._directory / CACHE

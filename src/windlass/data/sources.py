@@ -170,7 +170,10 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
         elif more := new[path]["bytes"] - old[path]["bytes"]:
             parts.append(f"{path} has {abs(more):,} bytes {'more' if more > 0 else 'less'}")
         elif any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file"):
-            parts.append(f"{path} has other content")
+            is_hashed = "sha256" in new[path]
+            parts.append(
+                f"{path} has {'other content' if is_hashed else 'a new modification time'}"
+            )
     rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
     return ", ".join(parts[:3]) + rest
 

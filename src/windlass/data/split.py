@@ -163,6 +163,33 @@ def held_out_texts(
     return held, cuts
 
 
+def training_tokens(
+    data: DataSettings, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray
+) -> np.ndarray:
+    """The tokens of each document that train, estimated from the document alone, int64
+    [documents]."""
+    fraction = 0.0 if data.val_shards else data.val_fraction
+    is_cut = (characters > LONG_TEXT) & (fraction > 0)
+    before = np.where(is_cut, (tokens * (1 - fraction)).astype(np.int64), tokens)
+    result: np.ndarray = before * (is_cut | ~held_out(groups, fraction))
+    return result
+
+
+def needed_documents(
+    data: DataSettings, sources: int, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray
+) -> int:
+    """How many first documents of a source `data.max_tokens` needs, as `Need` prepares them.
+
+    A directory may have more for another recipe.
+    """
+    first = np.sort(np.unique(groups, return_index=True)[1])  # of each group
+    if len(first) < FEW:
+        return len(groups)
+    wanted = part_of(data, sources) + data.val_shards * data.shard_tokens
+    ends = np.cumsum(training_tokens(data, tokens, characters, groups))
+    return max(int(first[FEW - 1]), int(np.searchsorted(ends, wanted))) + 1
+
+
 # -- the pieces of a source
 
 
@@ -231,6 +258,12 @@ def pieces_of(corpus: Corpus, member: Member[Corpus], *, is_val: bool) -> Pieces
         pieces.cut[numbers] = np.maximum(1, cuts[numbers])
         pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), train[numbers, 0])
         pieces.train[numbers, 1] = pieces.val[numbers, 0]
+    if len(table) and not is_val and data.max_tokens:
+        groups = table.field("group") if index.masked else texts
+        sizes = np.diff(table.edges)
+        number = needed_documents(data, len(member.train), sizes, table.characters, groups)
+        for ranges in (pieces.train, pieces.val):
+            keep(ranges, np.arange(count) < number)
     return pieces
 
 
