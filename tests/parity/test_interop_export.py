@@ -323,6 +323,13 @@ def test_half_the_bytes_in_bf16(kind, tmp_path):
         export(run, tmp_path / "no", dtype="int8")
 
 
+def test_weights_in_bf16_are_written_in_the_precision_that_is_named(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(2, dtype=torch.bfloat16), "count": torch.ones(2).long()}
+    save_weights(tensors.items(), tmp_path, "fp32")
+    saved = load_file(tmp_path / "model.safetensors")
+    assert (saved["weight"].dtype, saved["count"].dtype) == (torch.float32, torch.int64)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
 def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
     from peft import PeftModel
@@ -539,6 +546,12 @@ def test_the_card_says_what_is_known_and_every_file_has_the_usual_mode(tmp_path:
     for word in (str(tmp_path / "text.txt"), *facts, "license: unknown"):
         assert word in text
     assert "Trained further" not in text and "base_model" not in text
+
+
+def test_the_card_has_the_recipe_of_the_training(tmp_path: Path) -> None:
+    run = trained(tmp_path, train__precision="bf16", train__master="bf16")
+    text = (export(run, tmp_path / "out") / "README.md").read_text()
+    assert Run(run).recipe.config_hash in text and 'master = "bf16"' in text
 
 
 def test_the_card_has_the_runs_own_score_and_names_the_data_of_another(tmp_path):

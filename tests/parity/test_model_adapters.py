@@ -236,6 +236,33 @@ def test_a_pattern_that_names_nothing_or_is_none_is_refused(tmp_path: Path) -> N
 
 
 @PEFT
+def test_a_module_that_an_adapter_has_whole_is_trained_whole(tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    peft = adapter_of_peft(base, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    peft.save_pretrained(tmp_path / "first")
+    lora = {"rank": 4, "targets": ["q_proj"]}
+    recipe = recipe_of(tmp_path, lora=lora, init_from=str(tmp_path / "first"))
+    with refused("lm_head", "model.lora.modules_to_save"):
+        load_initial(build_model(recipe, 0, device="cpu"), recipe)
+
+
+@PEFT
+@pytest.mark.parametrize("initial", ["gaussian", "pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_refused(initial: str, tmp_path: Path) -> None:
+    base = base_of(tmp_path)
+    peft = adapter_of_peft(base, target_modules=["q_proj"], init_lora_weights=initial)
+    peft.save_pretrained(tmp_path / "first")
+    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
+    if initial == "gaussian":
+        with torch.no_grad():
+            ours = open_model(find_source(str(tmp_path / "first")), alone("cpu"))(ids)
+            assert (ours - peft.eval()(ids).logits).abs().max() < 1e-5
+    else:
+        with refused("init_lora_weights", initial, "merge_and_unload"):
+            find_source(str(tmp_path / "first"))
+
+
+@PEFT
 @pytest.mark.filterwarnings("ignore:Model has `tie_word")
 def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) -> None:
     base = base_of(tmp_path, tie_word_embeddings=True)
@@ -472,6 +499,10 @@ def test_variants_without_adapters_or_on_4_bits_are_refused(tmp_path: Path) -> N
         recipe_of(tmp_path).replace("optim.lora_plus_ratio=16")
     with refused("model.lora.dora", "fp32", error=RecipeError):
         recipe_of(tmp_path, lora={"dora": True, "rank": 4, "base": "4bit"})
+    for name in ("layers.1", "mlp", "up_proj"):
+        lora = {"rank": 4, "base": "4bit", "modules_to_save": [name]}
+        with refused("model.lora.modules_to_save", name, "model.lora.base=fp32"):
+            build_model(recipe_of(tmp_path, lora=lora), 0)
 
 
 def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> None:

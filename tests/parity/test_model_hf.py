@@ -24,7 +24,7 @@ from windlass.evaluation.text import sample
 from windlass.model.build import build_model, materialise
 from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel, open_hf
+from windlass.model.hf import HfModel, open_hf, wrap
 from windlass.model.hf_network import head_form
 from windlass.model.loss import CHUNK_BYTES, Objective
 from windlass.recipe import Recipe
@@ -379,10 +379,32 @@ def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
         assert torch.equal(ours.eval()(tokens, labels), without.eval()(tokens, labels))
 
 
-def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories):
+def test_without_unmasked_labels_the_balancing_loss_is_zero(tmp_path):
+    model = built(hf_fixtures.save("mixtral", tmp_path, **MIXTURES["mixtral"])).train()
+    tokens, labels = batch()
+    loss = model(tokens, torch.full_like(labels, IGNORE_INDEX))
+    loss.backward()
+    assert model.balance and loss == 0
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # nor NaN
+
+
+def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories, tmp_path):
     with refused("model.router_loss", "write 0"):
         built(directories["llama"], router_loss=0.01)
     assert built(directories["llama"]).balance is None
+    sizes = MIXTURES["qwen3_moe"] | {"mlp_only_layers": [0, 1, 2]}
+    dense = hf_fixtures.save("qwen3_moe", tmp_path / "dense", **sizes)
+    losses = [built(dense, router_loss=loss).train()(*batch()) for loss in ("auto", 0)]
+    assert torch.equal(*losses)
+    assert built(hf_fixtures.save("doge", tmp_path / "doge")).balance is None
+    hf_fixtures.config("gemma3n_text", num_kv_shared_layers=0).save_pretrained(tmp_path / "gemma3n")
+    with refused("model.neftune_alpha", "write 0"):
+        build_model(recipe(tmp_path / "gemma3n", neftune_alpha=5), vocab=100)
+
+
+def test_a_mixture_that_is_given_has_no_balancing_loss(tmp_path):
+    directory = hf_fixtures.save("mixtral", tmp_path, **MIXTURES["mixtral"])
+    assert built(directory).balance and wrap(reference_of(directory), 64).balance is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom"])

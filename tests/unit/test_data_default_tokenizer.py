@@ -32,6 +32,8 @@ def test_it_is_the_models_own(tmp_path: Path) -> None:
         (tmp_path / "recipe.toml").write_text(RUN.format(name))
         for place in (f"{tmp_path}", f"{tmp_path}@best", f"{tmp_path}/checkpoints/step-00000010"):
             assert tokenizer_of(kind="gpt", init_from=place) == own
+    (tmp_path / "recipe.toml").write_text(RUN.format("hf:a/b") + 'add_tokens = ["<|turn|>"]\n')
+    assert tokenizer_of(kind="gpt", init_from=f"{tmp_path}") == f"hf:{tmp_path}/tokenizer"
     (tmp_path / "model").mkdir()
     assert tokenizer_of(kind="gpt", init_from=f"{tmp_path}/model") == "byte"  # it has none
     (tmp_path / "model" / "tokenizer.json").touch()

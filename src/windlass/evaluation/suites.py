@@ -264,6 +264,7 @@ def _settings(
     divided = source.run is not None and source.run.recipe.parallel.model_ranks > 1
     sharded = world > 1 and (divided or recipe.strategy(1).shards_parameters)
     gpu = recipe.parallel.device != "cpu" and torch.cuda.is_available()
+    precision = precision_of(recipe, changes, gpu)
     settings = {
         "parallel.strategy": "full_shard" if sharded else "auto",
         "parallel.shard_size": 0,
@@ -272,7 +273,8 @@ def _settings(
         "eval.suites": suites,
         "checkpoint.best": "loss",  # the run's own measure may be of another suite
         "telemetry.trackers": [],
-        "train.precision": precision_of(recipe, changes, gpu),
+        "train.precision": precision,
+        "train.stream": recipe.train.stream if precision in ("auto", "bf16") else "fp32",
     }
     return settings if "eval.batches" in changes else settings | {"eval.batches": 0}
 

@@ -302,9 +302,8 @@ def save_weights(
 
     # The format has no views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
-    if dtype != "fp32":
-        lower = getattr(torch, DTYPES[dtype])
-        copies = {n: c.to(lower) if c.is_floating_point() else c for n, c in copies.items()}
+    wanted = getattr(torch, DTYPES[dtype])
+    copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}
     save_torch_state_dict(
         copies,
         directory,
@@ -356,8 +355,9 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
     """The model card: origin, data, results and recipe."""
     from jinja2 import Environment, StrictUndefined
 
-    run, recipe, step = source.run, source.recipe, checkpoint.step
+    run, step = source.run, checkpoint.step
     assert run is not None
+    recipe = run.recipe  # the source's has other settings for reading
     lines = {str(line["suite"]): line for line in run.lines("eval", step=step)}
     if source.weights == "average":
         measured = {"loss": "average_loss", "full_loss": "full_average_loss"}

@@ -32,6 +32,8 @@ UNLIKE_OURS = (
     *("target_parameters", "layer_replication", "use_qalora", "use_bdlora"),
 )
 """Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
+BASE_KEPT = ("true", "gaussian", "eva", "orthogonal")
+"""Values of `init_lora_weights` with which `peft` does not change the base's weights."""
 
 
 def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
@@ -129,6 +131,8 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     plain = {"peft_type": "LORA", "bias": "none"}
     unlike = [key for key in UNLIKE_OURS if config.get(key)]
     unlike += [key for key, value in plain.items() if config.get(key, value) != value]
+    initial = str(config.get("init_lora_weights") or True).lower()
+    unlike += [f"init_lora_weights = {initial}"] * (initial not in BASE_KEPT)
     if unlike or not config.get("base_model_name_or_path"):
         problem = f"has {', '.join(unlike)}" if unlike else "names no base"
         merge = "merge it with peft (merge_and_unload), save model and tokenizer, and name that"
@@ -154,7 +158,8 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         key = PREFIX + name.replace(".default", "").replace(f"{VECTOR}.weight", VECTOR)
         # `peft` writes the matrix of an adapted embedding or head, too.
-        if ".lora_" in name or key in files or parameter.requires_grad:
+        written = key in files and ".base_layer." in name
+        if ".lora_" in name or parameter.requires_grad or written:
             ours[key] = parameter
             names.setdefault(id(parameter), []).append(key)
     problem = f"{directory}: the adapter does not fit the model"

@@ -81,7 +81,9 @@ class HfModel(nn.Module):
             model.get_submodule(name).requires_grad_(False)
         self.head_form = head_form(model)
         body: Any = model.base_model
-        self._takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
+        takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
+        # Gemma 3n and 4 also embed the ids of tokens for each layer.
+        self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
         self.objective = PLAIN  # of the training
         self.balance = balance_of(model, settings)
@@ -230,14 +232,16 @@ class HfModel(nn.Module):
 
         Tokens after a row's last unmasked label, such as padding, have no part in it.
         """
-        if not self.training or self.balance is None:
+        routers = getattr(output, "router_logits", None)
+        if not self.training or self.balance is None or not routers:  # no layer has experts
             return loss
         coefficient, balancing_loss = self.balance
         valid = labels != IGNORE_INDEX
         mask = valid.flip(1).cummax(1).values.flip(1)
+        mask = mask | ~valid.any()  # a mean over no tokens would be NaN
         model: Any = self.model
         experts = model.num_experts, model.num_experts_per_tok
-        extra = balancing_loss(output.router_logits, *experts, mask) * coefficient * valid.sum()
+        extra = balancing_loss(routers, *experts, mask) * coefficient * valid.sum()
         return loss + (extra - extra.detach())
 
     def _looks_up(self, weight: Tensor) -> bool:
@@ -280,7 +284,8 @@ def wrap(model: Any, context: int) -> HfModel:
         advice = "load it unquantised, or use model.lora.base=4bit in the recipe"
         raise UserError(f"model: {kind} is quantised; {advice}")
     name = str(getattr(config, "_name_or_path", "") or kind)
-    own = HfModel(model.float(), Path(name), ModelSettings(kind="hf", name=name))
+    settings = ModelSettings(kind="hf", name=name, router_loss=0)
+    own = HfModel(model.float(), Path(name), settings)
     if context > own.limit:
         problem = f"model.context = {context} is longer than {kind}'s limit"
         raise UserError(f"{problem}: write {own.limit}, or less")
@@ -371,9 +376,16 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
     """
     model = from_directory(directory, settings)
     added = add_rows(model, vocab)
-    if settings.lora.base == "4bit" and not quantise_linear(find_blocks(model)):
-        problem = f"{settings.name} has no linear layers to hold in 4 bits"
-        raise UserError(f'model.lora.base: {problem}; write "fp32"')
+    if settings.lora.base == "4bit":
+        whole = adapters.modules_to_save(model, settings.lora)
+        if not quantise_linear(find_blocks(model)):
+            problem = f"{settings.name} has no linear layers to hold in 4 bits"
+            raise UserError(f'model.lora.base: {problem}; write "fp32"')
+        for name in whole:
+            if any(isinstance(part, Linear4bit) for part in model.get_submodule(name).modules()):
+                problem = f"model.lora.base = 4bit would freeze linear layers of {name}"
+                advice = "leave it out, or write model.lora.base=fp32"
+                raise UserError(f"model.lora.modules_to_save: {problem}: {advice}")
     if settings.lora.rank:
         adapters.add_adapters(model, settings.lora, unreached(model))
     return HfModel(model, directory, settings, added)

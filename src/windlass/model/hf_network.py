@@ -6,6 +6,7 @@ Its parameters begin on the meta device, while buffers, which hold tables, are r
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from windlass.model.loss import cap_of_logits
 from windlass.recipe.network import ModelSettings
 
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")  # names in configurations
+
+BALANCING_LOSS = ["gate_logits", "num_experts", "top_k", "attention_mask"]  # its parameters
 
 
 def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
@@ -160,6 +163,8 @@ def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[...
     """The coefficient and the function of the routers' balancing loss; None without one."""
     wanted, own = settings.router_loss, float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    if function and list(inspect.signature(function).parameters) != BALANCING_LOSS:
+        function = None  # such as Doge's
     if wanted == "auto":
         wanted = 0.0 if settings.lora.rank or function is None else own
     if wanted and function is None:

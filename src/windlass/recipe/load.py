@@ -329,7 +329,8 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
             file, saved = run / RECIPE, run / "tokenizer"
             recipe = recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
-            if name in ("bpe", "char"):  # trained on the corpus
+            # trained on the corpus, or with more tokens than the named one
+            if name in ("bpe", "char") or recipe["data"].get("add_tokens"):
                 return f"hf:{saved}"
             if name != "byte" or saved.is_dir():  # a run of own data without text has none
                 home = home_of(recipe.get("run", {}).get("base", "")) or Path()
