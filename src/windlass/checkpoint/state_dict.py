@@ -83,7 +83,8 @@ def restore(
 ) -> None:
     """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
 
-    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). The optimizer gets exactly the state in the checkpoint.
+    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). The
+    optimizer gets exactly the state in the checkpoint.
     `average`: averaged weights by parameter, to be filled, too.
     UserError names all tensors that are missing, left over, or of another shape or type.
     """

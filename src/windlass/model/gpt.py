@@ -72,7 +72,7 @@ class RotaryEmbedding:
 
 
 class LayerCache:
-    """One layer's keys and values of `length` tokens, for generation; the first pass allocates."""
+    """The KV cache of one layer. The first forward pass allocates the buffers."""
 
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0

@@ -91,7 +91,7 @@ class Average:
 
     @torch.no_grad()
     def load(self, count: int) -> None:
-        """Continue with `tensors` that hold the average of `count` weights; 0: begin anew."""
+        """Continue with `tensors` that hold the average of `count` weights; 0 starts a new average."""
         self.count.fill_(count)
         if self.tensors and not count:
             # They may have been copied from memory without values, and NaN stays in every average.

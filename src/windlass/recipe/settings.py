@@ -140,8 +140,8 @@ class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
     kind: str = "adamw"
-    """`adamw` (arXiv 1711.05101, fused); `adamw8bit` with moments in 8 bits; `muon` for the blocks' matrices, with AdamW for the rest;
-    or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
+    """`adamw` (arXiv 1711.05101, fused); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
+    matrices, with AdamW for the rest; or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
     `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""

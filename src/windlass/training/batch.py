@@ -170,7 +170,7 @@ def measured_sizes(
 
 
 def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
-    """The micro-batch after memory ran out on as many ranks, or of the last of the `starts`; or 0."""
+    """The micro-batch recorded after memory ran out on as many ranks, else the last start's; or 0."""
     lines = [event for event in run.events if starts and event["event"] in STARTS]
     for recorded in (read_json(run.path / SMALLER), *lines[-1:]):
         if recorded.get("world") == world:

@@ -83,7 +83,7 @@ class Network:
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
         if data.vocab > (rows := embedding_rows(model, data.vocab)):
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
-            raise UserError(f"model.vocab: {problem}; set 0 or more")
+            raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.origin = describe_origin(model, self.own)
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)

@@ -1,4 +1,4 @@
-"""What a start does in a run directory: begin a new run, resume, extend or branch.
+"""Decide what a start does in a run directory: begin a new run, resume, extend or branch.
 
 It decides, changes nothing and needs no torch, so command line, launcher and ranks decide alike from
 the same files; `directory.py` writes. A restart by a scheduler repeats the command line; it resumes

@@ -74,7 +74,7 @@ from windlass.training.stop import StopSignals, event_of
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
-# The longest wait for a save in progress if another rank may be gone, or twice the last save's time.
+# If another rank may be gone, wait this long for a save, or twice the last save's time if longer.
 FAILING_SAVE_SECONDS = 5.0
 
 
@@ -218,7 +218,7 @@ class Trainer:
             raise
 
     def begin(self) -> None:
-        """Report the start; do the evaluation and sample of this step that a kill or stop left out."""
+        """Report the start; do the evaluation and sample that an interruption skipped at this step."""
         recorder, batch, directory = self.recorder, self.batch, self.directory
         export = "" if self.network.own else export_note(self.recipe.model)
         warnings = [*directory.warnings, *self.network.warnings, export]
