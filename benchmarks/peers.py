@@ -39,7 +39,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from strategies import step_ms
 
 from windlass.cli import SPIN
 from windlass.processes import WINDLASS, usable_cores
@@ -459,21 +458,31 @@ def chat(bench: Bench) -> Comparison:
     return Comparison({"Windlass": windlass, "TRL": trl}, [Goal(SPEED, "Windlass", "TRL", 1.3)])
 
 
+def step_ms(folder: Path, strategy: str, world: int, steps: int, *settings: str) -> float:
+    """The median time of a step of quickstart after the first quarter, with one thread a rank."""
+    run = Run(Path(tempfile.mkdtemp(prefix="run-", dir=folder)) / "run")
+    words = [f"train.steps={steps}", f"parallel.strategy={strategy}", "train.threads=1"]
+    words += ["telemetry.every=1", "eval.every=0", "checkpoint.every=0", *settings]
+    words += [f"data.dir={folder / 'data'}", f"run.dir={run.path}", "--world", str(world)]
+    command = [sys.executable, "-m", "windlass", "train", "quickstart", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return statistics.median(line["step_ms"] for line in run.lines("train")[steps // 4 :])
+
+
 def ranks(bench: Bench) -> Comparison:
     """Tokens/s of quickstart: 2 ranks, with one thread each, beside 2 runs side by side."""
     steps, tokens = 24 if bench.options.quick else 80, 8 * 128
-    step_ms(bench.folder, "strategy=single", 1, 1)  # prepares the data
+    step_ms(bench.folder, "single", 1, 1)  # prepares the data
 
     def alone(_: int = 0) -> float:
-        return 1e3 * tokens / step_ms(bench.folder, "strategy=single", 1, steps)
+        return 1e3 * tokens / step_ms(bench.folder, "single", 1, steps)
 
     def two_runs() -> Measures:
         with ThreadPoolExecutor(2) as pool:
             return {SPEED: sum(pool.map(alone, range(2)))}
 
     def together(strategy: str) -> Measures:
-        case = f"strategy={strategy}"
-        ms = step_ms(bench.folder, case, 2, steps, "train.global_batch=16")
+        ms = step_ms(bench.folder, strategy, 2, steps, "train.global_batch=16")
         return {SPEED: 2e3 * tokens / ms}
 
     return Comparison(

@@ -231,14 +231,7 @@ def recording(folder: Path, text: str) -> None:
     (IMAGES / "killed-and-resumed.svg").write_text(record.draw(record.record()))
 
 
-def worlds(folder: Path, text: str) -> None:
-    """Weak scaling on paper."""
-    script = Path(__file__).parents[1] / "benchmarks" / "worlds.py"
-    command = [sys.executable, str(script), "--picture", str(IMAGES / "plan-worlds.png")]
-    subprocess.run(command, check=True)
-
-
-PICTURES = (hero, page, study, curve, recording, worlds)
+PICTURES = (hero, page, study, curve, recording)
 
 
 def main() -> None:
