@@ -33,9 +33,9 @@ from windlass.study.grid import (
     Scaling,
 )
 from windlass.study.progress import Progress
+from windlass.study.runner import Sweep
 from windlass.study.study import Study, load_study
 from windlass.study.submit import submit_study
-from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines of a cell, at least
 
