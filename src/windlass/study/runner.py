@@ -30,7 +30,7 @@ from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gp
 from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell
-from windlass.study.probe import measure_machine, run_probe
+from windlass.study.probe import run_probe
 from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
 from windlass.study.progress import Progress
 from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, halved
@@ -151,7 +151,7 @@ class Sweep:
     halving: bool = False
     retry_failed: bool = False
     launch: bool = False
-    probes: bool = True  # of a scaling study: measure the machine and steps without communication
+    probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
     command: Callable[[Study, Cell], list[str]] = train_command
     poll_seconds: float = 0.5
@@ -186,12 +186,10 @@ class Sweep:
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return
-        notify = self.progress.notify
         for cell in self.cells:
-            measure_machine(self.study, cell, notify, self.launch)
             self.run([cell])
             if cell.repeat == 1 and self.study.result(cell).state == "finished":
-                run_probe(self.study, cell, notify, self.retry_failed)
+                run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
     def run(self, cells: list[Cell]) -> None:
         """Train these cells until none is open; raises Stopped after a signal and their saves."""
