@@ -200,6 +200,20 @@ def test_a_study_is_continued_and_grows(tmp_path):
         Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
 
 
+def test_ranks_that_a_study_gains_keep_the_layers_of_a_rank(tmp_path):
+    path, layers = tmp_path / "study", {"model.layers": 4, "train.global_batch": 8}
+    options = {"path": path, "mode": "weak", "grow": "model"}
+    create_study(recipe().replace(layers), (2, 4), **options)
+    for more in ((1,), (1, 8)):
+        study = create_study(recipe().replace(layers), more, **options)
+    assert [(c.world, c.recipe.model.layers) for c in study.cells] == [
+        (2, 4),
+        (4, 8),
+        (1, 2),
+        (8, 16),
+    ]
+
+
 def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
     path = tmp_path / "study"
     study = scale("quickstart", (1, 2), {"train.steps": 7}, nodes=(1, 2), path=path)

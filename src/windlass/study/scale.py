@@ -176,8 +176,10 @@ def create_study(
     if worlds:
         recipe.check_packages()
         recipe = with_threads(recipe, max(worlds), before, threads)
-        there = [cell.world or 1 for cell in before.cells] if before else []
-        smallest = min([*worlds, *there])
+        smallest = min(worlds)
+        if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
+            cell, layers = before.cells[0], before.recipe.model.layers
+            smallest = layers * (cell.world or 1) // cell.recipe.model.layers
         listed = assignments(recipe, scaling, worlds, nodes, smallest, left_out)
         every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
@@ -236,8 +238,8 @@ def assignments(
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `smallest`: the baseline; 0: of `worlds`. `left_out` gets a message for each
-    reason that rules out layouts.
+    no number of ranks. `left_out` gets a message for each reason that rules out layouts.
+    `smallest`: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
