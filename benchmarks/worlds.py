@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from published import PublishedRun, published_runs
+
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import CHECKPOINTING, kinds_of, shard_of
 from windlass.estimate.memory import memory
-from windlass.estimate.published import PublishedRun, published_runs
 from windlass.estimate.rank import Layout
 from windlass.estimate.search import NETWORK
 from windlass.estimate.step import Links, constants, published_speeds, slowest
