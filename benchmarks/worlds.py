@@ -17,10 +17,9 @@ from itertools import product
 from published import PublishedRun, published_runs
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import CHECKPOINTING, kinds_of, shard_of
+from windlass.estimate.layouts import NETWORK, variants
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout
-from windlass.estimate.search import NETWORK
 from windlass.estimate.step import Links, constants, published_speeds, slowest
 from windlass.model.size import flops_per_token
 from windlass.recipe import ModelSettings
@@ -61,12 +60,9 @@ def layouts(model: ModelSettings, world: int) -> Iterator[Layout]:
             base = Layout("ddp", world, 1, "bf16", tensor=tensor, pipeline=pipeline, **how)
             base = replace(base, workspace=DEVICE.workspace_bytes, compile=True)
             groups = HOST // tensor if world > HOST else 0
-            for (strategy, each), checkpointing in product(kinds_of(base), CHECKPOINTING):
-                if pipeline > 1 and strategy not in ("ddp", "shard_grad_op"):
-                    continue
-                shard = shard_of(strategy, base, groups)
-                one = replace(base, strategy=strategy, shard=shard, checkpointing=checkpointing)
-                yield replace(one, reduce_each=each)
+            for layout in variants(base, groups_of_host=groups):
+                if pipeline == 1 or layout.strategy in ("ddp", "shard_grad_op"):
+                    yield layout
 
 
 def best(model: ModelSettings, vocab: int, world: int) -> tuple[Layout, float] | None:

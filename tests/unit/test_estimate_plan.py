@@ -15,9 +15,14 @@ from windlass.data.open import open_samples
 from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
+from windlass.estimate.calendar import (
+    evaluations,
+    measures_all,
+    milestones,
+    optimal_tokens,
+    resolve_steps,
+)
 from windlass.estimate.devices import GIB, find_device
-from windlass.estimate.milestones import evaluations, measures_all, milestones
-from windlass.estimate.optimum import optimal_tokens, resolve_steps
 from windlass.estimate.plan import assemble, plan
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import Speed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from windlass.estimate.devices import find_device
+from windlass.estimate.layouts import Machine
 from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.search import Machine
 from windlass.estimate.step import (
     NotMeasured,
     Speeds,

@@ -9,8 +9,8 @@ from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
 from windlass.estimate.advice import pasted
 from windlass.estimate.devices import TIGHT, USABLE
+from windlass.estimate.layouts import NETWORK
 from windlass.estimate.memory import PARTS
-from windlass.estimate.search import NETWORK
 from windlass.estimate.work import LINKS
 from windlass.model.size import describe_network, trainable
 from windlass.telemetry.measures import duration, short
