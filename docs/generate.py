@@ -411,7 +411,6 @@ SITE = Site(
 )
 SUBMIT = "windlass submit c4-30m run.name=first 'telemetry.trackers=[\"wandb\"]' --nodes 2 "
 SUBMIT += "--gpus-per-node 4 \\\n    --time 04:00:00 --min-busbw 5 --site site.toml --dry-run"
-TITLES = {"slurm": "SLURM", "pbs": "PBS", "lsf": "LSF"}
 
 
 def scripts_page() -> str:
@@ -421,10 +420,10 @@ def scripts_page() -> str:
     commands = "\n".join(f"{SUBMIT} --scheduler {name}" for name in SCHEDULERS)
     site = tomli_w.dumps(SITE.model_dump(exclude_defaults=True))
     text = SCRIPTS.format(site=site, commands=commands)
-    for scheduler in SCHEDULERS:
+    for scheduler, one in SCHEDULERS.items():
         _, script, _ = submit_run(recipe, scheduler=scheduler, site=SITE, asked=asked, dry_run=True)
         script = script.replace(sys.executable, "/home/me/venv/bin/python")
-        text += f"\n## {TITLES[scheduler]}\n\n```bash\n{script}```\n"
+        text += f"\n## {one.TITLE}\n\n```bash\n{script}```\n"
     rows = [("key", "default", "meaning")]
     for key, field in Site.model_fields.items():
         default = repr(field.get_default(call_default_factory=True)).replace("'", '"')

@@ -11,7 +11,7 @@ import pytest
 import hf_fixtures
 from helpers import overrides, write_corpus
 from windlass import train
-from windlass.estimate.optimum import optimal_steps
+from windlass.estimate.calendar import optimal_steps
 from windlass.estimate.plan import plan
 from windlass.model.build import read_sizes
 from windlass.model.size import count

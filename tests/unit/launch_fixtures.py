@@ -18,7 +18,7 @@ def job_of(folder: Path, *command: str, **more) -> Job:
 
 def header(script: str) -> list[str]:
     """The option lines of a script, without the scheduler's mark."""
-    return re.findall(r"^#(?:SBATCH|PBS|BSUB) (.*)$", script, re.MULTILINE)
+    return re.findall(r"^#(?:SBATCH|PBS) (.*)$", script, re.MULTILINE)
 
 
 def run_job(job: Job, scheduler: str, **environ: str) -> subprocess.Popen:

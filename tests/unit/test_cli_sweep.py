@@ -8,7 +8,7 @@ from rich.console import Console
 
 from helpers import write_ledger
 from windlass.cli.runs import show_study
-from windlass.estimate.optimum import resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.progress import Progress, cells_table
 from windlass.study.study import Study

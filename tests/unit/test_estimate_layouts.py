@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 
 from windlass.estimate.devices import find_device
+from windlass.estimate.layouts import Machine, layout_rows, layouts, settings_of
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, layout_of, ranks_of
-from windlass.estimate.search import Machine, layout_rows, layouts
 from windlass.estimate.step import Links
 from windlass.estimate.work import Collective, works
 from windlass.model.size import count, stage_layers
@@ -159,15 +159,15 @@ def machine(world, gigabytes, name="A100-40GB"):
 def test_every_layout_is_a_valid_recipe(world):
     recipe = GPT2.replace("train.global_batch=96", "model.kv_heads=4", "model.layers=6")
     every = list(layouts(recipe, machine(world, 40)))
-    for layout, settings in every:
-        own = recipe.replace(settings)
+    for layout in every:
+        own = recipe.replace(settings_of(layout))
         assert layout_of(own, world, "cuda", "bf16") == replace(layout, workspace=0)
         assert layout.accumulation >= layout.pipeline and layout.pipeline <= 6
         assert 12 % layout.tensor == 0 and layout.model_ranks * layout.data_world == world
-    assert any(layout.model_ranks == world for layout, _ in every)
-    assert {layout.tensor for layout, _ in every} <= {1, 2, 4, 12}  # 3 and 6 do not fit 4 heads
+    assert any(layout.model_ranks == world for layout in every)
+    assert {layout.tensor for layout in every} <= {1, 2, 4, 12}  # 3 and 6 do not fit 4 heads
     adafactor = recipe.replace("optim.kind=torch.optim.Adafactor")
-    assert {layout.tensor for layout, _ in layouts(adafactor, machine(world, 40))} == {1}
+    assert {layout.tensor for layout in layouts(adafactor, machine(world, 40))} == {1}
 
 
 def test_layouts_are_sorted_by_time_and_fit():
@@ -187,9 +187,7 @@ def test_layouts_are_sorted_by_time_and_fit():
 
 def test_nothing_fits():
     rows, text = layout_rows(GPT2, 50304, machine(2, 0.5))
-    assert (
-        not rows and "closest" in text and "parallel.tensor=2" in text and "1 GB too much" in text
-    )
+    assert not rows and "2 ranks" in text
     odd, _ = layout_rows(GPT2, 50304, machine(7, 40))  # for 512 sequences, 12 heads and layers
     divisions = {(row.layout.tensor, row.layout.context, row.layout.pipeline) for row in odd}
     assert divisions == {(1, 7, 1), (1, 1, 7)}
@@ -205,7 +203,7 @@ def test_the_plan_lists_layouts():
     assert plain[0]["memory"]["total"] == result.layouts[0].memory.total
     assert not plan("gpt2-124m", device="A100-40GB").layouts  # one rank
     small = plan("gpt2-124m", world=2, device="A100-40GB", memory_bytes=10**9)
-    assert not small.layouts and "closest" in repr(small)
+    assert not small.layouts and small.layouts_advice in repr(small)
     two_hosts = plan("gpt2-124m", world=16, device="A100-40GB")
     assert "host of 8 ranks" in repr(two_hosts)
     staged = plan("gpt2-124m", ["parallel.pipeline=2"], world=2, device="A100-40GB")

@@ -1,16 +1,15 @@
 """The time of a step: each part by hand, and the whole against published runs."""
 
 import csv
-import importlib.util
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.published import FAILURES, errors, published_runs
+from windlass.estimate.layouts import Machine
 from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.search import Machine
 from windlass.estimate.step import (
     NotMeasured,
     Speeds,
@@ -153,11 +152,9 @@ def test_devices_between_the_fitted_ones():
 
 @pytest.fixture(scope="module")
 def benchmark():
-    path = Path(__file__).parents[2] / "benchmarks" / "published.py"
-    spec = importlib.util.spec_from_file_location("published_benchmark", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+        return importlib.import_module("published")
 
 
 def test_published_runs_that_the_fit_did_not_see(benchmark):
@@ -166,10 +163,10 @@ def test_published_runs_that_the_fit_did_not_see(benchmark):
     """
     for by in (lambda run: run.source, lambda run: run.source.split()[0]):
         every = [error for rows in benchmark.left_out(by).values() for _, error in rows]
-        assert len(every) == 232 and errors(every).median <= 0.12
-    runs = published_runs()
-    assert len(runs) == 235 and len(FAILURES) == 3
-    memory = errors(run.predicted_gb / run.memory_gb - 1 for run in runs if run.memory_gb)
+        assert len(every) == 232 and benchmark.errors(every).median <= 0.12
+    runs = benchmark.published_runs()
+    assert len(runs) == 235 and len(benchmark.FAILURES) == 3
+    memory = benchmark.errors(run.predicted_gb / run.memory_gb - 1 for run in runs if run.memory_gb)
     assert memory.rows == 6 and memory.median <= 0.10
     # with the largest micro-batch that ran, no run of the tables is refused
     tables = [run for run in runs if run.source.startswith("mosaicml")]
@@ -187,11 +184,11 @@ def test_the_range_of_a_plan_is_of_projects_that_the_fit_did_not_see(benchmark):
     assert stored["A100"][3] > 0.5
 
 
-def test_the_rows_of_the_package_are_those_of_their_source(data_files):
+def test_the_rows_are_those_of_their_source(benchmark, data_files):
     with (data_files / "published-runs.csv").open(encoding="utf-8", newline="") as file:
         rows = {row["id"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {run.id for run in published_runs()}
-    for run in published_runs():
+    assert set(rows) == {run.id for run in benchmark.published_runs()}
+    for run in benchmark.published_runs():
         row, layout, model = rows[run.id], run.rank.layout, run.rank.model
         assert run.tokens_per_s == float(row["tokens_per_s_per_gpu"])
         assert (run.memory_gb or 0) == pytest.approx(float(row["mem_gb"] or 0), abs=0.06)

@@ -8,17 +8,17 @@ import pytest
 from estimate_fixtures import rewrite, write_run
 
 from helpers import refused
-from windlass.estimate.devices import find_device
-from windlass.estimate.milestones import (
+from windlass.estimate.calendar import (
     checkpoints_to_come,
     milestone_rows,
     milestones,
     occurrences,
     seconds_until,
 )
+from windlass.estimate.devices import find_device
+from windlass.estimate.layouts import Machine
 from windlass.estimate.plan import past_speed, plan, predicted_speed
 from windlass.estimate.rank import compiles, layout_of
-from windlass.estimate.search import Machine
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import measured_speed, predicted_and_actual
 from windlass.recipe import Horizon, Recipe

@@ -638,7 +638,7 @@ def test_the_site_file(tmp_path, monkeypatch):
         ('time = "4h"', ["time", "HH:MM:SS"]),
         ("a =", ["site.toml"]),
         ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]),
-        ('scheduler = "condor"', ["scheduler", "condor", "lsf"]),
+        ('scheduler = "condor"', ["scheduler", "condor", "pbs"]),
         ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
         ("modules = 'cuda'", ["modules", "list"]),
         ("directives = ['#SBATCH -x a']", ["directives", "#SBATCH -x a"]),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from helpers import refused, windlass
 from windlass.errors import UserError
-from windlass.estimate.milestones import occurrences
-from windlass.estimate.optimum import optimal_steps
+from windlass.estimate.calendar import occurrences, optimal_steps
 from windlass.recipe import (
     Horizon,
     Recipe,

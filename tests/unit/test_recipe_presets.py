@@ -5,8 +5,7 @@ import pytest
 from helpers import refused
 from windlass.checkpoint.retention import policy_of
 from windlass.cli import main
-from windlass.estimate.milestones import checkpoints_to_come, milestones
-from windlass.estimate.optimum import resolve_steps
+from windlass.estimate.calendar import checkpoints_to_come, milestones, resolve_steps
 from windlass.estimate.plan import plan
 from windlass.model.size import count
 from windlass.optim.schedule import lr_multiplier, phases

@@ -237,6 +237,11 @@ PEAKS = {
     ("NVIDIA H200 NVL", "bf16"): 835,
     ("NVIDIA H800 SXM", "tf32"): 494,
     ("NVIDIA H100 NVL", "fp32"): 60,
+    ("NVIDIA H800", "bf16"): 989,
+    ("NVIDIA H800 PCIe", "bf16"): 756,
+    ("NVIDIA A800-SXM4-80GB", "bf16"): 312,
+    ("NVIDIA GB200", "float8"): 5000,
+    ("NVIDIA A10G", "bf16"): 70,
     ("NVIDIA B200", "bf16"): 2250,
     # what is not known is not guessed
     ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,

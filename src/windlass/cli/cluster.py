@@ -49,7 +49,7 @@ GpusPerNode = Annotated[
     Option(min=-1, metavar="G", help="GPUs of a host; default: the site's.", show_default=False),
 ]
 SchedulerName = Annotated[
-    str, Option(metavar="slurm|pbs|lsf", help="Default: the installed one.", show_default=False)
+    str, Option(metavar="slurm|pbs", help="Default: the installed one.", show_default=False)
 ]
 SiteFile = Annotated[
     Path | None, Option(metavar="FILE", help="Default: ~/.config/windlass/site.toml.")
@@ -74,8 +74,8 @@ def launch(
     ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
-    """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS
-    and LSF, else as local processes.
+    """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS,
+    else as local processes.
 
     The exit code is the command's: 75 if a signal stopped it, 69 if a job lost a host. A signal to
     this process reaches every rank.
@@ -166,7 +166,7 @@ def submit(
     watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
     cancel: bool = Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
-    """Submit a training, or the open cells of a study, to SLURM, PBS or LSF (LSF was not run).
+    """Submit a training, or the open cells of a study, to SLURM or PBS.
 
     A job requeues itself at its time limit and resumes.
 

@@ -109,7 +109,7 @@ GROUPS = {
     "Cluster": {
         "submit": Verb(
             "cluster",
-            "Submit a training or a study to SLURM, PBS or LSF.",
+            "Submit a training or a study to SLURM or PBS.",
             "windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run",
         ),
         "launch": Verb(

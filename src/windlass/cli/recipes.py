@@ -161,8 +161,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
 
 
 def plan(
-    recipe: RecipeName = "",
-    *,
+    recipe: RecipeName,
     overrides: Overrides,
     world: int = Option(0, min=0, help="Ranks; default: 1, or the ranks of the run."),
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB; default: here."),
@@ -170,30 +169,21 @@ def plan(
     per_host: int = Option(0, min=0, help="Ranks of each host; default: 8 GPUs."),
     from_: list[str] = Option([], "--from", metavar="RUN|STUDY", help="Past runs for the speed."),
     law: str = Option("", metavar="LADDER", help="Predict the loss by the law of a ladder."),
-    validate: bool = Option(False, help="Print the model's error on published runs."),
     json_: Json = False,
 ) -> None:
     """Plan a run: parameters, steps, FLOPs, memory for each strategy, time, disk, and a calendar.
 
     It is arithmetic from the recipe, without torch; only the parameters of a Hugging Face model are
     counted on torch's meta device. Time comes from a measured speed (--from, or the recipe's own
-    run directory), or from a model of a step; the output says which. --validate prints the model's
-    error on published runs. A run directory gives the plan for its remaining steps. Numbers that
-    depend on data that are not prepared yet are marked.
+    run directory), or from a model of a step; the output says which. A run directory gives the plan
+    for its remaining steps. Numbers that depend on data that are not prepared yet are marked.
     """
     from windlass.estimate.plan import plan as make_plan
-    from windlass.estimate.text import print_plan, print_validation
+    from windlass.estimate.text import print_plan
     from windlass.run import Run
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
-    if validate:
-        print_validation(rich_console(sys.stdout))
-        return
-    if not recipe:
-        raise UserError(
-            "RECIPE is missing: write one, as `windlass plan quickstart`, or --validate"
-        )
     past = list[Run]()
     for path in from_:
         past += Study.open(path).runs() if Study.is_study(path) else [Run.open(path)]

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from windlass.errors import UserError
 from windlass.estimate.devices import USABLE
-from windlass.estimate.layouts import MemoryRow
+from windlass.estimate.layouts import MemoryRow, Settings, settings_of
 from windlass.estimate.memory import Memory, memory
 from windlass.estimate.subject import Subject, with_activations, with_counted_sizes
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe, typed
 
-Settings = dict[str, str | int | bool]
 MOST_RANKS = 64  # that the advice tries
 
 
@@ -34,13 +33,11 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
         return advise(Planned(subject), usable)
     row = fitting[0]
     layout, largest = row.layout, row.largest_micro_batch or 0
-    settings: Settings = {"parallel.strategy": layout.strategy}
-    settings["parallel.activation_checkpointing"] = layout.checkpointing
-    settings["train.micro_batch"] = largest if smaller else micro_batch or largest
-    settings |= {"parallel.shard_size": layout.shard} if layout.policy.grouped else {}
-    settings |= {"parallel.offload": True} if layout.offload else {}
-    if layout.reduce_each != "auto":
-        settings["parallel.reduce_each_micro_batch"] = layout.reduce_each
+    size = largest if smaller else micro_batch or largest
+    layout = replace(layout, micro_batch=size)
+    own = ("parallel.tensor", "parallel.context", "parallel.pipeline")
+    settings = {key: value for key, value in settings_of(layout).items() if key not in own}
+    settings = {key: value for key, value in settings.items() if value not in (False, "auto")}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
 

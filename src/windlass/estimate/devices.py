@@ -1,16 +1,15 @@
-"""Memory of devices by name, for plans of a device that is not on this machine."""
+"""Devices by name, for plans of a device that is not on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
+from windlass.telemetry.timing import device_table
 
 GIB = 2**30
 USABLE, TIGHT = 0.9, 0.97
@@ -24,8 +23,6 @@ which memory ran out."""
 HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
 WORKSPACE = 8 * 4096 * 1024
 """Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
-
-
 PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
 LOOPBACK, HOST_MEMORY = 1e9, 4e10  # bytes a second, assumed for CPU ranks of a host
 
@@ -59,14 +56,13 @@ class Device:
 
 @cache
 def table() -> dict[str, Device]:
-    """The devices of `devices.toml` by their short names."""
-    rows = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-    return {
-        short: Device(
-            row["name"], "cuda", row["gib"] * GIB, row["link"] * 1e9, row["bandwidth"] * 1e9
-        )
-        for short, row in rows.items()
-    }
+    """The boards of the table of devices by their short names."""
+    devices = {}
+    for chip in device_table()["chip"]:
+        for short, board in chip.get("boards", {}).items():
+            link, bandwidth = board["link"] * 1e9, board["bandwidth"] * 1e9
+            devices[short] = Device(board["name"], "cuda", board["gib"] * GIB, link, bandwidth)
+    return devices
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:

@@ -1,23 +1,41 @@
-"""The layouts that a number of ranks allows: what fits on a device, and what a job's host needs."""
+"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, what is
+sent, and what a job's host needs.
+
+`variants` varies strategy and activation checkpointing of one layout, for both tables of a plan.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
+from windlass.estimate.calendar import recipe_vocab
 from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.optimum import recipe_vocab
 from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.step import Links, Speeds, published_speeds, slowest
+from windlass.estimate.work import LINKS, works
 from windlass.model.size import CountedSizes, checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
+from windlass.telemetry.timing import peak_flops
 
 CHECKPOINTING = ("none", "selective", "full")
 GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
 LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
+ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
+PER_HOST = 8  # assumed GPUs of a host
+NETWORK = 25e9
+"""Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
+NOMINAL = {"cpu": 5e10, "cuda": 1e14}
+"""FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
+ALIKE = 0.02
+"""Predicted steps that differ by less than this part count as equal."""
+
+Settings = dict[str, str | int | bool]
 
 
 @dataclass(frozen=True)
@@ -25,69 +43,132 @@ class MemoryRow:
     """The memory of a rank under one layout."""
 
     layout: Layout
-    memory: Memory
+    memory: Memory  # of the fullest rank
     fits: bool | None  # None: unknown
     tight: bool  # whether it may run although it does not fit: below TIGHT of the device's memory
     largest_micro_batch: int | None  # that fits; 0: none does; None: unknown
     chosen: bool  # whether it is the recipe's own layout
 
 
-def distinct_strategies(base: Layout) -> list[str]:
-    """The strategies that differ on the ranks of a layout, the fastest first."""
-    if base.replicas == 1:
-        return ["ddp" if base.world > 1 else "single"]
-    hybrid = ["hybrid_shard"] * (base.data_world > 3)
-    return ["ddp", "shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+@dataclass(frozen=True)
+class LayoutRow:
+    """A layout that fits, with the step of its slowest rank."""
+
+    layout: Layout
+    memory: Memory  # of the fullest rank
+    # Seconds of a step, predicted; only for the order if the device has no published peak.
+    compute: float
+    communication: float
+    bubble: float
+    sent: dict[str, int]  # bytes of a rank in a step along each dimension, at most
+    settings: Settings  # that differ from the recipe's
+    chosen: bool  # whether it is the recipe's own layout
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.compute + self.communication + self.bubble
 
 
-def kinds_of(base: Layout) -> list[tuple[str, bool | str]]:
-    """The distinct strategies with a value of `parallel.reduce_each_micro_batch`.
+@dataclass(frozen=True)
+class Machine:
+    """The ranks for which layouts are compared."""
 
-    `full_shard` and `hybrid_shard` reduce in each micro-batch by themselves, `shard_grad_op` may.
+    device: Device
+    world: int
+    precision: str
+    per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
+
+    @property
+    def ranks_of_host(self) -> int:
+        """Ranks of each of several hosts; 0 if there is one host."""
+        per_host = self.per_host or (PER_HOST if self.device.kind == "cuda" else self.world)
+        return per_host if per_host < self.world else 0
+
+    @property
+    def knows_peak(self) -> bool:
+        return peak_flops(self.device.name, self.precision) is not None
+
+    def speeds(self, recipe: Recipe) -> Speeds:
+        """The speeds of a rank, by the device's data sheet and the published rates of links."""
+        own = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else own
+        links = Links(self.device.link, NETWORK, self.ranks_of_host)
+        speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
+        if self.precision == "float8" and own and peak:  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * own / peak)
+        return speeds
+
+
+def variants(
+    base: Layout, checkpointings: Sequence[str] = CHECKPOINTING, groups_of_host: int = 0
+) -> Iterator[Layout]:
+    """A layout with each strategy and activation checkpointing that its ranks allow, the fastest
+    first, without offload; `groups_of_host` data ranks share each of several hosts.
+
+    Recomputation adds up to a third of the arithmetic. Sharding moves parameters over the network,
+    `shard_grad_op` less than `full_shard`. `hybrid_shard` gathers among half of the ranks.
+    `shard_optim` moves half as much again as `ddp`, while nothing is computed. `full_shard` and
+    `hybrid_shard` reduce the gradients of each micro-batch by themselves, `shard_grad_op` may.
     """
-    kinds = list[tuple[str, bool | str]]()
-    for name in distinct_strategies(base):
-        kinds.append((name, "auto"))
+    names = ["ddp" if base.world > 1 else "single"]
+    if base.replicas > 1:
+        hybrid = ["hybrid_shard"] * (base.data_world > 3)
+        names += ["shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+    plain = replace(base, offload=False)
+    for checkpointing, name in product(checkpointings, names):
+        yield variant(plain, name, checkpointing, groups_of_host)
         if name == "shard_grad_op" and base.accumulation > 1:
-            kinds.append((name, True))
-    return kinds
+            yield variant(plain, name, checkpointing, groups_of_host, reduce_each=True)
 
 
-def shard_of(strategy: str, base: Layout, groups_of_host: int = 0) -> int:
-    """`Layout.shard` with another strategy; `groups_of_host` data ranks share each of several
-    hosts."""
+def variant(
+    base: Layout,
+    strategy: str,
+    checkpointing: str,
+    groups_of_host: int = 0,
+    reduce_each: bool | str = "auto",
+) -> Layout:
+    """A layout with another strategy; what `base` has of the same strategy stays."""
     policy = STRATEGIES[strategy]
-    data = policy.sizes(base.data_world, 0, groups_of_host).dp_shard
-    return data * (base.context if policy.shards_optimizer else 1)
+    shard = policy.sizes(base.data_world, 0, groups_of_host).dp_shard
+    shard *= base.context if policy.shards_optimizer else 1
+    how = replace(base, strategy=strategy, checkpointing=checkpointing, reduce_each=reduce_each)
+    if strategy != base.strategy:
+        return replace(how, shard=shard)
+    return (
+        replace(how, reduce_each=base.reduce_each) if how.reduces_each == base.reduces_each else how
+    )
+
+
+def settings_of(layout: Layout) -> Settings:
+    """The settings of a recipe that give a layout."""
+    return {
+        "parallel.tensor": layout.tensor,
+        "parallel.context": layout.context,
+        "parallel.pipeline": layout.pipeline,
+        "parallel.strategy": layout.strategy,
+        "parallel.activation_checkpointing": layout.checkpointing,
+        "train.micro_batch": layout.micro_batch,
+        "parallel.shard_size": layout.shard // layout.context if layout.policy.grouped else 0,
+        "parallel.offload": layout.offload,
+        "parallel.reduce_each_micro_batch": layout.reduce_each,
+    }
 
 
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
-    """A row for each layout that the world of `base` allows, the fastest first, with its
-    micro-batch; only our GPT varies in checkpointing and offload.
-
-    Recomputation adds up to a third of the arithmetic. Sharding moves parameters over the network,
-    `shard_grad_op` less than `full_shard`. `hybrid_shard` gathers among half of the ranks.
-    `shard_optim` moves half as much again as `ddp`, while nothing is computed. Offload moves
-    everything over the host's bus. `shard_grad_op` also has rows that reduce the gradients of each
-    micro-batch.
+    """A row for each variant of `base` with its micro-batch, the fastest first; only our GPT varies
+    in checkpointing and offload, which moves everything over the host's bus.
     """
     ours = not isinstance(model, CountedSizes)
     known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
     base = base if known else replace(base, checkpointing="none")
-    checkpointings = CHECKPOINTING if ours else [base.checkpointing]
-    kinds = [(*k, False) for k in product(checkpointings, kinds_of(base))]
+    layouts = list(variants(base, CHECKPOINTING if ours else [base.checkpointing]))
     if base.device == "cuda" and ours:
-        kinds += [(c, ("full_shard", "auto"), True) for c in ("none", "full")]
-    layouts = []
-    for checkpointing, (strategy, reduce_each), offload in kinds:
-        same = strategy == base.strategy
-        shard = base.shard if same else shard_of(strategy, base)
-        layout = replace(base, strategy=strategy, shard=shard, reduce_each=reduce_each)
-        if same and layout.reduces_each == base.reduces_each:
-            layout = replace(layout, reduce_each=base.reduce_each)
-        layouts.append(replace(layout, checkpointing=checkpointing, offload=offload))
+        offload = replace(base, offload=True)
+        layouts += [variant(offload, "full_shard", each) for each in ("none", "full")]
     rows = []
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
@@ -101,6 +182,97 @@ def memory_rows(
             largest = fitting.micro_batch if fitting else 0
         rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
     return rows
+
+
+def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
+    """Every valid layout of our GPT: each combination of `parallel.tensor` (inside a host),
+    `context` and `pipeline` that the recipe's checks accept, with each micro-batch and variant."""
+    world, host = machine.world, machine.ranks_of_host
+    numbers = [n for n in range(1, world + 1) if world % n == 0]
+    # Some optimizers of libraries need whole matrices.
+    whole = "." in recipe.optim.kind
+    for tensor, context, pipeline in product(numbers, numbers, numbers):
+        # Links between hosts are too slow for tensor parallelism.
+        apart = host and tensor > host
+        if world % (tensor * context * pipeline) or (whole and tensor > 1) or apart:
+            continue
+        division: Settings = {"parallel.tensor": tensor, "parallel.context": context}
+        division |= {"parallel.pipeline": pipeline, "parallel.strategy": "auto"}
+        division |= {"parallel.offload": False, "parallel.shard_size": 0}
+        division |= {"parallel.reduce_each_micro_batch": "auto"}
+        division |= {"train.micro_batch": recipe.train.micro_batch or 1}
+        try:
+            base = layout_of(
+                recipe.replace(division), world, machine.device.kind, machine.precision
+            )
+        except UserError:  # the checks of `recipe.combinations` and of the batch
+            continue
+        base = replace(base, workspace=machine.device.workspace_bytes)
+        groups = 0 if host % (tensor * context) else host // (tensor * context)
+        sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
+        for size in [base.micro_batch] if recipe.train.micro_batch else sizes:
+            divided = replace(base, micro_batch=size, accumulation=base.share // size)
+            for layout in variants(divided, groups_of_host=groups):
+                if not layout.policy.grouped or 1 < layout.shard // context < layout.data_world:
+                    yield layout
+
+
+def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[LayoutRow], str]:
+    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
+    none fits.
+
+    Of layouts within about ALIKE of each other the simplest is first: with the fewest parts, without
+    recomputation, with the least sharding, and with the largest micro-batch.
+    """
+    if (usable := machine.device.usable_bytes) is None:
+        return [], "the device's memory is unknown"
+    speeds, kind, bucket = machine.speeds(recipe), recipe.optim.kind, recipe.parallel.bucket_mb
+    timed = []
+    for layout in layouts(recipe, machine):
+        step = slowest(recipe.model, vocab, layout, speeds, kind, bucket_mb=bucket)
+        about = round(math.log(step.total) / ALIKE)
+        parts = layout.model_ranks, layout.pipeline, layout.context
+        cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
+        timed.append(((about, parts, cost, -layout.micro_batch), layout, step))
+    timed.sort(key=lambda one: one[0])
+    own, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
+    for _, layout, step in timed:
+        division = layout.tensor, layout.context, layout.pipeline
+        if division in rows:
+            continue
+        peak = memory(recipe.model, vocab, layout, kind)
+        if peak.total <= usable:
+            sent = [work.bytes_sent() for work in works(recipe.model, vocab, layout, bucket)]
+            most = {link: max(one[link] for one in sent) for link in LINKS}
+            times = (step.compute, step.communication, step.bubble)
+            changes = changes_of(recipe, layout)
+            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == own)
+        if len(rows) == ROWS:
+            break
+    ranks = plural(machine.world, "rank")
+    if not timed:
+        problem = f"no layout divides the model and train.global_batch among {ranks}"
+        return [], f"{problem}: use another number of ranks, or another batch"
+    why = (
+        f"no layout of {ranks} fits. Under the memory above are settings that fit, if there are any"
+    )
+    return list(rows.values()), "" if rows else why
+
+
+def changes_of(recipe: Recipe, layout: Layout) -> Settings:
+    """The settings of a layout that differ from the recipe's."""
+    before = recipe.flat()
+    if before["parallel.strategy"] == "auto":
+        before["parallel.strategy"] = "ddp" if layout.world > 1 else "single"
+    return {key: value for key, value in settings_of(layout).items() if before[key] != value}
+
+
+def own_layout(recipe: Recipe, vocab: int, machine: Machine) -> Layout | None:
+    """The recipe's own layout; None if it does not divide the ranks."""
+    try:
+        return layout_on(recipe, vocab, machine.world, machine.device, machine.precision)
+    except UserError:
+        return None
 
 
 def with_micro_batch(

@@ -14,10 +14,7 @@ from typing import Any
 
 from windlass.errors import UserError, argument
 from windlass.estimate.advice import recommend
-from windlass.estimate.devices import TIGHT, Device
-from windlass.estimate.layouts import MemoryRow, memory_rows
-from windlass.estimate.memory import memory
-from windlass.estimate.milestones import (
+from windlass.estimate.calendar import (
     TIMED,
     Evaluations,
     MilestoneRow,
@@ -25,9 +22,12 @@ from windlass.estimate.milestones import (
     evaluations,
     milestone_rows,
     milestones,
+    optimal_steps,
+    optimal_tokens,
 )
-from windlass.estimate.optimum import optimal_steps, optimal_tokens
-from windlass.estimate.search import LayoutRow, Machine, layout_rows
+from windlass.estimate.devices import TIGHT, Device
+from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
+from windlass.estimate.memory import memory
 from windlass.estimate.step import MANY, NotMeasured, constants, slowest
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
@@ -140,7 +140,7 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    machine = Machine.of(subject, per_host)
+    machine = Machine(subject.device, subject.world, subject.precision, per_host)
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)

@@ -10,17 +10,15 @@ A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 - communication: ring bytes over the link, as far as computation cannot hide them
 - bubble: a pipeline stage waits for the others
 
-`Speeds` are constants of a device family (`speeds.toml`), or rates that `windlass check` measured.
+`Speeds` are constants of a device family (`Constants`), or rates that `windlass check` measured.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,6 +28,7 @@ from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
+from windlass.telemetry.timing import device_table
 
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
@@ -53,7 +52,7 @@ float8: it is read for the scale and for rounding, written, and transposed. By c
 
 @dataclass(frozen=True)
 class Constants:
-    """The values of `speeds.toml`, which documents them."""
+    """The speeds of the table of devices (`telemetry/devices.toml`), which documents them."""
 
     memory: float
     launch: float
@@ -68,13 +67,11 @@ class Constants:
 
 @cache
 def constants() -> Constants:
-    values = tomllib.loads(Path(__file__).with_name("speeds.toml").read_text(encoding="utf-8"))
-    ranges = {name: tuple(row) for name, row in values.pop("ranges").items()}
-    families = [values.pop(name) for name in ("A100", "H100")]
-    products, attention = (
-        tuple(one[name] for one in families) for name in ("products", "attention")
-    )
-    return Constants(**values, products=products, attention=attention, ranges=ranges)
+    values = dict(device_table()["speeds"])
+    for name in ("products", "attention"):
+        values[name] = values[name]["A100"], values[name]["H100"]
+    values["ranges"] = {name: tuple(row) for name, row in values["ranges"].items()}
+    return Constants(**values)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.errors import UserError, argument, first_line
+from windlass.estimate.calendar import recipe_vocab, resolve_steps
 from windlass.estimate.devices import Device, find_device, table, this_device
 from windlass.estimate.layouts import layout_on
-from windlass.estimate.optimum import recipe_vocab, resolve_steps
 from windlass.estimate.rank import Layout
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token

@@ -9,9 +9,8 @@ from windlass.data.describe import mixture_table, repeated
 from windlass.errors import plural
 from windlass.estimate.advice import pasted
 from windlass.estimate.devices import TIGHT, USABLE
+from windlass.estimate.layouts import NETWORK
 from windlass.estimate.memory import PARTS
-from windlass.estimate.search import NETWORK
-from windlass.estimate.step import MANY
 from windlass.estimate.work import LINKS
 from windlass.model.size import describe_network, trainable
 from windlass.telemetry.measures import duration, short
@@ -272,22 +271,3 @@ def _section(
     for note in notes:
         console.print(Text(note, style="italic"))
     console.print()
-
-
-def print_validation(console: Console) -> None:
-    """Print the errors of the plan on the published runs, by source and family of devices."""
-    from windlass.estimate.published import FAILURES, validation
-
-    cells = []
-    for source, family, speed, memory in validation():
-        shown = [f"{100 * value:+.1f}" for value in speed[2:]]
-        peak = [str(memory.rows), f"{100 * memory.median:.1f}"] if memory else ["", ""]
-        cells.append((source, family, str(speed.rows), f"{100 * speed.median:.1f}", *shown, *peak))
-    head = ("source", "family", "rows", "median", "signed", "low", "high", "mem rows", "mem")
-    notes = ["Errors of predicted tokens/s in %: positive is too fast. median: of absolute values."]
-    notes.append(
-        f"low, high: 8 of 10 rows are between them; below {MANY} rows all. mem: of memory."
-    )
-    notes += [f"left out, {name}: {reason}." for name, reason in FAILURES.items()]
-    title = "The plan against published runs (estimate/published.csv)"
-    _section(console, title, [], head, cells, text_columns=2, notes=notes)

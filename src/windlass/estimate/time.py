@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
-from windlass.estimate.milestones import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
+from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
 from windlass.run import effective, last_start, read_lines
 from windlass.telemetry.timing import wall_time
 

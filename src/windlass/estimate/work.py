@@ -43,7 +43,8 @@ class Collective(NamedTuple):
     def bus_bytes(self) -> float:
         """Bytes over each link of a ring in all calls.
 
-        2 (n-1)/n of the buffer for an all-reduce, all of a message, (n-1)/n for the others.
+        2 (n-1)/n of the buffer for an all-reduce, all of a message, (n-1)/n for the others, as in
+        nccl-tests (doc/PERFORMANCE.md).
         """
         part = (self.ranks - 1) / self.ranks
         passes = {"all_reduce": 2 * part, "send_recv": 1.0}.get(self.name, part)

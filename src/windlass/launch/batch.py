@@ -75,7 +75,7 @@ TIMER = """\
   sleep 5
 done; kill -USR1 $$) & timer=$!
 """
-# PBS and LSF signal all processes of a job, and mpiexec has no handler.
+# PBS signals all processes of a job, and mpiexec has no handler.
 IGNORE = "trap '' USR2  # a signal to all processes of the job must not end those without a handler"
 CHECK = """\
 rates={rates}

@@ -31,11 +31,11 @@ class Site(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     scheduler: str = ""
-    """`slurm`, `pbs` or `lsf`; empty: the one that is installed."""
+    """`slurm` or `pbs`; empty: the one that is installed."""
     partition: str = ""
-    """The partition (SLURM) or queue (PBS, LSF)."""
+    """The partition (SLURM) or queue (PBS)."""
     account: str = ""
-    """The account (SLURM, PBS) or project (LSF) that pays for the time."""
+    """The account that pays for the time."""
     time: str = Field("", pattern=f"^({TIME})?$")
     """The default of `--time`, as HH:MM:SS."""
     gpus_per_node: int = Field(0, ge=0)
@@ -45,13 +45,13 @@ class Site(BaseModel):
     memory_per_rank: int = Field(-1, ge=-1)
     """GB of host memory for each rank; -1: computed from the recipe; 0: the job asks for none."""
     constraint: str = ""
-    """Features of the nodes: SLURM's `--constraint`, resources that PBS adds to each chunk
-    (`system=polaris`), or what LSF selects hosts by (`ngpus>0`)."""
+    """Features of the nodes: SLURM's `--constraint`, or resources that PBS adds to each chunk
+    (`system=polaris`)."""
     mail: str = ""
     """The address to which the scheduler mails when a job ends or fails."""
     directives: list[Annotated[str, Field(pattern="^-")]] = []
-    """More options of the scheduler, as after `#SBATCH`, `#PBS` or `#BSUB`; they replace Windlass's
-    options of the same name."""
+    """More options of the scheduler, as after `#SBATCH` or `#PBS`; they replace Windlass's options of
+    the same name."""
     modules: list[str] = []
     """Modules to load."""
     setup: list[str] = []
@@ -59,7 +59,7 @@ class Site(BaseModel):
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher: str = Field("", pattern=f"^(({'|'.join(LAUNCHERS)})( .*)?)?$")
-    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (others') or `torchrun`; more
+    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (PBS's) or `torchrun`; more
     options of it may follow."""
     program: str = ""
     """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;

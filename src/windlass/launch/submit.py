@@ -294,11 +294,17 @@ def queued_tasks(directory: Path) -> dict[int, Queued]:
     for one in _jobs(directory):
         if one.state:
             states = one.scheduler.tasks(one.job, one.state, lambda words: _run(words).stdout)
-            own = {one.scheduler.task_number(task): state for task, state in states.items()}
+            own = {task_number(task): state for task, state in states.items()}
             # without states of single tasks, none has begun or the scheduler does not answer
             held = one.array if own.keys() <= {None} else [n for n in one.array if own.get(n)]
             tasks |= dict.fromkeys(held, one)
     return tasks
+
+
+def task_number(task: str) -> int | None:
+    """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
+    number = re.search(r"(?:_|\[)(\d+)", task)
+    return int(number[1]) if number else None
 
 
 def _jobs(directory: Path) -> list[Queued]:
@@ -366,7 +372,7 @@ def watch(directory: Path, show: Callable[[str], None]) -> None:
             since[one.directory] = (one.directory / SCRIPT).stat().st_mtime
         if alive and (line := f"[{alive[0].job}: {alive[0].state}]") != last:
             show(last := line)
-        # .OU: from PBS or LSF itself
+        # .OU: from PBS itself
         logs = [log for one in since for end in ("out", "OU") for log in one.glob(f"*.{end}")]
         for log in sorted(log for log in logs if log.stat().st_mtime >= since[log.parent]):
             with log.open(errors="replace") as file:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from windlass.estimate.work import Collective
+
 SECONDS, MOST_CALLS = 1.0, 20  # for each collective and size, after the warm-up
 BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
@@ -36,18 +38,6 @@ def memory_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / seconds / 1e9
 
 
-def bus_bandwidth(collective: str, size: int, seconds: float, world: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s, by the sizes and factors of nccl-tests
-    (doc/PERFORMANCE.md).
-
-    `size` in bytes: the buffer of an all-reduce, the result of an all-gather, the input of a
-    reduce-scatter and an all-to-all, one message of a send and receive.
-    """
-    algorithm = size / seconds / 1e9
-    part = (world - 1) / world
-    return algorithm, algorithm * {"all_reduce": 2 * part, "send_recv": 1.0}.get(collective, part)
-
-
 def collectives(
     device: torch.device,
     group: dist.ProcessGroup,
@@ -56,7 +46,8 @@ def collectives(
 ) -> list[dict[str, Any]]:
     """Time every collective at every size in bytes; every rank of `group` calls this.
 
-    Returns rows with `collective`, `size`, `seconds` (median), `algbw` and `busbw` in GB/s.
+    Returns rows with `collective`, `size` (as `Collective` has it), `seconds` (median), `algbw` and
+    `busbw` in GB/s.
     """
     world = dist.get_world_size(group)
     rows = []
@@ -65,9 +56,10 @@ def collectives(
         for name, call in _calls(device, group, count).items():
             show(f"{name} {size:,} bytes")
             seconds = _median_seconds(call, device, group)
-            algorithm, bus = bus_bandwidth(name, 4 * count, seconds, world)
+            bus_bytes = Collective(name, 4 * count, 1, world).bus_bytes
             row = {"collective": name, "size": 4 * count, "seconds": seconds}
-            rows.append(row | {"algbw": algorithm, "busbw": bus})
+            speeds = {"algbw": 4 * count / seconds / 1e9, "busbw": bus_bytes / seconds / 1e9}
+            rows.append(row | speeds)
     return rows
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from windlass.checkpoint.retention import LOSS, comparable, scores_by_step
 from windlass.errors import UserError
-from windlass.estimate.optimum import resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.recipe.settings import SQUAD_SUITE

@@ -292,12 +292,14 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
     `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
     """
     column = "tf32" if tf32 and precision == "fp32" else precision
-    for pattern, row in _peaks().items():
-        if re.search(pattern, name, re.IGNORECASE):
-            return row[column] * 1e12 if column in row else None
+    for chip in device_table()["chip"]:
+        if re.search(chip["names"], name, re.IGNORECASE):
+            tflops = chip.get("tflops", {})
+            return tflops[column] * 1e12 if column in tflops else None
     return None
 
 
 @cache
-def _peaks() -> dict[str, dict[str, float]]:
-    return tomllib.loads(Path(__file__).with_name("peaks.toml").read_text(encoding="utf-8"))
+def device_table() -> dict[str, Any]:
+    """`devices.toml`, which documents itself: chips with their boards, and the speeds reached."""
+    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))

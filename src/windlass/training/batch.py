@@ -22,9 +22,9 @@ from windlass.data.samples import documents_per_row, real_tokens
 from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.advice import pasted, savings
+from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
-from windlass.estimate.optimum import resolve_steps
 from windlass.fileio import read_json, write_atomic
 from windlass.model.build import read_sizes
 from windlass.model.size import CountedSizes

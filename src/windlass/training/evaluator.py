@@ -13,7 +13,7 @@ from windlass.data.chat import stop_tokens
 from windlass.data.examples import eval_questions
 from windlass.data.open import Data
 from windlass.errors import UserError
-from windlass.estimate.milestones import measures_all
+from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
 from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Scores, Suites, write_predictions

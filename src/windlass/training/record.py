@@ -24,7 +24,7 @@ from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data
 from windlass.errors import plural
-from windlass.estimate.milestones import evaluations
+from windlass.estimate.calendar import evaluations
 from windlass.evaluation.source import is_new
 from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups

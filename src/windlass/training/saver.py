@@ -18,7 +18,7 @@ from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
-from windlass.estimate.milestones import checkpoints_to_come
+from windlass.estimate.calendar import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from windlass.launch.schedulers.base import Scheduler
-from windlass.launch.schedulers.lsf import LSF
 from windlass.launch.schedulers.pbs import PBS
 from windlass.launch.schedulers.slurm import SLURM
 
-SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM(), "pbs": PBS(), "lsf": LSF()}
+SCHEDULERS: dict[str, Scheduler] = {"slurm": SLURM(), "pbs": PBS()}
 
 
 def find_job(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -94,11 +94,6 @@ class Scheduler(Protocol):
         """The states of a job's tasks by their ids; of the job itself if it is not an array."""
         return {job: state}
 
-    def task_number(self, task: str) -> int | None:
-        """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
-        number = re.search(r"(?:_|\[)(\d+)", task)
-        return int(number[1]) if number else None
-
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
         """The commands that end waiting tasks, and then let running ones save."""
         tasks = self.tasks(job, state, ask).items()
