@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit, loss_at
 
 from windlass.reports.curve import curve, last_sample
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, markdown_cell
 from windlass.reports.tables import all_settings, comparison, curves, evaluations, results
-from windlass.reports.text import markdown_cell
 from windlass.reports.tracks import Track
 from windlass.reports.view import RunView, evaluation_names, views
 from windlass.telemetry.terminal import printable

@@ -27,8 +27,8 @@ from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports.charts import BEST, FEW, Chart, Look, Series, smoothing
 from windlass.reports.contents import Contents
-from windlass.reports.text import MISSING, show
 from windlass.reports.view import RunView
+from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,14 @@ import numpy as np
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text
 from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, numeric
 from windlass.reports.tables import measure_column
-from windlass.reports.text import numeric, show
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
+from windlass.study.setups import Setup, read_setups
 from windlass.study.study import Study
-from windlass.telemetry.measures import title_of
+from windlass.telemetry.measures import show, title_of
 from windlass.variables import scrub
 
 
@@ -66,6 +67,11 @@ class StudyView:
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
+
+    @cached_property
+    def setups(self) -> list[Setup]:
+        """The setups of a scaling study; empty for another one."""
+        return read_setups(self.study, self.results) if self.study.scaling else []
 
     @property
     def heading(self) -> str:

@@ -20,11 +20,10 @@ from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.recipe.units import epochs_in
-from windlass.reports.text import show
 from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_tracks, track_of
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.results import validation_data
-from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better, show
 from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 

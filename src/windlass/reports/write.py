@@ -12,13 +12,12 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.answers import text_of
 from windlass.reports.contents import Contents
+from windlass.reports.head import text_of
 from windlass.reports.page import cell_page, page
 from windlass.reports.study import StudyView
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, markdown_cell, slug
 from windlass.reports.tables import settings_table
-from windlass.reports.text import markdown_cell, slug
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
@@ -153,7 +152,7 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     text += (
         f"\n{Table('answers', [Column('', 'Question'), Column('', 'Answer')], answers).markdown()}"
     )
-    for view in computed.views if head.state else ():
+    for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
     winners = ""
