@@ -5,7 +5,7 @@ import io
 
 import pytest
 from report_fixtures import rows_of
-from scaling_fixtures import build_scaling, phases, rates, worlds
+from scaling_fixtures import build_scaling, phases, worlds
 
 from windlass.reports.contents import Contents
 from windlass.reports.page import page
@@ -38,7 +38,6 @@ def strong(tmp_path_factory):
         worlds(1, 2, 4, 8, repeats=3),
         step,
         probe=lambda a: phases(82 / a[WORLD]),
-        rates=rates("1x1", "1x2", "1x4"),
         failed=[3],
         waiting=[7, 11],
         settings=["train.global_batch=64"],
@@ -140,7 +139,7 @@ def test_the_ideal_throughput_of_layers_that_double_counts_their_flops(tmp_path)
     cells = worlds(1, 2, model__layers=lambda n: 2 * n)
     scaling, step = Scaling("weak", "model"), lambda a: phases(50.0 + 10 * a[WORLD])
     study = build_scaling(tmp_path / "s", scaling, cells, step)
-    one, two = table = read_setups(study)
+    one, two = read_setups(study)
     more = two.values["parameters"] / one.values["parameters"]
     assert 1 < more < 2
     throughput = charts_of(study)[0]

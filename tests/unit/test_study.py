@@ -12,9 +12,9 @@ import pytest
 from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.study.results import BITS, common_measure, diverged
+from windlass.study.results import BITS, common_measure, diverged, halved
+from windlass.study.runner import train_command
 from windlass.study.study import Study
-from windlass.study.sweep import Halving, train_command
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 QUICKSTART = Recipe.load("quickstart")
@@ -269,7 +269,6 @@ def test_one_rule_for_divergence():
 @pytest.mark.parametrize(("lower", "winner"), [([], 1), (["f1"], 0)])
 def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower, winner):
     """The best F1 wins, though its loss is the worst; a suite can declare that less is better."""
-    pytest.importorskip("optuna")
     recipe = Recipe.load("gpt-squad", ["checkpoint.best=squad.f1"])
     study = Study.create(recipe, ["optim.lr=1e-2,1e-3,1e-4"], tmp_path / "f1")
     for cell, loss, f1 in zip(study.cells, (1.0, 3.0, 2.0), (20.0, 80.0, 40.0), strict=True):
@@ -282,9 +281,8 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
     assert best.assignment == study.cells[winner].assignment
     assert best.median == [20.0, 80.0][winner]
     assert study.results()[1].best_loss == 3.0
-    halving = Halving(study)
-    pruned = [bool(halving.prune(result)) for result in study.results()]
-    assert pruned == [False, bool(lower), True]
+    pruned = halved(study.results())
+    assert [cell.key in pruned for cell in study.cells] == [False, bool(lower), True]
 
 
 def test_speed_is_work_divided_by_time(study):

@@ -10,12 +10,11 @@ from scaling_fixtures import SETTINGS, phases, write_run
 
 from helpers import refused
 from windlass import scale, sweep
-from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
-from windlass.study.probe import probe_recipe, store_rates
+from windlass.study.probe import probe_recipe
 from windlass.study.scale import assignments, create_study, scaling_of, too_few_cores
 from windlass.study.setups import read_setups
 from windlass.study.study import Study, load_study
@@ -174,11 +173,11 @@ def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, wor
 
 
 def test_cells_share_threads_and_log_often_enough(tmp_path):
-    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0, "project": (8, 16)}
+    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0}
     study = study_of(tmp_path / "study", "train.steps=100", **options)
     assert study.recipe.train.threads == thread_share(4)
     assert study.recipe.telemetry.every == 100 // 20
-    scaling = Scaling("weak", "batch", 0, 1, (8, 16))
+    scaling = Scaling("weak", "batch", 0, 1)
     assert study.scaling == Study.open(study.path).scaling == scaling
     seldom = study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50")
     assert seldom.recipe.telemetry.every == 1
@@ -214,7 +213,7 @@ def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
     assert [result.state for result in study.results()] == ["waiting"] * 2
     with refused("windlass submit"):
         sweep(path)
-    assert not (study.path / "runs").exists() and not (study.path / "machine.json").exists()
+    assert not (study.path / "runs").exists()
 
 
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
@@ -225,20 +224,6 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
     assert probe.batch(1).micro_batch == 2
     assert (probe.parallel.strategy, probe.eval.every, probe.checkpoint.every) == ("single", 0, 0)
     assert probe.model == cell.recipe.model and probe.train.precision == cell.recipe.train.precision
-
-
-def test_rates_of_several_checks_are_one_file(tmp_path):
-    rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}, "memory_gb_s": 9.0}
-    other = {"host": "b", "node": 1, "tflops": {"float32": 1.0}, "memory_gb_s": 8.0}
-    rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5}
-    groups = [{"group": name, "ranks": {0: 1.5}} for name in ("all ranks", "one host")]
-    store_rates(tmp_path, [rank], [])
-    store_rates(tmp_path, [rank, other], [rate | group for group in groups])
-    machine = read_json(tmp_path / "machine.json")
-    assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
-    both = machine["2x2"]
-    assert (both["matrix_tflops"], both["hosts"]) == ({"float32": 1.0}, ["a", "b"])
-    assert both["collectives"] == [rate]
 
 
 @pytest.mark.parametrize("name", study_presets())

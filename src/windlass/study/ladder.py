@@ -27,8 +27,8 @@ from windlass.run import Run, last_start
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import Judged, Law, Observation, fit_law, judge
 from windlass.study.results import BITS, CellResult, Ledgers, common_measure
+from windlass.study.runner import sweep
 from windlass.study.study import Study, load_study
-from windlass.study.sweep import sweep
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3

@@ -275,6 +275,32 @@ class Ledgers:
         return CellResult(cell, run, measure, state, reason, left_s=left, **values)
 
 
+def halved(results: Sequence[CellResult]) -> dict[str, str]:
+    """The cells that asynchronous successive halving (arXiv 1810.05934) stops, and why, by key.
+
+    At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
+    cells that have got there, itself included. Evaluations count in the order of their times, so a
+    later call decides alike.
+    """
+    events = [
+        (evaluation.time, number, result, evaluation)
+        for result in results
+        for number, evaluation in enumerate(result.evaluations, 1)
+        if number.bit_count() == 1
+    ]
+    reasons, rungs = dict[str, str](), dict[int, list[float]]()
+    for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
+        if result.cell.key in reasons:
+            continue
+        loss = evaluation.score if result.lower else -evaluation.score
+        rung = rungs.setdefault(number, [])
+        rung.append(math.inf if math.isnan(loss) else loss)
+        if not loss <= sorted(rung)[max(len(rung) // 2, 1) - 1]:
+            score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
+            reasons[result.cell.key] = f"not in the better half after evaluation {number} ({score})"
+    return reasons
+
+
 def cell_state(
     run_state: str, events: Sequence[Line], status: Mapping[str, str] | None
 ) -> tuple[str, str]:

@@ -33,9 +33,9 @@ from windlass.study.grid import (
     Scaling,
 )
 from windlass.study.progress import Progress
+from windlass.study.runner import Sweep
 from windlass.study.study import Study, load_study
 from windlass.study.submit import submit_study
-from windlass.study.sweep import Sweep
 
 WINDOWS = 20  # `train` lines of a cell, at least
 
@@ -50,7 +50,6 @@ def scale(
     nodes: Sequence[int] = (),
     repeats: int | None = None,
     warmup: int | None = None,
-    project: Sequence[int] = (),
     precisions: Sequence[str] = (),
     path: str | Path | None = None,
     probes: bool = True,
@@ -71,10 +70,9 @@ def scale(
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: Runs of each setup; default 1.
         warmup: First steps of each start that do not count; default 5.
-        project: Larger numbers of ranks, to predict.
         precisions: With `strategies` or `layouts`, values of `train.precision`.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
-        probes: Measure the machine, and steps without communication.
+        probes: Measure steps without communication.
         retry_failed: Train failed and diverged cells again.
         progress: Shows the cells; None: on standard output, or in the notebook.
 
@@ -83,7 +81,7 @@ def scale(
         Stopped: A signal stopped the study, and everything is saved.
     """
     given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
-    given |= {"repeats": repeats, "warmup": warmup, "project": project, "path": path}
+    given |= {"repeats": repeats, "warmup": warmup, "path": path}
     base, options = merge_preset(recipe, overrides, precisions=precisions, **given)
     if options.get("worlds") and not nodes:
         prepare(base)  # the number of steps may depend on it
@@ -201,8 +199,8 @@ def create_study(
 
 def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
     """A study's options: the given ones, else the existing study's, else the defaults."""
-    given = options | ({"project": tuple(options["project"])} if "project" in options else {})
-    mode, project = given.get("mode", before.mode if before else "strong"), given.get("project", ())
+    given = dict(options)
+    mode = given.get("mode", before.mode if before else "strong")
     if mode not in MODES:
         raise UserError(f"{argument('mode', mode)}: {did_you_mean(mode, MODES)}")
     if given.get("grow") and mode != "weak":
@@ -215,8 +213,6 @@ def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> 
     if before and (mode, given.get("grow", "")) != (before.mode, before.grow):
         words = argument("mode", " ".join(filter(None, (before.mode, before.grow))))
         raise UserError(f"the existing study has {words}: give another {argument('path', 'DIR')}")
-    if len({n for n in project if n > 0}) != len(project):
-        raise UserError(f"{argument('project', list(project))}: write different numbers of ranks")
     return replace(before or Scaling(mode, preset=preset), **given)
 
 

@@ -168,7 +168,7 @@ class Study:
                 "study.json is damaged, or this version of Windlass has other settings. "
                 f"Restore it, or give another {argument('path', 'DIR')}"
             )
-        scaling = Scaling(**options | {"project": tuple(options["project"])}) if options else None
+        scaling = Scaling(**options) if options else None
         return Study(path, recipe, cells, scaling)
 
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
@@ -383,7 +383,6 @@ class StudyPreset(BaseModel):
     worlds: list[int] = []
     repeats: int = 1
     warmup: int = 5
-    project: list[int] = []
     precisions: list[str] = []
 
 
