@@ -21,11 +21,6 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert worked.text == "Yes: finished 400 of 400 steps" and worked.mark == "good"
     assert worked.remark == "2 starts, 1 kill"
     assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
-    before = one.evals["loss"]["loss"][0]
-    assert (
-        f"loss {before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
-    )
-    assert "hellaswag acc norm 0.3100" in good.remark
     assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
     assert "2 ranks" in fast.remark and "MFU" in fast.remark
     # 240 W of two devices, in the time that counts
@@ -104,7 +99,7 @@ def test_a_study_counts_its_cells_and_says_what_failed(study):
     worked, good, fast, _, wrong = answers(study.views, study)
     assert worked.text == "10 of 12 cells finished" and worked.remark == "1 failed, 1 waiting"
     assert good.text == f"Best validation loss {study.best[0].median:.4f} nats per token"
-    assert good.remark == "lr=0.001 kind=cosine, 2 seeds"
+    assert good.remark == "lr=0.001 kind=cosine, median of 2 seeds"
     assert fast.text.endswith("tokens/s, median of the runs")
     assert wrong.text == "1 failed cell"
     assert "loss not finite on rank 0" in wrong.remark

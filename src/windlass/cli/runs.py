@@ -152,7 +152,7 @@ def report(
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        results(view, brief=True).print()
+        results(view).print()
         for each in evaluations(view).values():
             typer.echo(f"\n{each.title}")
             each.print()

@@ -53,6 +53,7 @@ class Contents:
         self.changed = [row for row in self.settings if row.changed and not row.differs]
         self.scaled: Table | None = None  # the table of setups
         self.law: LawView | None = None
+        self.winner_title = "The recommended setup" if study and study.setups else "The best"
         self.study_charts, self.winners = list[Chart](), study.winners if study else []
         shown = list[Table]()
         if study and study.study.scaling:

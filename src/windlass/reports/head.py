@@ -16,7 +16,7 @@ from windlass.reports.study import StudyView, Winner
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS, Line
 from windlass.study.results import BITS, FAILED_STATES, common_measure, diverged
-from windlass.telemetry.measures import SETUP, of_eval, show, title_of
+from windlass.telemetry.measures import SETUP, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"
@@ -159,20 +159,12 @@ def good(view: RunView) -> Answer:
     if measure != LOSS:
         parts, step = [text], values["best_score_step"]
         text = f"best {title_of(measure)} {show(score, 'score')} at step {step:,}"
-    if "eval_perplexity" in values:
-        parts.append(f"perplexity {show(values['eval_perplexity'], 'score')}")
     if track["step"][-1] == 0 < view.step:
         parts.append("evaluated before training only")
-    elif track["step"][0] == 0 < track["step"][-1]:
-        parts.append(f"loss {show(float(track['loss'][0]), 'loss')} before training")
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
         parts.append(f"lowest loss {lowest} at step {step:,}")
-    for suite, own in view.evals.items():
-        if suite not in (LOSS, measure.split(".", maxsplit=1)[0]):
-            for one in map(of_eval, own.scores()[-2:]):
-                parts.append(f"{suite} {one.text} {show(float(own[one.name][-1]), one.kind)}")
-    return Answer(GOOD, _sentence(text), _sentence(*parts[:5]))
+    return Answer(GOOD, _sentence(text), _sentence(*parts))
 
 
 def fast(view: RunView) -> Answer:
@@ -311,7 +303,8 @@ def _best_cell(seen: StudyView) -> Answer:
     best, *others = seen.best
     text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
     more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
-    return Answer(GOOD, text, ", ".join(filter(None, [best.label, best.seeds, *more, seen.remark])))
+    seeds = f"median of {best.seeds}" if best.seeds else ""
+    return Answer(GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.remark])))
 
 
 def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
@@ -324,8 +317,7 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     largest = max(measured, key=lambda setup: setup.world)
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
     if winners:
-        name, _, why = winners[0].text.partition(": ")
-        quality = Answer("Which setup is best?", name, why)
+        quality = Answer("Which setup is best?", winners[0].name, winners[0].why)
     elif "efficiency" in largest.values:
         efficiency, speedup = (
             show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")

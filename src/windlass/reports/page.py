@@ -54,7 +54,7 @@ def page(report: Contents) -> str:
         str, tuple[str, Any]
     ] = {  # the sections that can be: the heading, and what is in it
         "published": (report.published.title if report.published else "", report.published),
-        "winner": ("The recommended setup" if report.scaled else "The best", report.winners),
+        "winner": (report.winner_title, report.winners),
         "scaling": ("Scaling", report.scaled),
         "law": ("The law of scaling", report.law),
         "swept": (

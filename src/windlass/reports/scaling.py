@@ -158,10 +158,10 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
             why = next(text for text in row.remarks if text.startswith("recommended"))
-            text = f"{row.name}: {speed} samples/s, {memory} MB on the fullest rank; {why}"
+            why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Winner(text, command, remark, cells)]
+            return [Winner(row.name, why, command, remark, cells)]
     return []
 
 

@@ -33,10 +33,15 @@ from windlass.variables import scrub
 class Winner(NamedTuple):
     """A recommended choice of settings."""
 
-    text: str  # what it sets, and its score
+    name: str  # what it sets
+    why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
     remark: str
     rows: list[int]  # its rows in the table of cells, if it is the best of all
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}: {self.why}" if self.why else self.name
 
 
 class StudyView:
@@ -87,11 +92,8 @@ class StudyView:
             best = self.found.cell if group is self.best[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
-            score = f"best {self.title}"
-            if group.seeds:
-                score = f"median of the {score} over {group.seeds}"
-            text = f"{settings or 'the recipe as it is'}, {score}: {show(group.median, 'loss')}"
-            winners.append(Winner(text, command, remark, rows))
+            name = settings or "the recipe as it is"
+            winners.append(Winner(name, "", command, remark, rows))
         return winners
 
 

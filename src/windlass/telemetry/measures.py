@@ -239,7 +239,7 @@ examples | count | count
         for name in (
             *(*PLACE, "samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
             *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
-            *("event", "index", "hours", "comparable", "lower"),
+            *("event", "index", "hours", "lower"),
         )
     },
 }
@@ -279,20 +279,6 @@ startup | start-up
     role="other",
 )
 """The parts of a run's wall time."""
-
-SUMMARY = _table(
-    "name tracker",
-    """
-final_loss | final_train_loss
-final_eval_loss | final_val_loss
-best_eval_loss | best_val_loss
-tokens_per_s_mean | tokens_per_s
-mfu_mean | mfu
-runtime_s | duration_s
-samples | samples_trained
-""",
-)
-"""Fields of the `summary` line with another name in the trackers, which get all of them."""
 
 RUN = _table(
     "name kind source heading principal gpu",
@@ -335,22 +321,17 @@ mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (
 driver_mem_mb | mb | device.mem_used_mb |\
  Memory in use by the driver's count, per device, mean (MB) | | GPU
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
-device_mem_mb | mb | | Memory of the device (MB)
 rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
 util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
-util_std_pct | rate | | Device utilisation while training, deviation (%)
 mfu | share | | Model FLOPs utilisation | yes
 goodput | share | | Goodput | yes
 runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
  Start-up (s): from the process's start to its first evaluation or step
-predicted_s | duration | | Time to finish, predicted after 5 % of the steps
-actual_s | duration | | Time it took, without repeated steps and restarts
 device_hours | hours | | Device-hours | yes
 energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
 starts | count | | Starts
 ended_early | | finished.reason | Ended early
-changed | | | Settings changed
 """,
 )
 """Numbers of a whole run by the name in CSV; `reports.view` computes those without a source."""
