@@ -27,8 +27,8 @@ from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports.charts import BEST, FEW, Chart, Look, Series, smoothing
 from windlass.reports.contents import Contents
-from windlass.reports.text import MISSING, show
 from windlass.reports.view import RunView
+from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
@@ -54,7 +54,7 @@ def page(report: Contents) -> str:
         str, tuple[str, Any]
     ] = {  # the sections that can be: the heading, and what is in it
         "published": (report.published.title if report.published else "", report.published),
-        "winner": ("The recommended setup" if report.scaled else "The best", report.winners),
+        "winner": (report.winner_title, report.winners),
         "scaling": ("Scaling", report.scaled),
         "law": ("The law of scaling", report.law),
         "swept": (
