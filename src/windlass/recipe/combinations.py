@@ -191,9 +191,10 @@ def mixture(r: Any) -> Problems:
         return
     if twice := {name for name in names if names.count(name) > 1}:
         yield "data.mix", f"two sources have the name {', '.join(sorted(twice))}"
-    for key in {"source", "eval_source"} & d.model_fields_set:
-        advice = f"give each source of data.mix its {key}, and drop this"
-        yield f"data.{key}", f"a mixture has its own sources: {advice}"
+    for key in sorted({"source", "eval_source"} & d.model_fields_set):
+        if getattr(d, key):
+            advice = f'write data.{key}="", or data.mix=[] to train without the mixture'
+            yield f"data.{key}", f"each source of data.mix has its own {key}: {advice}"
     weights = {part.name: part.weight for part in d.mix}
     if not any(weights.values()):
         yield "data.mix", "no source has a weight greater than 0"

@@ -32,7 +32,7 @@ Names = BeforeValidator(_names)
 class Frozen(BaseModel):
     """Settings that do not change; `Recipe.replace` makes a changed copy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
         section = type(self).__name__.removesuffix("Settings").lower()

@@ -280,11 +280,6 @@ class CheckpointSettings(Section):
     grace_seconds: float = Field(25.0, gt=0)
     """Seconds from a signal to the run's end; no longer save begins. torchrun kills after 30 s."""
 
-    @field_validator("resume", mode="before")
-    @classmethod
-    def _step(cls, value: object) -> object:  # a step may be written as the number that it is
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
 
 class EvalSettings(Section):
     """Evaluations and samples during training."""
