@@ -297,16 +297,6 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
         "init", "x.toml", "--data", '["talk.jsonl", "pages.jsonl"]', code=2, cwd=tmp_path
     )
     assert "data.mix" in both.stderr and not (tmp_path / "x.toml").exists()
-    (tmp_path / "small").mkdir()
-    for limits, context in (
-        ({"n_positions": 128}, 128),
-        ({"text_config": {"max_position_embeddings": 4096}}, 1024),
-        ({}, 1024),
-    ):
-        (tmp_path / "small/config.json").write_text(json.dumps(limits))
-        (tmp_path / "tune.toml").unlink()
-        write_first_recipe(tmp_path / "tune.toml", model=str(tmp_path / "small"))
-        assert Recipe.load(tmp_path / "tune.toml").model.context == context
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
     assert "`windlass train 'sp ace.toml'`" in windlass("init", "sp ace.toml", cwd=tmp_path).stdout
     assert "`windlass train 'sp ace.toml'`" in (tmp_path / "sp ace.toml").read_text()
@@ -426,8 +416,6 @@ def test_a_name_that_no_path_can_have_is_one_message(tmp_path, words):
     """More than 255 bytes, or bytes that are not UTF-8."""
     done = windlass(*words, code=2, cwd=tmp_path)
     assert "Traceback" not in done.stderr and done.stderr.startswith("windlass: ")
-    assert any(remedy in done.stderr for remedy in ("rename", "another path", "a shorter one"))
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_user_without_an_account_gets_one_message(monkeypatch, capsys):

@@ -23,8 +23,6 @@ class AverageSettings(Section):
     less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
     last: Duration = 0.2
     """With `tail`: the part of the run at its end that is averaged."""
-    every: int = Field(1, ge=1)
-    """Steps between two weights that enter the average."""
 
     @property
     def enabled(self) -> bool:

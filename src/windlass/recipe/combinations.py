@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, is_utf8, plural
+from windlass.errors import UserError, plural
 from windlass.recipe.average import AverageSettings
-from windlass.recipe.paths import PATHS
 
-LONGEST_NAME = 255  # bytes, of Linux's file systems
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
 
@@ -26,17 +24,6 @@ def model(r: Any) -> Problems:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
-
-
-def names(r: Any) -> Problems:
-    for key, value in r.flat().items():
-        if not is_utf8(str(value)):
-            yield key, "the name is not UTF-8: rename the file or directory"
-        is_path = PATHS.fullmatch(key) or key in ("run.name", "run.dir")
-        texts = value if isinstance(value, list) else [value]
-        parts = [part for text in texts if isinstance(text, str) for part in text.split("/")]
-        if is_path and any(len(part.encode("utf-8", "replace")) > LONGEST_NAME for part in parts):
-            yield key, f"a file's name has at most {LONGEST_NAME} bytes: write a shorter one"
 
 
 def unused_keys(r: Any) -> Problems:
@@ -359,7 +346,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(names, model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
+    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
     *(items, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
     *(schedule,),
 )

@@ -66,10 +66,6 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Entries of a configuration of `transformers` that limit the length of a sequence."""
-
-
 class LoraSettings(Section):
     """Low-rank adapters on a Hugging Face model (arXiv 2106.09685), through `peft`."""
 

@@ -95,7 +95,7 @@ class TrainSettings(Section):
     early_stop: int = Field(0, ge=0)
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
     average: AverageSettings = AverageSettings()
-    """`train.average.kind`, `.beta`, `.last`, `.every`."""
+    """`train.average.kind`, `.beta`, `.last`."""
     startup_checks: bool = True
     """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)
@@ -117,21 +117,17 @@ class ScheduleSettings(Section):
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
     """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear`, `cosine` and `inverse-sqrt`
-    (arXiv 1706.03762) decay from the end of the warm-up."""
+    (arXiv 1706.03762) decay from the end of the warm-up. `inverse-sqrt` has 1 / sqrt(2) of the peak
+    after as many steps again, or after 10,000 without a warm-up."""
     warmup: Duration = 0.01
-    """Steps of the linear rise from `start` to `lr`; a fraction is a share of the schedule."""
+    """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
     """With `wsd`: steps of the decay at the schedule's end."""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
     """With `wsd`: shape of the decay; `1-sqrt` (arXiv 2405.18392) falls steeply at first."""
-    timescale: Duration = 0
-    """With `inverse-sqrt`: `lr` falls to 1 / sqrt(2) of its peak in these steps after the warm-up;
-    0: as many as the warm-up has, or 10,000 without one."""
     steps: Duration = 0
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
-    start: float = Field(0.0, ge=0)
-    """Learning rate at the start of the warm-up, as a share of `lr`."""
     final: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule, as a share of `lr`; `inverse-sqrt` has none."""
 
@@ -163,8 +159,7 @@ class OptimSettings(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.timescale`, `.steps`, `.start`,
-    `.final`."""
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.steps`, `.final`."""
 
     @field_validator("kind")
     @classmethod
@@ -206,9 +201,7 @@ class ParallelSettings(Section):
     """Stages of consecutive blocks, each on other ranks."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """`1f1b` (arXiv 2104.04473) holds activations of at most `pipeline` micro-batches; `gpipe` holds
-    those of all. With `interleaved` each rank has `pipeline_chunks` stages, which wait less."""
-    pipeline_chunks: int = Field(2, ge=2)
-    """With `pipeline_schedule = "interleaved"`: stages on each rank."""
+    those of all. With `interleaved` each rank has two stages, which wait less."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -238,7 +231,7 @@ class ParallelSettings(Section):
     @property
     def chunks(self) -> int:
         """The stages of a pipeline on each rank."""
-        return self.pipeline_chunks if self.pipeline_schedule == "interleaved" else 1
+        return 2 if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def layout(self) -> str:
@@ -322,10 +315,6 @@ class EvalSettings(Section):
     """Tokens to generate."""
     sample_count: int = Field(1, ge=1)
     """Texts to generate."""
-    temperature: float = Field(0.8, ge=0)
-    """Softmax temperature of the samples; 0: always the most likely token."""
-    top_k: int = Field(0, ge=0)
-    """Sample from the k most likely tokens; 0: from all."""
 
 
 class TelemetrySettings(Section):
