@@ -210,22 +210,11 @@ def test_a_plan_is_one_text_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> No
     assert outputs == []
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda r: setattr(r.train, "steps", 5), 'recipe = recipe.replace({"train.steps": 5})'),
-        (lambda r: setattr(r, "preset", "mine"), "recipe.replace({\"preset\": 'mine'})"),
-        (lambda r: setattr(r.optim.schedule, "warmup", 1), '"optim.schedule.warmup": 1'),
-        (lambda r: setattr(r.train.average, "kind", "ema"), "\"train.average.kind\": 'ema'"),
-        (lambda r: setattr(r, "train.steps", 5), 'recipe.replace({"train.steps": 5})'),
-    ],
-)
-def test_an_assignment_to_a_recipe_says_how_to_change_it(change, words) -> None:
+def test_a_recipe_does_not_change() -> None:
     recipe = Recipe.load("quickstart")
-    with refused("does not change", words):
-        change(recipe)
+    with pytest.raises(ValueError, match="frozen"):
+        recipe.train.steps = 5
     assert recipe == Recipe.load("quickstart")
-    # what the message says to write
     assert recipe.replace({"optim.schedule.warmup": 1}).optim.schedule.warmup == 1
 
 

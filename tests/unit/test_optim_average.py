@@ -13,7 +13,7 @@ from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Horizon, Recipe
-from windlass.recipe.average import AverageSettings
+from windlass.recipe.settings import AverageSettings
 
 STEPS = 12
 ROUNDING = 1e-6  # of float32, relative

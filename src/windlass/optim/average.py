@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
 from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded
-from windlass.recipe.average import AverageSettings
+from windlass.recipe.settings import AverageSettings
 from windlass.recipe.units import Horizon
 
 

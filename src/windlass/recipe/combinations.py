@@ -13,7 +13,7 @@ from typing import Any
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, plural
-from windlass.recipe.average import AverageSettings
+from windlass.recipe.settings import AverageSettings
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from windlass.recipe.average import AverageSettings, Beta
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, Duration
+from windlass.recipe.units import EPOCHS, Duration, Horizon
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -19,6 +18,8 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
 BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
@@ -38,6 +39,29 @@ class RunSettings(Section):
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
     """Free text, shown in the run's report and trackers."""
+
+
+class AverageSettings(Section):
+    """An average of the trained weights, beside them."""
+
+    kind: Literal["none", "ema", "tail"] = "none"
+    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
+    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
+    beta: Beta = 0.999
+    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
+    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
+    last: Duration = 0.2
+    """With `tail`: the part of the run at its end that is averaged."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.kind != "none"
+
+    def begin(self, horizon: Horizon) -> int:
+        """The steps of a run before the averaged ones."""
+        if self.kind == "tail":
+            return max(0, horizon.steps_before_last(self.last))
+        return 0 if self.enabled else horizon.steps
 
 
 class TrainSettings(Section):
