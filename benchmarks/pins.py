@@ -115,7 +115,7 @@ RECIPES: dict[str, tuple[str, int, str]] = {
         "",
     ),
     "linear_char": (
-        "data.tokenizer=char optim.schedule.kind=linear optim.schedule.start=0.2 optim.schedule.warmup=0.1 optim.decay_on=all",
+        "data.tokenizer=char optim.schedule.kind=linear optim.schedule.warmup=0.1 optim.decay_on=all",
         1,
         "",
     ),

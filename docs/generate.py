@@ -20,7 +20,6 @@ import tomli_w
 import typer
 
 from windlass import cli
-from windlass.cli.help import GROUPS, VERBS
 from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
@@ -262,22 +261,21 @@ def command_part(name: str, command: Any) -> str:
     arguments = [p for p in shown if p.param_type_name == "argument"]
     options = [p for p in shown if p.param_type_name == "option"]
     context = command.make_context(name, [], resilient_parsing=True)
-    *metavars, _ = pieces = command.collect_usage_pieces(context)
-    usage = " ".join(["windlass", name, *pieces])
+    usage = " ".join(["windlass", name, *command.collect_usage_pieces(context)])
     text = f"\n### {name}\n\n```text\n{usage}\n```\n"
     for paragraph in re.split(r"\n\s*\n", (command.help or "").strip()):
-        text += f"\n{prose(paragraph)}\n"
-    text += f"\n```bash\n{VERBS[name].example}\n```\n"
+        example = paragraph.strip().removeprefix("Example: ")
+        is_example = example != paragraph.strip()
+        text += (
+            f"\n```bash\n{example.strip('`')}\n```\n" if is_example else f"\n{prose(paragraph)}\n"
+        )
     if arguments:
-        rows = [
-            (code(metavar), prose(a.help)) for metavar, a in zip(metavars, arguments, strict=True)
-        ]
+        rows = [(code(a.metavar), prose(a.help)) for a in arguments]
         text += "\n" + table(("argument", "meaning"), *rows)
     if options:
         text += "\n" + table(("option", "default", "meaning"), *map(option_row, options))
     if command.epilog:
-        lines = command.epilog.replace("\b\n", "").strip("\n")
-        text += f"\n```text\n{lines}\n```\n"
+        text += f"\n{command.epilog.strip()}\n"
     return text
 
 
@@ -285,7 +283,7 @@ def commands_page() -> str:
     """Every command, by the groups of `windlass --help`."""
     app = commands()
     rows, text = [("group", "commands")], ""
-    for heading, names in GROUPS.items():
+    for heading, names in cli.VERBS.items():
         links = [f"[`{name}`](#{name})" for name in names]
         rows.append((heading, " · ".join(links)))
         text += f"\n## {heading}\n"

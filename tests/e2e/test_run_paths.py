@@ -118,11 +118,11 @@ def test_an_edited_recipe_follows_the_rules_of_overrides(project):
     with refused("optim.lr", "0.01", "0.02"):
         train("runs/first", extend_to=10)
     assert Run(run.path).recipe.optim.lr == 0.01, "what it was trained with"
-    run.recipe_path.write_text(text.replace("temperature = 0.8", "temperature = 0.5"))
+    run.recipe_path.write_text(text.replace("sample_count = 1", "sample_count = 2"))
     train("runs/first", extend_to=10)
     (changed,) = [e["settings"] for e in run.events if e["event"] == "settings_changed"]
-    assert changed == {"eval.temperature": [0.8, 0.5]}
-    assert Run(run.path).recipe.eval.temperature == 0.5
+    assert changed == {"eval.sample_count": [1, 2]}
+    assert Run(run.path).recipe.eval.sample_count == 2
     run.recipe_path.unlink()
     assert steps(train("runs/first", extend_to=12)) == 12
     assert "steps = 12" in run.recipe_path.read_text(), "it is written again"

@@ -48,7 +48,11 @@ STAGES = [{"from": "50 %", "weights": {"third": 0.8}}]
 
 def mixed(texts, run, *weights, epochs=1.0, **more):
     weights = weights or (0.6, 0.3, 0.1)
-    own = {"data.mix": mix(texts, *weights, epochs=epochs), "data.stages": STAGES}
+    own = {
+        "data.mix": mix(texts, *weights, epochs=epochs),
+        "data.stages": STAGES,
+        "data.source": "",
+    }
     place = {"run.dir": str(run), "data.dir": str(texts / "mix-data")}
     recipe = recipe_of(texts, run, **more)
     return recipe.replace({**own, **place})

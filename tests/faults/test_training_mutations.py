@@ -131,7 +131,12 @@ def mixed(folder: Path, run: Path, weight: float, resume: str = "latest") -> Rec
         {"name": "capitals", "source": str(folder / "capitals.txt")},
     ]
     return recipe(folder, run, resume).replace(
-        {"data.mix": sources, "data.dir": str(folder / "mixed"), "telemetry.every": 4}
+        {
+            "data.source": "",
+            "data.mix": sources,
+            "data.dir": str(folder / "mixed"),
+            "telemetry.every": 4,
+        }
     )
 
 

@@ -562,7 +562,7 @@ def test_the_card_has_the_runs_own_score_and_names_the_data_of_another(tmp_path)
     other = evaluate(run, ["loss"], elsewhere)
     scores = export(run, tmp_path / "first").joinpath("README.md").read_text()
     assert f"| loss | loss | {own:.4f} | the run's own validation data |" in scores
-    foreign = f"| loss | loss | {other.results['loss']['loss']:.4f} | `{tmp_path}/other.txt`, "
+    foreign = f"| loss | loss | {other.results['loss']['loss']:.4f} | `data.eval_source={tmp_path}/other.txt` |"
     assert foreign in scores
     whole = evaluate(run, ["loss"]).results["loss"]["loss"]
     scores = export(run, tmp_path / "second").joinpath("README.md").read_text()

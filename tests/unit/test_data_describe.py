@@ -122,7 +122,7 @@ def test_a_mixture_of_formats_and_the_end_of_its_single_text(tmp_path) -> None:
         {"name": "many", "source": str(books(tmp_path / "many", 500, 700, 4000))},
         {"name": "talk", "source": str(talk), "format": "chat"},
     ]
-    recipe = recipe_for("x", tmp_path / "data", context=256).replace({"data.mix": mix})
+    recipe = recipe_for("", tmp_path / "data", context=256, mix=mix)
     data = open_data(recipe)
     facts = describe(data)
     single, several, chat = facts["sources"]

@@ -202,7 +202,7 @@ def test_short_sets_of_documents_and_of_a_mixture(tmp_path):
     names = {"a": (train, val), "b": (jsonl(tmp_path / "b.jsonl", documents(9, 2)), "")}
     names["c"] = (tmp_path / "train.jsonl", tmp_path / "one.txt")
     mix = [{"name": n, "source": str(s), "eval_source": str(e)} for n, (s, e) in names.items()]
-    mixed = open_data(recipe_for("x", tmp_path / "data", context=64).replace({"data.mix": mix})).val
+    mixed = open_data(recipe_for("", tmp_path / "data", context=64, mix=mix)).val
     batch = mixed.read(np.arange(len(mixed)))
     assert mixed.names == ["a", "b"] and set(batch.sources.tolist()) == {0, 1}
     assert batch.tokens.shape[1] == 64

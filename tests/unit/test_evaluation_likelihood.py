@@ -1,11 +1,8 @@
 """Log-likelihoods of endings, and HellaSwag, against a plain reference of one row at a time."""
 
-import gc
 import importlib.util
 import json
 import random
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,51 +130,19 @@ def test_the_host_does_not_wait_for_each_row() -> None:
     assert scores is not None and len(scores) == 30 and reads.count == 0
     for batch in (1, 8):
         with Reads() as reads:
-            assert likelihood.evaluate_loss(model, Eight(lambda _: None), ALONE, batch) is not None
+            assert likelihood.evaluate_loss(model, Eight(), ALONE, batch) is not None
         assert reads.count == 1, "the sum, at the end"
 
 
 class Eight:
-    """Samples of four tokens, each its own number; `on_read` gets the numbers that are read."""
-
-    def __init__(self, on_read: Callable[[np.ndarray], None]):
-        self.on_read = on_read
+    """Samples of four tokens, each its own number."""
 
     def __len__(self) -> int:
         return 8
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self.on_read(indices)
         tokens = indices[:, None].repeat(4, axis=1)
         return tokens, np.ones_like(tokens)
-
-
-def test_validation_batches_are_read_while_one_is_computed() -> None:
-    read_batches = [threading.Event() for _ in range(4)]
-
-    class Model(nn.Module):
-        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-            following = int(tokens[0, 0]) // 2 + 1
-            meanwhile = following == 4 or read_batches[following].wait(20)
-            assert meanwhile, "the next batch was not read meanwhile"
-            return tokens.sum().float()
-
-    samples = Eight(lambda indices: read_batches[int(indices[0]) // 2].set())
-    result = likelihood.evaluate_loss(Model(), samples, ALONE, 2)
-    assert result is not None and result["samples"] == 8 and result["loss"] == sum(range(8)) / 8
-
-
-def test_an_evaluation_that_is_cut_short_or_fails_leaves_no_thread() -> None:
-    def fail(indices: np.ndarray) -> None:
-        if 6 in indices:
-            raise ValueError("a broken shard")
-
-    model, samples, before = gpt(), Eight(fail), threading.active_count()
-    assert likelihood.evaluate_loss(model, samples, ALONE, 1, poll=lambda: True) is None
-    with pytest.raises(ValueError, match="broken shard"):
-        likelihood.evaluate_loss(model, samples, ALONE, 1)
-    gc.collect()
-    assert threading.active_count() == before
 
 
 ITEMS = [

@@ -24,8 +24,7 @@ from windlass.optim.rounding import (
     rounded,
 )
 from windlass.recipe import Horizon, Recipe
-from windlass.recipe.average import AverageSettings
-from windlass.recipe.settings import OptimSettings
+from windlass.recipe.settings import AverageSettings, OptimSettings
 
 BF16 = {"train__master": "bf16", "train__precision": "bf16"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import gc
 import importlib
@@ -18,8 +17,24 @@ import typer
 
 from windlass import __version__, errors, processes
 from windlass.cli import complete
-from windlass.cli.help import VERBS, Command, Commands
 
+VERBS = {
+    "Start": {
+        **dict.fromkeys(("init", "recipe", "prepare", "plan"), "recipes"),
+        "check": "cluster",
+        "train": "train",
+    },
+    "Look": {
+        **dict.fromkeys(("runs", "report", "checkpoints"), "runs"),
+        **dict.fromkeys(("eval", "sample", "export"), "models"),
+        "track": "runs",
+        "verify": "train",
+    },
+    "Study": {"sweep": "sweep", "scale": "scale", "ladder": "ladder"},
+    "Cluster": dict.fromkeys(("submit", "launch", "env"), "cluster"),
+}
+"""The commands by panel of `windlass --help`, in the order in which a user needs them, each with
+its module in `windlass.cli`."""
 SPIN = "10000"
 """Spins of a thread of libgomp (torch's OpenMP on Linux) before it sleeps: 0.5 ms instead of 15 ms.
 While it spins, the thread that it waits for may lack a core if another process is busy."""
@@ -37,7 +52,7 @@ RecipeName = Annotated[
 Overrides = Annotated[
     list[str],
     _argument(
-        *("[KEY=VALUE...]", "Settings to change, as optim.lr=3e-4.", complete.overrides),
+        *("KEY=VALUE", "Settings to change, as optim.lr=3e-4.", complete.overrides),
         default_factory=list,
     ),
 ]
@@ -46,11 +61,11 @@ RunOrStudy = Annotated[
     str, _argument("RUN|STUDY", "A run, or a study: all its runs.", complete.runs)
 ]
 RunsOrStudy = Annotated[
-    list[str], _argument("RUN|STUDY...", "Run directories, or a study.", complete.runs)
+    list[str], _argument("RUN|STUDY", "Run directories, or a study.", complete.runs)
 ]
 Runs = Annotated[
     list[str],
-    _argument("RUN...", "Runs, RUN@STEP, RUN@best, or paths of checkpoints.", complete.runs),
+    _argument("RUN", "Runs, RUN@STEP, RUN@best, or paths of checkpoints.", complete.runs),
 ]
 Model = Annotated[
     str,
@@ -65,12 +80,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 app = typer.Typer(
     name="windlass",
-    cls=Commands,
     help="Train and fine-tune language models on CPUs and NVIDIA GPUs, from one file, "
     "and prove what was done.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT")
@@ -130,11 +144,11 @@ def main(arguments: list[str] | None = None) -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
     words = sys.argv[1:2] if arguments is None else arguments[:1]
-    for name in [word for word in words if word in VERBS] or VERBS:  # all of them take 0.1 s
-        verb = VERBS[name]
-        module = importlib.import_module(f"{__name__}.{verb.module}")
-        epilog = getattr(module, "EPILOG", None)
-        command = app.command(name, cls=Command, short_help=verb.line, epilog=epilog)
+    places = {name: (panel, verbs[name]) for panel, verbs in VERBS.items() for name in verbs}
+    for name in [word for word in words if word in places] or places:  # all of them take 0.1 s
+        panel, file = places[name]
+        module = importlib.import_module(f"{__name__}.{file}")
+        command = app.command(name, rich_help_panel=panel, epilog=getattr(module, "EPILOG", None))
         command(getattr(module, "evaluate" if name == "eval" else name))
     with _outputs():
         try:
@@ -163,22 +177,14 @@ def _outputs() -> Iterator[None]:
 
 
 def _as_setting(option: str, of_jobs: bool) -> str:
-    """Advice for an unknown option that may be meant as a setting, or as a key of the site file."""
-    from windlass.launch.job import Site
-    from windlass.launch.submit import site_file
+    """Advice for an unknown option that may be meant as a setting, or for the scheduler."""
     from windlass.recipe import settings
-    from windlass.recipe.keys import ALIKE, nearest
+    from windlass.recipe.keys import meant
 
-    name = option.lstrip("-").replace("-", "_")
-    if of_jobs and (near := difflib.get_close_matches(name, Site.model_fields, 1, ALIKE)):
-        name = near[0]
-        where = f"{site_file()}, or the file of --site FILE"
-        return f"{name} is a key of the site file ({where}): {name} = ..."
-    setting = nearest(name, settings())
-    if of_jobs and setting.startswith("there are"):
-        line = f'directives = ["{option}=VALUE"] in {site_file()} or --site FILE'
-        return f"An option of the scheduler belongs in the site file: {line}"
-    hint = "" if setting.startswith("there are") else f"; {setting}"
+    near = meant(option.lstrip("-").replace("-", "_"), settings())
+    if of_jobs and not near:
+        return "The site file (--site FILE) holds the options of the scheduler"
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"Write a setting as KEY=VALUE, without dashes{hint}"
 
 
@@ -222,5 +228,7 @@ def _run(arguments: list[str] | None) -> None:
             of_jobs = any(one.name == "site" for one in context.command.params)
             say(_as_setting(wrong, of_jobs), err=True)
         sys.exit(errors.BAD_INPUT)
+    if code == errors.INTERRUPTED:
+        print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal
     gc.freeze()  # the collections at the interpreter's end would take a second after torch
     sys.exit(code if isinstance(code, int) else errors.DONE)

@@ -74,11 +74,13 @@ def launch(
     ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
-    """Run a command on every rank of the allocation: with srun under SLURM, with mpiexec under PBS,
-    else as local processes.
+    """Run a command on every rank of the allocation.
 
-    The exit code is the command's: 75 if a signal stopped it, 69 if a job lost a host. A signal to
-    this process reaches every rank.
+    It uses srun under SLURM, mpiexec under PBS, else local processes. The exit code is the
+    command's: 75 if a signal stopped it, 69 if a job lost a host. A signal to this process reaches
+    every rank.
+
+    Example: `windlass launch -n 2 -- windlass check`
     """
     from windlass.launch import allocation as jobs
     from windlass.launch.local import launch as launch_local
@@ -125,10 +127,11 @@ def _show_allocation(allocation: Allocation, launcher: str) -> None:
 def env(
     save: bool = Option(False, "--save", help="Write this job's variables for your other shells."),
 ) -> None:
-    """Print the variables of a saved job, so that another shell of the allocation joins it: eval
-    "$(windlass env)".
+    """Print the variables of a saved job for another shell.
 
-    First, in the job's own shell: windlass env --save.
+    In the job's own shell: `windlass env --save`. In another one: `eval "$(windlass env)"`.
+
+    Example: `windlass env --save`
     """
     from windlass.launch.allocation import jobs_dir, load_job, save_job
     from windlass.launch.schedulers import find_job
@@ -166,11 +169,11 @@ def submit(
     watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
     cancel: bool = Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
-    """Submit a training, or the open cells of a study, to SLURM or PBS.
+    """Submit a training or a study to SLURM or PBS.
 
-    A job requeues itself at its time limit and resumes.
+    A job requeues itself at its time limit and resumes. With --watch the exit code is the run's.
 
-    Exit codes: 0 submitted, 2 bad input, also for the scheduler; with --watch those of the run.
+    Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
     from windlass.launch import submit as jobs
     from windlass.recipe import Recipe
@@ -238,7 +241,7 @@ def _watch(directory: Path) -> int:
 
 def check(
     recipe: Annotated[
-        str, typer.Argument(metavar="[RECIPE]", help="It gives device, directories and trackers.")
+        str, typer.Argument(metavar="RECIPE", help="It gives device, directories and trackers.")
     ] = "quickstart",
     *,
     overrides: Overrides,
@@ -247,13 +250,15 @@ def check(
     max_size: MaxSize = "",
     json_: Json = False,
 ) -> int:
-    """Check this machine, or all ranks of a launch: packages, devices, disks, the speed of matrix
-    products and collectives.
+    """Check machine, packages, disk and interconnect.
 
-    On several hosts: windlass launch -- windlass check --min-busbw 5.
+    It measures the speed of matrix products and collectives on all ranks of a launch. On
+    several hosts: windlass launch -- windlass check --min-busbw 5.
 
     Exit codes: 0 no problem (warnings too), 1 a problem, 2 bad input, 44 the bandwidth could not be
     measured, 46 it is too low.
+
+    Example: `windlass check --world 2`
     """
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe

@@ -1,12 +1,9 @@
-"""Shell completion: presets and recipes, run directories, settings with their values. No torch."""
+"""Shell completion: presets and recipes, run directories and settings. No torch."""
 
 from __future__ import annotations
 
 import textwrap
 from pathlib import Path
-from typing import Any
-
-import typer
 
 
 def recipes(incomplete: str) -> list[str]:
@@ -32,39 +29,14 @@ def runs(incomplete: str) -> list[str]:
     return [path for path in dict.fromkeys(directories) if path != "."]
 
 
-def keys(incomplete: str) -> list[tuple[str, str]]:
+def keys() -> list[tuple[str, str]]:
+    """Settings, each with the start of its description."""
     from windlass.recipe import settings
 
-    return [(key, _hint(field)) for key, field in settings().items()]
+    fields = settings().items()
+    return [(k, textwrap.shorten(str(f.description), 60, placeholder=" ...")) for k, f in fields]
 
 
-def overrides(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Keys with their `=`, and behind it the values that the setting takes, or its present value.
-
-    Bash ends a word at `=`, so the key may be the word before.
-    """
-    from windlass.errors import UserError
-    from windlass.recipe import Recipe, settings, typed
-    from windlass.recipe.keys import choices
-
-    fields = settings()
-    before = [word for word in context.params.get("overrides") or () if word != "="]
-    key, equals, _ = incomplete.partition("=")
-    split = not equals and bool(before) and before[-1] in fields
-    if split:
-        key, equals = before[-1], "="
-    matching = [key] if equals else [k for k in fields if k.startswith(incomplete)]
-    offers = [] if equals else [(f"{k}=", _hint(fields[k])) for k in matching]
-    # With a second offer bash writes no space behind the `=`.
-    if len(matching) == 1 and (key := matching[0]) in fields:
-        try:
-            flat = Recipe.load(context.params.get("recipe") or "quickstart").flat()
-        except UserError:
-            flat = {}
-        values = choices(fields[key]) or [typed(flat.get(key, fields[key].default))]
-        offers += [(value if split else f"{key}={value}", "") for value in values]
-    return offers
-
-
-def _hint(field: Any) -> str:
-    return textwrap.shorten(str(field.description), 60, placeholder=" ...")  # one line in a shell
+def overrides() -> list[tuple[str, str]]:
+    """Settings with the `=` of an override."""
+    return [(f"{key}=", hint) for key, hint in keys()]

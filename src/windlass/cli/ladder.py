@@ -23,7 +23,7 @@ def ladder(
     overrides: Overrides,
     sizes: str = Option("", metavar="N,N,...", help="Parameters, as 1M,3M,10M; or 4x128 shapes."),
     tokens: str = Option("5,10,20,40", metavar="N,N,...", help="Tokens per parameter."),
-    dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-ladder-<hash>."),
+    dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-ladder-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     retry_failed: RetryFailed = False,
@@ -33,7 +33,7 @@ def ladder(
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
     json_: Json = False,
 ) -> int:
-    """Train a ladder of sizes and tokens, fit the law of its losses, and predict larger models.
+    """Train several sizes, fit the law of scaling, predict the next.
 
     Each size has the recipe's proportions. Its learning rate is the recipe's times (N / N of the
     recipe)^(-1/3), unless the recipe has muP, and its batch the recipe's times that ratio^(2/3).
@@ -42,6 +42,8 @@ def ladder(
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
+
+    Example: `windlass ladder quickstart --sizes 100k,300k,1M --tokens 5,10,20`
     """
     from windlass.study import ladder as ladders
     from windlass.study.progress import Progress

@@ -30,13 +30,14 @@ def evaluate(
     weights: Weights = "raw",
     json_: Json = False,
 ) -> int:
-    """Measure a model: token-weighted validation loss, perplexity and bits per byte; HellaSwag;
-    SQuAD's EM and F1.
+    """Measure a model: loss, HellaSwag, SQuAD or lm-eval.
 
-    Each item counts once for any number of ranks. The arithmetic is fp32 on a CPU, and the
-    training's on a GPU; train.precision=bf16 sets another. For other data add
-    data.eval_source=FILE. The results go to RUN/eval as JSON with settings and files, and SQuAD's
-    predictions in the official format.
+    The loss is weighted by tokens, with perplexity and bits per byte. Each item counts once for
+    any number of ranks. The arithmetic is fp32 on a CPU, and the training's on a GPU;
+    train.precision=bf16 sets another. For other data add data.eval_source=FILE. The results go
+    to RUN/eval as JSON with settings and files, and SQuAD's predictions in the official format.
+
+    Example: `windlass eval runs/first --suite loss`
     """
     from windlass.parallel.env import detect_env
 
@@ -99,10 +100,12 @@ def sample(
     device: str = Option("", metavar="cpu|cuda", help="Device; default: cuda if there is one."),
     weights: Weights = "raw",
 ) -> None:
-    """Generate text.
+    """Generate text with a model, or chat with it.
 
     The texts are a function of the seed: the same command gives the same texts. They share a batch
     with a KV cache, and appear one after the other as they grow.
+
+    Example: `windlass sample runs/first --prompt "def main"`
     """
     import windlass
     from windlass.evaluation.source import find_source
@@ -161,15 +164,16 @@ def export(
     ),
     weights: Weights = "raw",
 ) -> None:
-    """Write a run's model for AutoModelForCausalLM.from_pretrained, with its tokenizer and a model
-    card.
+    """Write a model as a directory that transformers loads.
 
-    RUN takes the newest checkpoint, RUN@STEP and RUN@best another one. Our GPT becomes GPT-2
-    (learned positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with
-    equal logits. For any other GPT the export includes its code, and from_pretrained needs
-    trust_remote_code=True. A model of transformers keeps its architecture, with merged adapters.
-    The directory of an adapter is merged into its base, too.
-    --push needs HF_TOKEN.
+    It has the tokenizer and a model card, for AutoModelForCausalLM.from_pretrained. RUN takes
+    the newest checkpoint, RUN@STEP and RUN@best another one. Our GPT becomes GPT-2 (learned
+    positions, LayerNorm) or, with RoPE and RMSNorm, Llama, Qwen3, Arcee or Apertus, with equal
+    logits. For any other GPT the export includes its code, and from_pretrained needs
+    trust_remote_code=True. A model of transformers keeps its architecture, with merged
+    adapters. The directory of an adapter is merged into its base, too. --push needs HF_TOKEN.
+
+    Example: `windlass export runs/first exported`
     """
     from windlass.interop.export import export as export_run
 

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 
 def init(
-    file: Path = Argument("mine.toml", metavar="[FILE]", help="The file to write."),
+    file: Path = Argument("mine.toml", metavar="FILE", help="The file to write."),
     data: str = Option("", metavar="SOURCE", help="Your data, as data.source takes it."),
     model: str = Option("", metavar="NAME", help="Fine-tune this model of the Hub or directory."),
 ) -> None:
-    """Write a short recipe with a comment on each line, to edit and train. It overwrites
-    nothing."""
+    """Write a short, commented recipe to edit. It overwrites nothing.
+
+    Example: `windlass init mine.toml --data book.txt`
+    """
     from windlass.data.sources import form_of
     from windlass.recipe.explain import sources_of, write_first_recipe
 
@@ -52,10 +54,12 @@ def recipe(
         *("", "--explain"), metavar="KEY", help="Explain a setting.", autocompletion=complete.keys
     ),
 ) -> None:
-    """Print a recipe, or the recipe of a study's preset, with every setting resolved.
+    """Show a recipe, list the presets, or explain a setting.
 
-    Or list the presets, print the JSON schema, or explain a setting or section, with its value in
-    RECIPE.
+    RECIPE, or the recipe of a study's preset, is printed with every setting resolved. --explain
+    also takes a section, and shows the values in RECIPE.
+
+    Example: `windlass recipe quickstart optim.lr=3e-4`
     """
     from windlass.recipe import explain, json_schema
     from windlass.telemetry.terminal import pairs, rich_console
@@ -130,8 +134,12 @@ def network_of(recipe: Recipe) -> str:
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:
-    """Turn a recipe's corpus into checked token shards. After a stop it resumes; finished work is
-    not repeated."""
+    """Turn a recipe's corpus into checked token shards.
+
+    After a stop it resumes; finished work is not repeated.
+
+    Example: `windlass prepare quickstart`
+    """
     from windlass.data.chat import show_row
     from windlass.data.describe import describe, lines, warnings
     from windlass.data.encode import LEFT_OUT
@@ -171,12 +179,16 @@ def plan(
     law: str = Option("", metavar="LADDER", help="Predict the loss by the law of a ladder."),
     json_: Json = False,
 ) -> None:
-    """Plan a run: parameters, steps, FLOPs, memory for each strategy, time, disk, and a calendar.
+    """Compute steps, FLOPs, memory and time before you train.
 
-    It is arithmetic from the recipe, without torch; only the parameters of a Hugging Face model are
-    counted on torch's meta device. Time comes from a measured speed (--from, or the recipe's own
-    run directory), or from a model of a step; the output says which. A run directory gives the plan
-    for its remaining steps. Numbers that depend on data that are not prepared yet are marked.
+    The plan has parameters, memory for each strategy, disk and a calendar. It is arithmetic
+    from the recipe, without torch; only the parameters of a Hugging Face model are counted on
+    torch's meta device. Time comes from a measured speed (--from, or the recipe's own run
+    directory), or from a model of a step; the output says which. A run directory gives
+    the plan for its remaining steps. Numbers that depend on data that are not prepared yet are
+    marked.
+
+    Example: `windlass plan gpt2-124m --world 8 --device A100-80GB`
     """
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.text import print_plan

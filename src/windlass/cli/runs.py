@@ -30,15 +30,17 @@ REASONS = {
 
 
 def runs(
-    directory: str = Argument("runs", metavar="[DIR]", help="Directory of runs, a run or a study."),
+    directory: str = Argument("runs", metavar="DIR", help="Directory of runs, a run or a study."),
     sort: str = Option("name", metavar="KEY", help="The column to sort by."),
     json_: Json = False,
 ) -> None:
-    """List runs and studies: state, cells done, step, time left, losses, speed and device-hours.
+    """List runs and studies with their state and loss.
 
-    Sort by name, state, step, left, loss, best, speed, hours or changed. The last line adds up the
-    hours. `windlass runs STUDY` lists its cells. The JSON has seconds, tokens per second and full
-    names.
+    Also cells done, step, time left, speed and device-hours. Sort by name, state, step, left,
+    loss, best, speed, hours or changed. The last line adds up the hours. `windlass runs STUDY`
+    lists its cells. The JSON has seconds, tokens per second and full names.
+
+    Example: `windlass runs`
     """
     from rich.text import Text
 
@@ -80,8 +82,12 @@ def checkpoints(
     verify: bool = Option(False, "--verify", help="Compare every byte with its checksum."),
     json_: Json = False,
 ) -> None:
-    """List the checkpoints of a run: step, time, size, loss, reason to keep it, state. Exit 1 if
-    one is damaged."""
+    """List the checkpoints of a run, and verify their bytes.
+
+    Each has step, time, size, loss, reason to keep it, and state. Exit code 1: one is damaged.
+
+    Example: `windlass checkpoints runs/first --verify`
+    """
     from windlass.checkpoint.choose import list_checkpoints
     from windlass.checkpoint.commit import format_bytes
     from windlass.telemetry.terminal import print_table
@@ -134,11 +140,14 @@ def report(
     pdf: bool = Option(False, "--pdf", help="Draw every plot as PDF too."),
     text: bool = Option(False, "--text", help="Also print loss curve, last sample and results."),
 ) -> None:
-    """Write a report: index.html, report.md, tables (CSV, LaTeX) and plots; print the page's path.
+    """Write tables, plots and an interactive page about runs.
 
-    It shows one run in full, compares several with the differing settings first, and shows a
-    study's measure against the swept settings. The page opens from disk in any browser and needs no
-    network. The same runs give the same bytes.
+    They are index.html, report.md, tables (CSV, LaTeX) and plots. The report shows one run in
+    full, compares several with the differing settings first, and shows a study's measure
+    against the swept settings. The page opens from disk in any browser and needs no network.
+    The same runs give the same bytes.
+
+    Example: `windlass report runs/first`
     """
     from windlass.reports.curve import curve, last_sample
     from windlass.reports.tables import evaluations, results
@@ -186,7 +195,12 @@ def track(
     timeout: float = Option(0.0, min=0, help="Seconds to wait for the tracker; 0: no limit."),
     only: int = Option(-1, hidden=True, help="One cell of a study, for the tasks of an array job."),
 ) -> None:
-    """Replay a run's ledger into a tracker. A second replay makes no duplicates."""
+    """Replay a run into W&B, MLflow or TensorBoard.
+
+    A second replay makes no duplicates.
+
+    Example: `windlass track runs/first --to tensorboard`
+    """
     from windlass.study.study import Study
     from windlass.telemetry import trackers
 

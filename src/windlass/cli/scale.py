@@ -20,19 +20,22 @@ if TYPE_CHECKING:
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
-EPILOG = """\b
-Modes, and what they keep as the ranks grow:
-    strong         the global batch (train.global_batch) and the steps
-    fixed-data     the batch of a rank and the data: train.global_batch is
-                   that of ONE rank; the global batch grows, steps shrink
-    weak           the batch of a rank (as above) and the steps;
-                   with --grow model the global batch and the steps, while
-                   model.layers grows with the ranks
-    strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
-                   full_shard, hybrid_shard, with and without offload and
-                   activation checkpointing
-    layouts        at one --worlds: every valid parallel.tensor,
-                   parallel.context and parallel.pipeline
+EPILOG = """Modes, and what they keep as the ranks grow:
+
+```text
+strong         the global batch (train.global_batch) and the steps
+fixed-data     the batch of a rank and the data: train.global_batch is
+               that of ONE rank; the global batch grows, steps shrink
+weak           the batch of a rank (as above) and the steps;
+               with --grow model the global batch and the steps, while
+               model.layers grows with the ranks
+strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
+               full_shard, hybrid_shard, with and without offload and
+               activation checkpointing
+layouts        at one --worlds: every valid parallel.tensor,
+               parallel.context and parallel.pipeline
+```
+
 The smallest of --worlds is the baseline.
 """
 
@@ -47,7 +50,7 @@ def scale(
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
     warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
-    dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
+    dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-MODE-HASH."),
     retry_failed: RetryFailed = False,
     nodes: str = Option("", metavar="N,N,...", help="Hosts (of each of --worlds): submits jobs."),
     gpus_per_node: GpusPerNode = -1,
@@ -59,14 +62,14 @@ def scale(
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
 ) -> int:
-    """Train a recipe on several numbers of ranks, strategies or layouts, and compare them.
+    """Train on several numbers of ranks, and compare.
 
-    Cells run one at a time. If you kill the study, give the same command again: finished cells are
-    left alone. After the first cell of each setup, Windlass measures some steps without
-    communication, unless a layout divides the model. With --nodes, jobs train the cells.
+    Or compare strategies or layouts. Cells run one at a time; after a kill the same command resumes.
+    Windlass also measures steps without communication. With --nodes, jobs train the cells.
 
-    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
-    saved.
+    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
+
+    Example: `windlass scale quickstart --worlds 1,2 --mode strong train.steps=60`
     """
     from windlass.launch.submit import Resources, read_site
     from windlass.study import scale as studies

@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
-EPILOG = """\b
-Axes, which are crossed:
-    optim.lr=1e-2,1e-3,1e-4              three values
-    optim.lr=1e-4:1e-2:log:5             five values, evenly in the logarithm
-    model.width=128:512:lin:4            four values, evenly; whole numbers
-    optim.lr+train.global_batch=1e-3+64,5e-4+128
-                                         two values: both change together
-    run.seed=1,2,3                       seeds: the table adds medians
-    parallel.strategy=ddp,full_shard     any setting of a recipe
-    parallel.world=1,2,4                 ranks of a cell; overrides --world
+EPILOG = """Axes, which are crossed:
+
+```text
+optim.lr=1e-2,1e-3,1e-4              three values
+optim.lr=1e-4:1e-2:log:5             five values, evenly in the logarithm
+model.width=128:512:lin:4            four values, evenly; whole numbers
+optim.lr+train.global_batch=1e-3+64,5e-4+128
+                                     two values: both change together
+run.seed=1,2,3                       seeds: the table adds medians
+parallel.strategy=ddp,full_shard     any setting of a recipe
+parallel.world=1,2,4                 ranks of a cell; overrides --world
+```
 """
 StudyName = Annotated[
     str,
@@ -35,7 +37,13 @@ StudyName = Annotated[
 ]
 Settings = Annotated[
     list[str],
-    Option("--set", metavar="KEY=VALUE", help="A setting of all cells.", default_factory=list),
+    Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of all cells.",
+        default_factory=list,
+        show_default=False,
+    ),
 ]
 RetryFailed = Annotated[bool, Option("--retry-failed", help="Train failed cells again.")]
 Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an array job.")]
@@ -43,11 +51,11 @@ Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an 
 
 def sweep(
     recipe: StudyName,
-    axes: list[str] = typer.Argument(None, metavar="[KEY=A,B,C...]", help="Axes; see below."),
+    axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C", help="Axes; see below."),
     *,
     set_: Settings,
     dir_: Path | None = Option(
-        None, "--dir", help="The study's directory; default: studies/<preset>-<hash>."
+        None, "--dir", help="The study's directory; default: studies/PRESET-HASH."
     ),
     world: int = Option(0, min=0, help="Ranks of each cell without parallel.world; 0: 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
@@ -61,15 +69,15 @@ def sweep(
 ) -> int:
     """Train every cell of a grid, and tabulate the results.
 
-    Each cell is a run in its own directory. If you kill the sweep, give the same command again:
-    finished cells are left alone, and interrupted cells resume. More values or another axis add
-    cells to the study. A failed cell stays in the table with its reason, and the others continue.
-    With --halving a cell continues at its 1st, 2nd, 4th, ... evaluation only if it is in the better
-    half of the cells that have got there, by checkpoint.best. A cell diverges when its loss is
-    not finite or 1 nat above its first.
+    Each cell is a run in its own directory. After a kill the same command resumes. More values
+    or another axis add cells to the study. A failed cell stays in the table with its reason,
+    and the others continue. With --halving a cell continues at its 1st, 2nd, 4th, ...
+    evaluation only if it is in the better half of the cells that have got there, by
+    checkpoint.best. A cell diverges when its loss is not finite or 1 nat above its first.
 
-    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
-    saved.
+    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
+
+    Example: `windlass sweep quickstart optim.lr=1e-3,3e-3 --set train.steps=200`
     """
     from windlass.study import runner as studies
     from windlass.study.progress import Progress

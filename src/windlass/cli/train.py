@@ -37,13 +37,15 @@ def train(
     extend_to: str = Option("", metavar="STEP|EPOCHS", help='Extend a run to 600 or "3 epochs".'),
     branch_from: str = Option("", metavar="RUN@STEP|best", help="Begin a new run from here."),
 ) -> int:
-    """Train a recipe; train again to resume.
+    """Train a recipe. The same command resumes the run.
 
     It trains as one process, as N local processes (--world N), or as a rank under torchrun, srun or
     mpiexec. It resumes a run directory with a committed checkpoint, and leaves a finished run
     alone. The end shows the loss curve and the report.
 
     Exit codes: 0 done, 1 the run failed, 2 bad input, 75 stopped by a signal: it can be resumed.
+
+    Example: `windlass train quickstart --world 2 run.dir=runs/first`
     """
     gc.disable()  # what the imports create stays; the loop of the training enables it
     from windlass.parallel.env import detect_env
@@ -123,17 +125,18 @@ def verify(
     json_: Json = False,
     keep: str = Option("", metavar="DIR", help="Keep the runs of the proofs in this directory."),
 ) -> int:
-    """Prove with real runs on this machine that nothing is lost or silently wrong. The default
-    RECIPE is a tiny model.
+    """Prove on this machine that training is exact.
 
-    All proofs take a few minutes. Each also shows that it sees an injected error.
-    resume: every step resumes bit-exactly. strategies, layouts: data parallelism, and tensor,
-    context and pipeline parallelism, agree with one process. world: world size and accumulation
-    change nothing but rounding (with dropout: for equal micro-batches). kills: kills at random
-    moments of a save lose no checkpoint. export: the logits are equal.
+    The default RECIPE is a tiny model, and all proofs take a few minutes. Each proof also shows
+    that it sees an injected error. resume: every step resumes bit-exactly. strategies, layouts:
+    data parallelism, and tensor, context and pipeline parallelism, agree with one process.
+    world: world size and accumulation change nothing but rounding (with dropout: for equal
+    micro-batches). kills: kills at random moments of a save lose no checkpoint. export: the
+    logits are equal.
 
-    Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof
-    failed, 2 bad input.
+    Exit codes: 0 no proof failed (some may be impossible here), 1 a proof failed, 2 bad input.
+
+    Example: `windlass verify`
     """
     import torch
     from rich.text import Text

@@ -6,11 +6,9 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from windlass.data.loader import eval_batches
 from windlass.data.mixture import MixedSamples
-from windlass.data.samples import Batch, Samples
+from windlass.data.samples import Samples
 from windlass.data.sources import SourceSpec, open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -37,7 +35,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "hf:Rowan/hellaswag"
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
-BATCHES_AHEAD = 2  # read while one is computed
 OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
 # In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
 LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
@@ -82,7 +79,7 @@ def evaluate_loss(
         # the rest begins a new pass, so that the first sum does not depend on it
         for first, end in itertools.pairwise([0, *ends]):
             batches = eval_batches(samples, mesh.data_rank, mesh.data_world, batch, first, end)
-            for rows in read_ahead(batches, ranks.device):
+            for rows in batches:
                 unmasked = rows.labels[rows.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
                 if token_bytes is not None:
@@ -113,23 +110,6 @@ def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, floa
     """
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
-
-
-def read_ahead(batches: Iterator[Batch[Tensor]], device: torch.device) -> Iterator[Batch[Tensor]]:
-    """The same batches, read ahead by a thread, into pinned memory for CUDA."""
-    cuda = device.type == "cuda"
-
-    def read() -> Batch[Tensor] | None:
-        batch = next(batches, None)
-        return batch.map(Tensor.pin_memory) if batch and cuda else batch
-
-    # A thread starts on device 0, where pinning would open a context.
-    initializer = partial(torch.cuda.set_device, device) if cuda else None
-    with ThreadPoolExecutor(1, initializer=initializer) as pool:
-        pending = [pool.submit(read) for _ in range(BATCHES_AHEAD)]
-        while (batch := pending.pop(0).result()) is not None:
-            pending.append(pool.submit(read))
-            yield batch
 
 
 def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from windlass.data.chat import Template, text_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
-from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
+from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import EvalSettings
@@ -97,25 +97,21 @@ def adapter(
     template: Template | None = None,
     **how: Any,
 ) -> Any:
-    """The model as an `lm_eval.api.model.LM`; raises `Interrupted` if `poll` asks to stop.
+    """The model as an `lm_eval.api.model.TemplateLM`; raises `Interrupted` if `poll` asks to stop.
 
     Texts have the tokens that the harness's own `HFLM` gives them, except that the text of a
     special token stays text. With a `template` contexts are conversations.
     """
-    from lm_eval.api.model import LM
+    from lm_eval.api.model import TemplateLM
 
-    start = prompt_ids(model, tokenizer, "")  # before a text without a context
-
-    def score(rows: list[Continuation]) -> list[tuple[float, bool]]:
-        if not rows:
-            return []
-        scores = log_likelihoods(model, rows, ranks, **how)
-        if scores is None:
-            raise Interrupted
-        return [(score.sum, score.greedy) for score in scores]
-
-    class Adapter(LM):  # type: ignore[misc]
+    class Adapter(TemplateLM):  # type: ignore[misc]
         tokenizer_name = tokenizer.fingerprint  # of the harness's cache
+        eot_token_id = prompt_ids(model, tokenizer, "")[-1]  # before a text without a context
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
+            if add_special_tokens is False:
+                return tokenizer.encode(string).tolist()
+            return text_tokens(string, tokenizer)[0] if template else tokenizer.prompt(string)
 
         def chat_template(self, chat_template: Any = False) -> str:
             return template.source if template else ""
@@ -126,22 +122,25 @@ def adapter(
             assert template is not None
             return template.text(chat_history, tokenizer, ask=add_generation_prompt)
 
-        def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-            if template is None:
-                return score([encode_request(tokenizer, start, *r.args) for r in requests])
-            return score([encode_chat_request(tokenizer, *r.args) for r in requests])
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Any]:
+            # An ending may have no token of its own if its text merges with the context's last one.
+            rows = [
+                Continuation(a, b or self.tok_encode(pair[1], False)) for pair, a, b in requests
+            ]
+            scores = log_likelihoods(model, rows, ranks, **how) if rows else []
+            if scores is None:
+                raise Interrupted
+            return [(score.sum, score.greedy) for score in scores]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-            context, sums = unwrap(model).context, []
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            sums, context = list[float](), unwrap(model).context
             for request in requests:
-                ids = [*tokenizer.begin, *tokenizer.encode(request.args[0]).tolist()]
-                # each token once; the last stretch is short, so more tokens fit before it
-                stretches = [(i, min(i + context, len(ids))) for i in range(0, len(ids), context)]
-                rows = [
-                    Continuation(ids[max(0, end - context - 1) : i] or start, ids[i:end])
-                    for i, end in stretches
-                ]
-                sums.append(sum(value for value, _greedy in score(rows)))
+                ids = self.tok_encode(request.args[0])
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, context, 1)
+                rows = [(request.args, *make_disjoint_window(window)) for window in windows]
+                sums.append(sum(value for value, _greedy in self._loglikelihood_tokens(rows)))
             return sums
 
         def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
@@ -149,13 +148,6 @@ def adapter(
             return generate_until(model, tokenizer, ranks, stop, arguments, template, **how)
 
     return Adapter()
-
-
-def encode_chat_request(tokenizer: Tokenizer, context: str, ending: str) -> Continuation:
-    """`encode_request` for a context that a chat template wrote."""
-    text = context.rstrip()  # as HFLM, which scores the white space with the ending
-    ids, count = text_tokens(text, tokenizer, context[len(text) :] + ending)
-    return Continuation(ids[:count], ids[count:])
 
 
 def generate_until(

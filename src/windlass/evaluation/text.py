@@ -79,16 +79,12 @@ def sample(
 ) -> Iterator[tuple[int, str]]:
     """`n` texts after a prompt, as (number of the text, next piece); a function of the seed.
 
+    `run`, `model`, `weights` and `overrides` are as in `load_model`.
+
     Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
-            `transformers`, `hf:NAME`.
         prompt: Not part of the pieces; empty: a text from its beginning.
         n: Number of texts; they are generated together, with a KV cache.
         device: `cpu` or `cuda`; default: cuda if available.
-        model: An instance of your own class, for a run that trains it; the weights are loaded into
-            it.
-        weights: `raw`, or `average` for the averaged weights (`train.average`).
-        overrides: Settings of its recipe to change, as `model.trust_remote_code=true`.
         settings: Fields of `Sampling`: `max_tokens` (default 256), `temperature` (0.8), `top_k`,
             `top_p`, `seed` (the run's).
 

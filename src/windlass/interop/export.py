@@ -31,6 +31,7 @@ from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.quantised import Linear4bit
 from windlass.recipe import Changes, Recipe
+from windlass.recipe.layers import typed
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
@@ -397,23 +398,17 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
 def _other_data(
     suite: str, measured: dict[str, Any], checkpoint: Checkpoint, recipe: Recipe
 ) -> str:
-    """The data and split of a measurement of `windlass eval`; empty if they are the run's own."""
+    """The settings of other data that `windlass eval` measured; empty for the run's own data."""
     settings, own = measured.get("settings", {}), recipe.flat()
-    keys = [key for key in settings if key.startswith("data.") or key.endswith("_file")]
-    alike = all(settings[key] == own.get(key) for key in keys)
-    if suite != LOSS_SUITE:
-        files = ", ".join(f"`{scrub(file)}`" for file in measured.get("files", {}))
-        return "" if alike else files or "other data"
-    fingerprint = str(measured.get("data", ""))
-    if fingerprint == checkpoint.meta.get("data"):
+    if suite == LOSS_SUITE and measured.get("data") == checkpoint.meta.get("data"):
         return ""
-    mark = f"fingerprint {fingerprint[:8]}"
-    if alike:  # samples given to `evaluate`
-        return f"other data, {mark}"
-    source, split = settings.get("data.eval_source"), settings.get("data.eval_split")
-    held_out = "" if source or split else "held out from "
-    source = source or settings.get("data.source") or settings.get("data.mix")
-    return f"{held_out}`{scrub(source)}`{f', split {split}' if split else ''}, {mark}"
+    names = [k for k in settings if k.startswith("data.") or k.endswith("_file")]
+    changed = [
+        f"`{k}={typed(scrub(settings[k]))}`"
+        for k in names
+        if settings[k] != own.get(k) and k != "data.dir"
+    ]
+    return ", ".join(changed) or "other data" * (suite == LOSS_SUITE)
 
 
 def _shown(value: float) -> str:

@@ -47,10 +47,12 @@ from windlass.model.loss import (
 from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
-from windlass.recipe.network import CONTEXT_KEYS, ModelSettings
+from windlass.recipe.network import ModelSettings
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Entries of a configuration that limit the length of a sequence."""
 CACHE_NAMES = ("past_key_values", "cache_params")
 """The argument for a cache: for attention and most hybrids, for Mamba."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
 from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded
-from windlass.recipe.average import AverageSettings
+from windlass.recipe.settings import AverageSettings
 from windlass.recipe.units import Horizon
 
 
@@ -36,7 +36,7 @@ class Average:
         self, model: nn.Module, settings: AverageSettings, horizon: Horizon, seed: int = 0
     ):
         """`model`: parallelized, not wrapped (see `unwrap`); `seed`: of bf16 averages' rounding."""
-        self.settings, self.steps, self.model, self.seed = settings, horizon.steps, model, seed
+        self.settings, self.model, self.seed = settings, model, seed
         self.begin = settings.begin(horizon)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         named = trained if settings.enabled else {}
@@ -45,22 +45,13 @@ class Average:
         device = local_part(next(model.parameters())).device
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
 
-    def last_due(self, step: int) -> int:
-        """The last of the first `step` steps whose weights enter; 0: none.
-
-        A tail ends with the run's last weights.
-        """
-        end = self.steps if self.settings.kind == "tail" else 0
-        last = step - (step - end) % self.settings.every
-        return last if last > self.begin else 0
-
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
         """After the update of `step`; `skipped` is 1.0 if the device did not make it.
 
         The host does not wait for the device, unless the weights are offloaded to the host.
         """
-        if self.last_due(step) != step:
+        if step <= self.begin:
             return
         made = 1 - skipped.to(self.count)
         n = self.count + made
@@ -87,7 +78,7 @@ class Average:
     def begun(self, step: int) -> int:
         """The weights in the average after `step` steps; 0: there is no average. Waits for the
         device."""
-        return int(self.count) if self.last_due(step) else 0
+        return int(self.count) if step > self.begin else 0
 
     @torch.no_grad()
     def load(self, count: int) -> None:

@@ -4,17 +4,16 @@ Updates are numbered from 0. A schedule of N steps (the run's, or `optim.schedul
 updates 0 to N - 1 and keeps its last value after them. With a warm-up of w steps, update i uses
 `lr` times
 
-    rise:   start + (1 - start) * (i + 1) / w           for i < w: update w - 1 is first at the peak
+    rise:   (i + 1) / w                                 for i < w: update w - 1 is first at the peak
     peak:   1
     fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear)
             final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
             final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
-            1 / sqrt(1 + (i - w) / timescale)               (inverse-sqrt; arXiv 1706.03762)
+            1 / sqrt(1 + (i - w) / (w or 10,000))           (inverse-sqrt; arXiv 1706.03762)
 
 The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
 (which has no final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
-is `decay_shape`. `start` and `final` are the values one update before the first and one after the
-last: no update has a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
+is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
     """The factor of the peak learning rate in the update numbered `step` (0 is the first)."""
     steps, (warmup, fall) = schedule_horizon(schedule, horizon).steps, phases(schedule, horizon)
     if step < warmup - 1:
-        return schedule.start + (1 - schedule.start) * (step + 1) / warmup
+        return (step + 1) / warmup
     if step < fall or fall == steps:
         return 1.0
     x = min(1.0, (step - fall) / (steps - fall))
     shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
     if shape == "inverse-sqrt":
-        return (1 + (min(step, steps) - fall) / timescale(schedule, horizon)) ** -0.5
+        return (1 + (min(step, steps) - fall) / (warmup or TIMESCALE)) ** -0.5
     if shape == "linear":
         return 1 - (1 - schedule.final) * x
     left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
@@ -94,9 +93,3 @@ def describe_jump(optim: OptimSettings, old: Horizon, new: Horizon, step: int) -
     why = f"because the {optim.schedule.kind} schedule now ends at step {new.steps:,}"
     jump = f"the learning rate jumps from {last:.2g} to {now:.2g}, {why}"
     return jump if abs(now - last) > JUMP * last else ""
-
-
-def timescale(schedule: ScheduleSettings, horizon: Horizon) -> int:
-    """The steps after the warm-up in which `inverse-sqrt` falls to 1 / sqrt(2) of the peak."""
-    horizon = schedule_horizon(schedule, horizon)
-    return horizon.steps_in(schedule.timescale) or phases(schedule, horizon)[0] or TIMESCALE

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, is_utf8, plural
-from windlass.recipe.average import AverageSettings
-from windlass.recipe.paths import PATHS
+from windlass.errors import UserError, plural
+from windlass.recipe.settings import AverageSettings
 
-LONGEST_NAME = 255  # bytes, of Linux's file systems
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
 
@@ -26,17 +24,6 @@ def model(r: Any) -> Problems:
         yield "model.name", 'model.kind = "hf" needs the model\'s name on the Hub or a directory'
     if m.kind == "hf" and m.from_scratch and m.init_from:
         yield "model.init_from", "it names weights, but model.from_scratch asks for none; drop one"
-
-
-def names(r: Any) -> Problems:
-    for key, value in r.flat().items():
-        if not is_utf8(str(value)):
-            yield key, "the name is not UTF-8: rename the file or directory"
-        is_path = PATHS.fullmatch(key) or key in ("run.name", "run.dir")
-        texts = value if isinstance(value, list) else [value]
-        parts = [part for text in texts if isinstance(text, str) for part in text.split("/")]
-        if is_path and any(len(part.encode("utf-8", "replace")) > LONGEST_NAME for part in parts):
-            yield key, f"a file's name has at most {LONGEST_NAME} bytes: write a shorter one"
 
 
 def unused_keys(r: Any) -> Problems:
@@ -191,9 +178,10 @@ def mixture(r: Any) -> Problems:
         return
     if twice := {name for name in names if names.count(name) > 1}:
         yield "data.mix", f"two sources have the name {', '.join(sorted(twice))}"
-    for key in {"source", "eval_source"} & d.model_fields_set:
-        advice = f"give each source of data.mix its {key}, and drop this"
-        yield f"data.{key}", f"a mixture has its own sources: {advice}"
+    for key in sorted({"source", "eval_source"} & d.model_fields_set):
+        if getattr(d, key):
+            advice = f'write data.{key}="", or data.mix=[] to train without the mixture'
+            yield f"data.{key}", f"each source of data.mix has its own {key}: {advice}"
     weights = {part.name: part.weight for part in d.mix}
     if not any(weights.values()):
         yield "data.mix", "no source has a weight greater than 0"
@@ -358,7 +346,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(names, model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
+    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
     *(items, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
     *(schedule,),
 )

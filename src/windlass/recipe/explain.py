@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-from windlass import hub
 from windlass.errors import UserError
-from windlass.fileio import read_json
 from windlass.recipe.keys import nearest, rows_of, values
 from windlass.recipe.layers import flatten, layers, parse_override, typed
 from windlass.recipe.load import Recipe, settings
-from windlass.recipe.network import CONTEXT_KEYS
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
@@ -75,17 +71,6 @@ def _resolved(recipe: Recipe, key: str) -> str:
     return "" if value is None or value == getattr(part, name) else typed(value)
 
 
-def context_limit(model: str) -> int | None:
-    """The longest sequence of a model of the Hub or a directory, in tokens; None if unknown."""
-    try:
-        config = read_json(hub.directory(model.removeprefix("hf:")) / "config.json")
-    except UserError:  # the training reports a model that it cannot reach, and the limit if it can
-        return None
-    config |= config.get("text_config") or {}
-    limits = [n for name in CONTEXT_KEYS if isinstance(n := config.get(name), int) and n > 0]
-    return limits[0] if limits else None
-
-
 def sources_of(data: str) -> list[str]:
     """The sources that `--data` names: one, or several as a list in TOML or JSON."""
     value = parse_override(f"data.source={data}")[1]
@@ -109,9 +94,6 @@ def write_first_recipe(
     if len(sources) == 1:
         changes["source"] = sources[0]
     changes |= form
-    written = tomllib.loads(text)["model"].get("context", 0)
-    if model and (limit := context_limit(model)) and limit < written:
-        changes["context"] = limit
     changes = {key: value for key, value in changes.items() if value}
     if data and data != "stdlib":
         changes["prompt"] = ""  # the template's prompt is for Python's source code

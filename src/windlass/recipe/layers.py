@@ -15,7 +15,6 @@ from typing import Any
 
 from windlass.errors import UserError, did_you_mean
 from windlass.fileio import read_json
-from windlass.recipe.other_tools import translate_yaml
 from windlass.recipe.paths import home_of, located
 
 RECIPE, LINEAGE = "recipe.toml", "lineage.json"
@@ -100,9 +99,8 @@ def dotted(changes: Changes) -> dict[str, Any]:
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Put dotted settings into nested ones.
 
-    Another `model.kind` first removes the settings of the old one's network. Another `data.source`
-    removes the prompt that a preset has for its own texts. `data.source` and `data.mix` replace
-    each other. `data.mix.NAME.KEY` is a key of the section with that name.
+    Another `model.kind` first removes the settings of the old one's network and its learning rate.
+    `data.mix.NAME.KEY` is a key of the section with that name.
     """
     model, kind = tree.get("model"), changes.get("model.kind")
     if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
@@ -110,11 +108,6 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
             del model[key]
         if isinstance(optim := tree.get("optim"), dict):
             optim.pop("lr", None)
-    before = flatten(tree).get("data.source", "stdlib")
-    others = changes.get("data.mix") or changes.get("data.source", before) != before
-    if others and _has_prompt_of_preset(tree, before):
-        del tree["eval"]["prompt"]
-    _replace_sources(tree.get("data"), changes)
     for key, value in changes.items():
         *path, last = key.split(".")
         inner = tree
@@ -130,18 +123,6 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
         inner[last] = value
 
 
-def _replace_sources(data: Any, changes: Mapping[str, Any]) -> None:
-    """Remove an earlier layer's sources if this one has a mixture, and the other way round."""
-    if not isinstance(data, dict):
-        return
-    if changes.get("data.mix"):
-        keys = ["source", "eval_source", "sha256"]
-    else:
-        keys = ["mix", "stages"] if "data.source" in changes else []
-    for key in keys:
-        data.pop(key, None)
-
-
 def _named(sections: list[Any], name: str, key: str) -> Any:
     """The section with this name, or with this number (from 0)."""
     named = [one for one in sections if isinstance(one, dict) and one.get("name") == name]
@@ -151,16 +132,6 @@ def _named(sections: list[Any], name: str, key: str) -> Any:
         return named[0]
     names = [str(one.get("name", i)) for i, one in enumerate(sections) if isinstance(one, dict)]
     raise UserError(f"{key}: there is no {name}; there are: {', '.join(names) or 'none'}")
-
-
-def _has_prompt_of_preset(tree: dict[str, Any], source: Any) -> bool:
-    """Whether `eval.prompt` and `data.source` are a pair that a preset has."""
-    prompt = flatten(tree).get("eval.prompt")
-    for file in presets().values() if prompt else ():
-        own = flatten(tomllib.loads(file.read_text(encoding="utf-8")))
-        if (own.get("data.source", "stdlib"), own.get("eval.prompt")) == (source, prompt):
-            return True
-    return False
 
 
 def _find(recipe: str | Path) -> Path:
@@ -177,11 +148,10 @@ def _find(recipe: str | Path) -> Path:
         raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {instead}")
     if path.is_file():
         if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
-            text = (
-                "" if path.suffix == ".py" else path.read_text(encoding="utf-8", errors="replace")
+            pages = "docs/coming-from/ has the counterparts of other tools' keys"
+            raise UserError(
+                f"{name}: a recipe is a TOML file (`windlass init` writes one); {pages}"
             )
-            problem = f"{name}: a recipe is a TOML file (`windlass init` writes one)"
-            raise UserError("\n".join([problem, *translate_yaml(text)]))
         train = f"windlass train quickstart {shlex.quote(f'data.source={name}')}"
         raise UserError(f"{name}: it is not a recipe; to train on it: {train}")
     if "=" in name:

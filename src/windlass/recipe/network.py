@@ -8,11 +8,9 @@ import inspect
 import itertools
 import math
 import sys
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-
-from windlass.errors import UserError
 
 
 def _names(value: object) -> object:
@@ -32,14 +30,7 @@ Names = BeforeValidator(_names)
 class Frozen(BaseModel):
     """Settings that do not change; `Recipe.replace` makes a changed copy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        section = type(self).__name__.removesuffix("Settings").lower()
-        inside = {"schedule": "optim", "average": "train", "lora": "model", "mup": "model"}
-        parts = [inside.get(section, ""), "" if section == "recipe" else section, name]
-        change = f'recipe = recipe.replace({{"{".".join(filter(None, parts))}": {value!r}}})'
-        raise UserError(f"a recipe does not change, so {name} cannot be assigned: write {change}")
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
 
 class Section(Frozen):
@@ -64,10 +55,6 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
     """The statements of each class of a module."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
-"""Entries of a configuration of `transformers` that limit the length of a sequence."""
 
 
 class LoraSettings(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -46,15 +45,3 @@ def in_words(answers: Mapping[str, str]) -> str:
     """The answers for a key as a text; empty without answers."""
     notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
     return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
-
-
-def translate_yaml(text: str) -> list[str]:
-    """A line for each known key of another tool's YAML file, without a YAML parser.
-
-    The last line lists the unknown keys of the first level.
-    """
-    keys = dict.fromkeys(re.findall(r"^([ -]*)([A-Za-z_]\w*):", text, re.MULTILINE))
-    answers = {key: answer for _, key in keys if (answer := in_words(_exactly(key)))}
-    unknown = [key for indent, key in keys if not indent and key not in answers]
-    more = [f"  without a counterpart in Windlass: {', '.join(unknown)}"] if unknown else []
-    return [f"  {key}: {answer}" for key, answer in answers.items()] + more

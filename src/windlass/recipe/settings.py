@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from windlass.recipe.average import AverageSettings, Beta
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, Duration
+from windlass.recipe.units import EPOCHS, Duration, Horizon
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -19,6 +18,8 @@ OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
 BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
@@ -38,6 +39,29 @@ class RunSettings(Section):
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
     """Free text, shown in the run's report and trackers."""
+
+
+class AverageSettings(Section):
+    """An average of the trained weights, beside them."""
+
+    kind: Literal["none", "ema", "tail"] = "none"
+    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
+    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
+    beta: Beta = 0.999
+    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
+    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
+    last: Duration = 0.2
+    """With `tail`: the part of the run at its end that is averaged."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.kind != "none"
+
+    def begin(self, horizon: Horizon) -> int:
+        """The steps of a run before the averaged ones."""
+        if self.kind == "tail":
+            return max(0, horizon.steps_before_last(self.last))
+        return 0 if self.enabled else horizon.steps
 
 
 class TrainSettings(Section):
@@ -95,7 +119,7 @@ class TrainSettings(Section):
     early_stop: int = Field(0, ge=0)
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
     average: AverageSettings = AverageSettings()
-    """`train.average.kind`, `.beta`, `.last`, `.every`."""
+    """`train.average.kind`, `.beta`, `.last`."""
     startup_checks: bool = True
     """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)
@@ -117,21 +141,17 @@ class ScheduleSettings(Section):
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
     """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear`, `cosine` and `inverse-sqrt`
-    (arXiv 1706.03762) decay from the end of the warm-up."""
+    (arXiv 1706.03762) decay from the end of the warm-up. `inverse-sqrt` has 1 / sqrt(2) of the peak
+    after as many steps again, or after 10,000 without a warm-up."""
     warmup: Duration = 0.01
-    """Steps of the linear rise from `start` to `lr`; a fraction is a share of the schedule."""
+    """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
     """With `wsd`: steps of the decay at the schedule's end."""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
     """With `wsd`: shape of the decay; `1-sqrt` (arXiv 2405.18392) falls steeply at first."""
-    timescale: Duration = 0
-    """With `inverse-sqrt`: `lr` falls to 1 / sqrt(2) of its peak in these steps after the warm-up;
-    0: as many as the warm-up has, or 10,000 without one."""
     steps: Duration = 0
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
-    start: float = Field(0.0, ge=0)
-    """Learning rate at the start of the warm-up, as a share of `lr`."""
     final: float = Field(0.0, ge=0)
     """Learning rate at the end of the schedule, as a share of `lr`; `inverse-sqrt` has none."""
 
@@ -163,8 +183,7 @@ class OptimSettings(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.timescale`, `.steps`, `.start`,
-    `.final`."""
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.steps`, `.final`."""
 
     @field_validator("kind")
     @classmethod
@@ -206,9 +225,7 @@ class ParallelSettings(Section):
     """Stages of consecutive blocks, each on other ranks."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """`1f1b` (arXiv 2104.04473) holds activations of at most `pipeline` micro-batches; `gpipe` holds
-    those of all. With `interleaved` each rank has `pipeline_chunks` stages, which wait less."""
-    pipeline_chunks: int = Field(2, ge=2)
-    """With `pipeline_schedule = "interleaved"`: stages on each rank."""
+    those of all. With `interleaved` each rank has two stages, which wait less."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -238,7 +255,7 @@ class ParallelSettings(Section):
     @property
     def chunks(self) -> int:
         """The stages of a pipeline on each rank."""
-        return self.pipeline_chunks if self.pipeline_schedule == "interleaved" else 1
+        return 2 if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def layout(self) -> str:
@@ -279,11 +296,6 @@ class CheckpointSettings(Section):
     """Failed saves in a row that end the run, because it would have nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
     """Seconds from a signal to the run's end; no longer save begins. torchrun kills after 30 s."""
-
-    @field_validator("resume", mode="before")
-    @classmethod
-    def _step(cls, value: object) -> object:  # a step may be written as the number that it is
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class EvalSettings(Section):
@@ -327,10 +339,6 @@ class EvalSettings(Section):
     """Tokens to generate."""
     sample_count: int = Field(1, ge=1)
     """Texts to generate."""
-    temperature: float = Field(0.8, ge=0)
-    """Softmax temperature of the samples; 0: always the most likely token."""
-    top_k: int = Field(0, ge=0)
-    """Sample from the k most likely tokens; 0: from all."""
 
 
 class TelemetrySettings(Section):

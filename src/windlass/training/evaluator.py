@@ -131,8 +131,7 @@ class Evaluator:
         prompt = prompt_ids(self.model, tokenizer, settings.prompt)
         sampling = Sampling(
             max_tokens=settings.sample_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
+            temperature=0.8,
             seed=self.recipe.run.seed,
             stop=stop_tokens(tokenizer, self.data.template),
         )

@@ -188,7 +188,7 @@ class Trainer:
         """Fill model, average and optimizer from a checkpoint; returns its counters."""
         state = TrainState.from_json(checkpoint.counters)
         kind = checkpoint.meta.get("average", "none")
-        if kind != self.recipe.train.average.kind or not self.average.last_due(state.step):
+        if kind != self.recipe.train.average.kind or state.step <= self.average.begin:
             state.averaged = 0  # of another kind, or of the tail before an extension
         if not (same_kind := checkpoint.meta.get("optimizer") == self.recipe.optimizer_state):
             start_over(self.optimizer)  # a branch has changed the kind
