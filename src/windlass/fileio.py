@@ -226,6 +226,12 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     Files().replace(path, data.encode() if isinstance(data, str) else data, durable=False)
 
 
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file. Other threads run meanwhile."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class LockHeld(Exception):
     """Another process holds a lock; the message is the content of the lock file, which names it."""
 

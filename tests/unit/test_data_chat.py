@@ -193,12 +193,6 @@ LOOP = "{% for m in messages %}BODY{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
 STRANGE = {
-    # a prompt with the beginning of a thought, which the template does not write into turns
-    "thinking": (
-        LOOP.replace("BODY", TURN + "{{ m.content + '<|im_end|>\\n' }}")
-        + ASK.replace("{% endif", "<think>\n{% endif"),
-        "<|im_start|>assistant\n<think>\n⟦one<|im_end|>\n⟧",
-    ),
     # the thought stays in the last turn only
     "forgetful": (
         LOOP.replace(
@@ -260,10 +254,6 @@ def test_answers_are_found_by_rendering(name: str, tmp_path: Path) -> None:
         shown = "".join(chat.show_row(*row, tokenizer) for row in rows)
         assert expected in shown and shown.count("⟦") == 2
         assert shown.index("⟦") > shown.index("assistant")
-        if name == "thinking":  # its turns do not have the prompt, which an answer alone needs
-            with refused("<think>", "generation prompt"):
-                template.rows(talk[1:2], tokenizer)
-            continue
         alone = chat.show_row(*encoded(talk[1:2], template, tokenizer), tokenizer)
         assert alone.count("⟦") == 1 and "assistant" not in alone.partition("⟦")[2]
 
@@ -277,8 +267,6 @@ ANSWER = (
     + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
 )
 REWRITING = {
-    # DeepSeek-R1-Distill: no answer has its thought, and the prompt begins one
-    "r1": LOOP.replace("BODY", HEADER + ANSWER) + ASK.replace("{% endif", "<think>\n{% endif"),
     # Qwen3: the last answer has a thought, perhaps an empty one
     "qwen3": LOOP.replace(
         "BODY",
@@ -303,7 +291,6 @@ THOUGHTS = [
     {"role": "assistant", "content": "the dog"},
 ]
 LEARNED = {
-    "r1": ["hello\n</think>\n\nthe cat<|im_end|>", "\n</think>\n\nthe dog<|im_end|>"],
     "qwen3": [
         "<think>\nhello\n</think>\n\nthe cat<|im_end|>",
         "<think>\n\n</think>\n\nthe dog<|im_end|>",
@@ -338,9 +325,6 @@ def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
     _, marks = encoded(TALK[1:], endless, tokenizer)
     end = tokenizer.inner.id_to_token(tokenizer.eot)
     assert counted(tokenizer, *encoded(TALK[1:], endless, tokenizer)).endswith(end) and marks[-1]
-    assert end in endless.describe(DataSettings(), "hf:X", tokenizer)
-    usual = Template.of_directory(tmp_path)
-    assert end not in usual.describe(DataSettings(), "hf:X", tokenizer)
     assert tokenizer.eot in chat.stop_tokens(tokenizer, endless)
 
 
@@ -370,8 +354,13 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
     assert Template(hidden).rows(TALK[1:3], BYTES) == [
         [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
     ]
+    # DeepSeek-R1: the prompt begins a thought, which no turn has
+    thinking = LOOP.replace("BODY", TURN + "{{ m.content }}") + ASK.replace(
+        "{% endif", "<think>{% endif"
+    )
     for source, words in [
         (other, "Answer:"),
+        (thinking, "generation prompt"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
         ("{% if %}", "chat template"),
@@ -407,8 +396,8 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
 
 
 def test_the_layout_is_named() -> None:
-    assert "hf:X" in Template("Y").describe(DataSettings(), "hf:X", BYTES)
-    assert "User:" in Template().describe(DataSettings(), "byte", BYTES)
+    assert "hf:X" in Template("Y").describe(DataSettings(), "hf:X")
+    assert "User:" in Template().describe(DataSettings(), "byte")
 
 
 # -- streams

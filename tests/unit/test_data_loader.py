@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import wait_for
-from windlass.data.loader import BURST_SECONDS, Loader, eval_batches
+from windlass.data.loader import Loader, eval_batches
 from windlass.data.order import Order
 from windlass.recipe import plan_batch
 
@@ -139,7 +139,7 @@ def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
 
     class Slow(Numbers):
         def read(self, indices):
-            time.sleep(2 * BURST_SECONDS)
+            time.sleep(0.02)
             return super().read(indices)
 
     samples = Slow(100)
@@ -153,22 +153,6 @@ def test_it_reads_ahead_while_the_step_computes_and_ends_when_it_is_closed():
     assert not alive()
     with pytest.raises(ValueError, match="closed"):
         next(loader)
-
-
-def test_it_reads_small_steps_in_bursts_and_not_without_end(monkeypatch):
-    """The thread sleeps until too few steps are ready, so that it seldom takes Python's lock."""
-    monkeypatch.setattr("windlass.data.loader.BURST_SECONDS", 0.1)
-    samples = Numbers(100)
-    with Loader(samples, plan_batch(4, 4, 1, 512), 0, 5, prefetch=2) as loader:
-        wait_for(lambda: samples.reads > 20)
-        time.sleep(0.2)
-        before = samples.reads
-        for step in range(1, before - 1):
-            assert next(loader).step == step
-        time.sleep(0.05)
-        assert samples.reads == before
-        next(loader)
-        wait_for(lambda: samples.reads > before)
 
 
 def test_a_poll_does_not_wait_and_close_abandons_a_slow_source_or_with_patience_waits_for_it():

@@ -31,9 +31,9 @@ from data_fixtures import (
 from helpers import refused
 from windlass.data.chat import Template
 from windlass.data.describe import describe, lines, warnings
-from windlass.data.locate import data_dirs, unprepared
+from windlass.data.locate import data_dirs
 from windlass.data.open import open_data
-from windlass.data.prepare import find_prepared, prepare
+from windlass.data.prepare import find_prepared, prepare, unprepared
 from windlass.data.shards import Index, Stream
 from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed
@@ -278,7 +278,7 @@ def test_starts_during_extensions_find_whole_data(tmp_path):
             assert data.fingerprint == first
             starts += 1
     assert process.returncode == 0 and starts > 5
-    assert open_data(small).prepared.corpora[0].index.tokens > 60_000
+    assert open_data(small).prepared.corpora[0].index.tokens > 50_000
 
 
 @contextlib.contextmanager
@@ -322,9 +322,10 @@ def test_a_killed_preparation_is_not_found(tmp_path, monkeypatch):
     recipe = recipe_for(jsonl(tmp_path / "x.jsonl", documents(200)), tmp_path / "data")
     with failing("shard-00003.bin", Killed(), monkeypatch), pytest.raises(Killed):
         prepare(recipe)
-    assert find_prepared(recipe) is None
+    assert find_prepared(recipe) is None and unprepared(recipe) == data_dirs(recipe)
     assert find_prepared(recipe.replace("data.max_tokens=9000")) is None
     prepare(recipe)
+    assert not unprepared(recipe)
     for limit in (0, 900):
         assert find_prepared(recipe.replace(f"data.max_tokens={limit}")) is not None
 
@@ -493,7 +494,7 @@ def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
     texts = [*documents(200, longest=30), "and more"]
     jsonl(source, texts)
     choices = 'data.changed="keep"', 'data.changed="prepare"'
-    with refused("x.jsonl has changed", "bytes more", *choices):
+    with refused("x.jsonl has changed", *choices):
         open_data(recipe)
     for kept in (
         open_data(recipe, resuming=True),
@@ -546,17 +547,14 @@ def test_a_learned_tokenizer_is_learned_again_from_a_changed_source(tmp_path, to
     for path in data_dirs(recipe):
         for file in path.glob("*.*"):
             file.unlink()
-    with refused("x.txt has changed", "tokenizer", 'data.changed="prepare"'):
-        open_data(recipe)
-    fresh = open_data(recipe.replace("data.changed=prepare"))
-    assert texts_of(fresh)[0] == ["XYZ def " * 300]
+    assert texts_of(open_data(recipe))[0] == ["XYZ def " * 300]
 
 
 def test_a_kill_while_a_tokenizer_is_saved(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "x.jsonl", documents(60))
     recipe = recipe_for(source, tmp_path / "data", tokenizer="char")
     wanted = open_data(recipe_for(source, tmp_path / "whole", tokenizer="char"))
-    for name in ("tokenizer.json", "windlass.json", "sources.json", "index.json"):
+    for name in ("tokenizer.json", "windlass.json", "index.json"):
         with failing(name, Killed(), monkeypatch), pytest.raises(Killed):
             prepare(recipe)
     assert open_data(recipe).fingerprint == wanted.fingerprint
@@ -592,10 +590,10 @@ def test_several_sources_give_equal_parts_at_most(tmp_path):
     few = used["few.jsonl"][1]  # a short one gives all
     assert few == pytest.approx(0.9 * (Path(sources[2]).stat().st_size - 12 * 10), rel=0.05)
     assert used["novel.txt"][1] == 5000 and few < 5000
-    assert 0 <= used["many.jsonl"][1] - 5000 < 100  # to the end of a document
+    assert used["many.jsonl"][1] == 5000
     for limit in (8000, 40_000, 3000):
         limited = recipe_for(sources, tmp_path / "data", max_tokens=limit)
-        assert 0 <= counts(open_data(limited))["many.jsonl"][1] - limit / 4 < 100
+        assert 0.8 * limit / 4 < counts(open_data(limited))["many.jsonl"][1] <= limit / 4
     again = open_data(recipe_for(sources, tmp_path / "data", max_tokens=20_000))
     assert again.fingerprint == data.fingerprint
 
@@ -657,7 +655,7 @@ print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt", "json"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
 def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
     """In children, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
     peaks = {}
@@ -666,9 +664,6 @@ def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
         texts = [draw.randbytes(2000).hex() for _ in range(250 * megabytes)]
         if ending == "txt":
             source.write_text("\n".join(texts))
-        elif ending == "json":  # few large items
-            items = [{"text": "".join(texts[i : i + 250])} for i in range(0, len(texts), 250)]
-            source.write_text(json.dumps(items))
         elif ending == "jsonl":
             jsonl(source, texts)
         else:

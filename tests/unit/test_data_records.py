@@ -29,11 +29,8 @@ from source_helpers import (
 )
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
-from windlass.data.records import BLOCK
-from windlass.data.sources import (
-    describe_source,
-    text_of,
-)
+from windlass.data.records import BLOCK, text_of
+from windlass.data.sources import describe_source
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 
@@ -75,8 +72,8 @@ def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
     whole, divided = opened(path), opened(path, separator=mark)
     assert whole.single_text and not divided.single_text
     encoders = (Encoder(found.spec, byte_tokenizer(), Template()) for found in (whole, divided))
-    (note,), none = (list(encoder.remarks([*whole.items()])) for encoder in encoders)
-    assert f'data.separator="{mark}"' in note and str(path) in note and none == []
+    note, none = (encoder.remark([*whole.items()]) for encoder in encoders)
+    assert f'data.separator="{mark}"' in note and str(path) in note and not none
     for start in range(5):
         assert read(path, start, separator=mark) == stories[start:]
     path.write_text("a\nb\n\nc\r\n")
@@ -109,10 +106,10 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
-        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "no end"]),
-        ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["JSON"]),
+        ("p.json", b'[{"text": "a"}, {"te', ["JSON"]),
         ("q.json", b'[{"text": "a"}, 12]', ["item 2", "a number"]),
-        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),
+        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["JSON"]),
         ("r.csv", b"id,text\n1,a\n2,b,c\n", ["line 3", "3 fields", "2"]),
         ("s.csv", b'id,text\n1,"a" b\n', ["line 2", "quotation mark"]),
         ("t.csv", b"id,content\n1,a\n", ["'text'", "'content'", "data.text_key"]),
@@ -184,20 +181,19 @@ def test_conversations_from_every_form_of_file(tmp_path):
     assert "not read: 1 .json (config.json)" in notes[0]
 
 
-def test_an_array_is_read_in_pieces(tmp_path):
-    items = [
-        {"text": f'"{i}" [{{\\' + "\u00e9\n" * (i % 3000), "n": [i, -1.5e9, None]}
-        for i in range(400)
-    ]
-    items.append({"text": "x" * 1_000_000})
+def test_json_is_an_array_or_lines_up_to_a_size(tmp_path, monkeypatch):
+    items = [{"text": f'"{i}" [{{\\' + "\u00e9\n" * i, "n": [i, -1.5e9, None]} for i in range(40)]
+    path = tmp_path / "a.json"
     for indent in (None, 1):
-        (tmp_path / "a.json").write_text(json.dumps(items, indent=indent, ensure_ascii=False))
-        assert records(tmp_path / "a.json", format="chat") == items
-    (tmp_path / "a.json").write_text(" " + json.dumps(items[7], indent=1) + "\n")
-    assert records(tmp_path / "a.json", format="chat") == items[7:8]
+        path.write_text(json.dumps(items, indent=indent, ensure_ascii=False))
+        assert records(path, format="chat") == items
     for content in ("", "[]", " [ ] "):
-        (tmp_path / "a.json").write_text(content)
-        assert records(tmp_path / "a.json", format="chat") == []
+        path.write_text(content)
+        assert records(path, format="chat") == []
+    path.write_text(json.dumps(items))
+    monkeypatch.setattr("windlass.data.records.JSON_BYTES", 1000)
+    with refused("a.json", "NEW.jsonl"):
+        records(path, format="chat")
 
 
 def test_questions_of_squad(tmp_path):
@@ -217,7 +213,8 @@ def test_questions_of_squad(tmp_path):
 
 MEASURE = """
 import resource, sys
-from windlass.data.sources import SourceSpec, open_source, text_of
+from windlass.data.records import SourceSpec, text_of
+from windlass.data.sources import open_source
 spec = SourceSpec(sys.argv[1], sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 small, size = SourceSpec(sys.argv[2], sys.argv[2]), 0
@@ -229,7 +226,7 @@ print(peak() - before, size)
 """
 
 
-@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "csv", "parquet"])
 def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
     """A small file first, so that libraries and buffers are in the measure of neither."""
     text = "some words of a line, which is as long as others\n" * 20
@@ -244,8 +241,6 @@ def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
         elif ending == "parquet":
             table = pa.table({"text": [f"{i} {text}" for i in range(count)]})
             pq.write_table(table, path, row_group_size=count, use_dictionary=False)
-        elif ending == "json":
-            path.write_text(f"[{','.join([json.dumps({'text': text})] * count)}]")
         else:
             path.write_text(f"{json.dumps({'text': text})}\n" * count)
     names = [str(tmp_path / f"{name}.{ending}") for name in ("large", "small")]

@@ -44,13 +44,11 @@ def write(folder, rows, shard_tokens, masked=False):
     index = new_index(shard_tokens, masked)
     index.save(folder)
     while True:
-        start = index.resume
+        first = index.resume[0]
         with ShardWriter(folder, index, "uint16") as writer:
             before = len(writer.index.shards)
-            done = 0  # characters of whole rows of the first item, or its rows if they are masked
             for row in rows:
-                if row.item < start[0] or (row.item == start[0] and done < start[1]):
-                    done += (1 if masked else row.characters) * (row.item == start[0])
+                if row.item < first:
                     continue
                 writer.add(row)
                 if len(writer.index.shards) > before:

@@ -80,9 +80,9 @@ def test_every_file_of_a_folder_is_represented_and_a_limit_keeps_the_share(tmp_p
     data = open_data(recipe_for(tmp_path / "c", tmp_path / "data"))
     _, val = texts_of(data)
     assert {re.match(r"file \d", text)[0] for text in val} == {f"file {n}" for n in range(4)}
-    for limit in (9000, 20_000):
+    for limit in (20_000, 40_000):
         data = open_data(recipe_for(tmp_path / "c", tmp_path / "data", max_tokens=limit))
-        assert 0 <= data.train.tokens - limit < 80
+        assert 0 <= data.train.tokens + data.val.tokens - limit < 80
         assert data.val.tokens / (data.train.tokens + data.val.tokens) == pytest.approx(
             0.1, abs=0.02
         )
@@ -190,8 +190,7 @@ def test_the_validation_source_has_the_share_of_the_limit(tmp_path):
     for tokenizer in ("byte", "bpe", "char"):
         how = {**limits, "tokenizer": tokenizer, "tokenizer_vocab": 300}
         _, val = texts_of(open_data(recipe_for(source, tmp_path / "data", **how)))
-        ends = np.cumsum([len(t) for t in held])
-        assert val == held[: int(np.searchsorted(ends, 800)) + 1]
+        assert "".join(val) == "".join(held)[:800]
     single = tmp_path / "one.txt"
     single.write_text("a text that is validated on, " * 99)
     limits["eval_source"] = str(single)
@@ -225,23 +224,27 @@ def test_the_validation_text_does_not_depend_on_the_tokenizer(tmp_path, most, co
 
 @given(st.integers(20, 6000), st.sampled_from([0.0, 0.1, 0.5]), st.integers(0, 2))
 @settings(max_examples=25)
-def test_max_tokens_stops_at_a_documents_end(tmp_path_factory, most, fraction, shards):
+def test_max_tokens_reads_the_first_documents(tmp_path_factory, most, fraction, shards):
+    """Until they have as many tokens, those held out included; at least 100 texts, and never more
+    tokens to train on."""
     folder = tmp_path_factory.mktemp("x")
     texts = [f"{n}: {t}" for n, t in enumerate(documents(300, longest=30))]
     source = jsonl(folder / "x.jsonl", texts)
     limits = {"max_tokens": most, "val_fraction": fraction, "val_shards": shards}
+    most = limits["max_tokens"] = max(most, 1024 * shards + 2)
     data = open_data(recipe_for(source, folder / "data", **limits))
-    row = [i for t in texts if t for i in [256, *t.encode()]]
-    assert not shards or data.val.tokens == shards * 1024
+    ends = np.cumsum([1 + len(t.encode()) for t in texts])
+    count = max(100, int(np.searchsorted(ends, most)) + 1)
+    row = [i for t in texts[:count] for i in [256, *t.encode()]]
     train = [t for member in data.division.train for d in read_documents(member) for t in d]
     if shards:
-        assert train == row[shards * 1024 :][: len(train)]
+        wanted = row[shards * 1024 :]
+        assert data.val.tokens == shards * 1024
     else:
-        kept, _ = reference_split(texts, fraction)
-        assert train == [i for t in kept for i in [256, *t.encode()]][: len(train)]
-    ends = {0, *np.flatnonzero(np.array([*train, 256]) == 256).tolist()}
-    last = max(end for end in ends if end < len(train))
-    assert last < most <= len(train) or len(train) < most
+        kept, held = reference_split(texts[:count], fraction)
+        wanted = [i for t in kept for i in [256, *t.encode()]]
+        assert texts_of(data)[1] == held
+    assert train == wanted[:most]
 
 
 def test_copies_of_texts_in_the_first_shards(tmp_path):

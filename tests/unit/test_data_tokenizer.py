@@ -15,7 +15,7 @@ import tokenizer_fixtures
 from helpers import refused
 from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.learn import training_parts
+from windlass.data.learn import training_texts
 from windlass.data.records import Item
 from windlass.data.sources import Source, SourceSpec
 from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
@@ -188,7 +188,7 @@ def test_byte_pairs_are_learned_from_the_first_characters_of_a_corpus():
             yield Item("", f"{number} {'x' * 100}")
 
     source = Source(SourceSpec("x", "x", "text"), {}, items)
-    parts = list(training_parts(source, 0.1, np.zeros(0, np.uint64), 20_000))
+    parts = list(training_texts(source, 0.1, set(), 20_000))
     assert len(read) < 500 and 15_000 < sum(map(len, parts)) < 20_000
 
 

@@ -28,12 +28,12 @@ from windlass.data.chat import Template
 from windlass.data.examples import (
     encode_example,
     hash64,
-    unread_keys,
 )
 from windlass.data.progress import Progress
-from windlass.data.records import MARKS
+from windlass.data.records import MARKS, Item, SourceSpec, text_of
 from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.sources import Item, Source, SourceSpec, text_of
+from windlass.data.sources import Source
+from windlass.data.split import Need
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
@@ -50,7 +50,6 @@ class Job(NamedTuple):
     number: int
     item: Item
     before: str | None = None  # the end of the text that it continues; None: it begins a text
-    skip: int = 0  # characters that are committed already
     text: int | None = None  # hash of the whole text up to here; None: of this item alone
 
 
@@ -75,7 +74,7 @@ class Encoder:
             if self.spec.format == "text":
                 return self._text_rows(job)
             rows = encode_example(job.item, self.spec, self.tokenizer, self.template)
-            return [row._replace(item=job.number) for row in rows[job.skip :]]
+            return [row._replace(item=job.number) for row in rows]
         except UserError as error:
             return [Bad(job.number, str(error))]
 
@@ -83,12 +82,10 @@ class Encoder:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
         tokenizer, text = self.tokenizer, text_of(job.item, self.spec)
         digest = hash64(text) if job.text is None else job.text
-        begins, before = job.before is None and not job.skip, job.before or ""
-        if job.skip:
-            before, text = (before + text[: job.skip])[-BEFORE:], text[job.skip :]
+        begins, before = job.before is None, job.before or ""
         rows, parts = list[Row](), list(stretches(text))
         if not parts and not begins and not job.item.more:
-            parts = [""]  # the end of a text whose last block is committed
+            parts = [""]  # the end of a text, after its last block
         for number, part in enumerate(parts):
             ids = self._ids(part, before)
             last = number == len(parts) - 1 and not job.item.more
@@ -110,26 +107,22 @@ class Encoder:
         head = [first] if isinstance(first, int) else tokenizer.encode(first, before).tolist()
         return np.array([*head, *tokenizer.encode_marked([(one, 0) for one in rest])[0]], np.int64)
 
-    def remarks(self, items: Sequence[Item]) -> Iterator[str]:
-        """What the first items of a source have that is not read as it may be meant."""
-        spec, name = self.spec, self.spec.name
-        if spec.format != "text":
-            if keys := unread_keys(items, spec):
-                yield f"{name}: not read: {', '.join(keys)}"
-            return
-        if spec.special_tokens or spec.separator:
-            return
-        marks = *MARKS, *self.tokenizer.special
+    def remark(self, items: Sequence[Item]) -> str:
+        """A remark on marks between documents that the first items of a source have in their text;
+        empty if there are none."""
+        spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
+        if spec.format != "text" or spec.special_tokens or spec.separator:
+            return ""
         for item in items:
             with contextlib.suppress(UserError):
                 text = text_of(item, spec)
                 if seen := next((mark for mark in marks if mark in text), ""):
-                    yield (
+                    return (
                         f"{item.place} has {seen} in it, which is plain text to the model: "
                         "data.special_tokens=true makes it a token, and in a text file "
                         f"data.separator={json.dumps(seen)} begins a document after it"
                     )
-                    return
+        return ""
 
 
 def starts_with(ids: np.ndarray, first: Sequence[int]) -> bool:
@@ -182,22 +175,18 @@ def serve() -> None:
             out.flush()
 
 
-def jobs_of(source: Source, resume: Sequence[int]) -> Iterator[tuple[list[Job], float]]:
-    """The items of a source from a place on, in batches, with the fraction read after each."""
-    first, skip, *_ = resume
-    number, batch, size, before = first, list[Job](), 0, ""
+def jobs_of(source: Source, number: int) -> Iterator[tuple[list[Job], float]]:
+    """The items of a source from a number on, in batches, with the fraction read after each."""
+    batch, size, before = list[Job](), 0, ""
     hashed, begins = hashlib.blake2b(digest_size=8), True  # of a text; whether an item begins one
     item = Item("", None)
-    for item in source.items(first):
-        job = Job(number, item, skip=0 if number > first else skip)
+    for item in source.items(number):
+        job = Job(number, item)
         if item.more or not begins:  # a block of a long text
             text = str(item.value)
             hashed.update(text.encode("utf-8", "replace"))
             digest = int.from_bytes(hashed.copy().digest(), "little")
             job = job._replace(before=None if begins else before, text=digest)
-            if number == first and skip:
-                passed = min(skip, len(text))
-                skip, job = skip - passed, job._replace(skip=passed)
             before = (before + text)[-BEFORE:]
         batch.append(job)
         value = item.value
@@ -215,18 +204,18 @@ def encode(
     source: Source,
     directory: Path,
     encoder: Encoder,
-    resume: Sequence[int],
+    first: int,
     workers: int,
     note: Callable[[str], None],
 ) -> Generator[tuple[list[Row | Bad], int, float], None, None]:
-    """The rows of a source from a place on, in order, in batches: with the number of the item after
-    each batch, and the fraction of the source that is read.
+    """The rows of a source from item `first` on, in order, in batches: with the number of the item
+    after each batch, and the fraction of the source that is read.
 
     Two batches for each worker are read ahead.
     """
-    ahead = jobs_of(source, resume)
+    ahead = jobs_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    for remark in encoder.remarks([job.item for job in head[0][0]]):
+    if remark := encoder.remark([job.item for job in head[0][0]]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
     with (
@@ -239,7 +228,7 @@ def encode(
             (pool.submit(work, jobs), jobs, fraction)
             for jobs, fraction in [*head, *itertools.islice(ahead, 2 * workers - len(head))]
         )
-        after = resume[0]
+        after = first
         try:
             while waiting:
                 future, jobs, fraction = waiting.popleft()
@@ -259,15 +248,13 @@ def write_source(
     directory: Path,
     index: Index,
     encoder: Encoder,
-    enough: Callable[[ShardWriter, Row], bool],
+    need: Need,
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after those that `index` has; returns the index as written.
-
-    `enough(writer, row)` is asked after each row: whether to stop there.
-    """
-    index.shards, index.complete, index.left_out = index.full_shards, False, index.resume[3]
+    """Write the shards of a source after those that `index` has, as far as the need; returns the
+    index as written."""
+    index.shards, index.complete, index.left_out = index.full_shards, False, index.resume[2]
     # A kill must not leave an index with a short shard that is replaced.
     index = index.save(directory)
     listing = directory / LEFT_OUT
@@ -276,7 +263,7 @@ def write_source(
     spec = source.spec
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
-    batches = encode(source, directory, encoder, index.resume, workers, progress.note)
+    batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
     writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, after, fraction in batches:
@@ -290,7 +277,7 @@ def write_source(
                     left_out.flush()
                     continue
                 writer.add(row)
-                if enough(writer, row):
+                if need.is_met(row, writer.tokens):
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
             writer.index.items = after

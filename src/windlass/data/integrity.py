@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.data.shards import Index, bad_shard, prepare_again
-from windlass.data.sources import sha256_of
 from windlass.errors import UserError
-from windlass.fileio import read_json, write_atomic
+from windlass.fileio import read_json, sha256_of, write_atomic
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from array import array
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.examples import example_group, example_texts
 from windlass.data.progress import Progress
-from windlass.data.sources import Item, Source, SourceSpec, text_of
+from windlass.data.records import Item, SourceSpec, text_of
+from windlass.data.sources import Source
 from windlass.data.split import FEW, held_out_examples, held_out_texts
 from windlass.data.tokenizer import Tokenizer, stretches
 from windlass.errors import UserError
 from windlass.recipe import DataSettings
 
-BPE_CHARACTERS = 200_000_000  # of the corpus at most, from which byte pairs are learned
+BPE_CHARACTERS = 50_000_000  # of the corpus at most, from which byte pairs are learned
 # A character tokenizer needs the characters of the plain layout and of a question's prompt, too.
 LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \n"
 
@@ -31,9 +32,8 @@ def learn_tokenizer(
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
         each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
-        hashes = [documents_of(source, BPE_CHARACTERS)[0] for source in val]
-        validated = np.concatenate([np.zeros(0, np.uint64), *hashes])
-        parts = (training_parts(source, fraction, validated, each) for source in train)
+        validated = {d.group for source in val for d in first_documents(source, BPE_CHARACTERS)}
+        parts = (training_texts(source, fraction, validated, each) for source in train)
         return vocabulary.train_bpe(itertools.chain.from_iterable(parts), data.tokenizer_vocab)
     characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
     for source in (*train, *val):
@@ -55,54 +55,53 @@ def texts_of(item: Item, spec: SourceSpec) -> list[str]:
         return []
 
 
-def documents_of(source: Source, characters: int) -> tuple[np.ndarray, np.ndarray]:
-    """The hash of each document or an example's group (uint64), and its characters (int64): of the
-    first documents, which have so many characters, and of FEW of them at least."""
-    hashes, sizes, distinct = array("Q"), array("q"), set[int]()
-    digest, size, spec = hashlib.blake2b(digest_size=8), 0, source.spec
+class Document(NamedTuple):
+    """A document or example of a source."""
+
+    group: int  # the hash that decides whether it is held out
+    characters: int
+    texts: list[str]  # its characters, as far as a tokenizer may learn from them
+
+
+def first_documents(source: Source, characters: int) -> list[Document]:
+    """The first documents, which have so many characters, and FEW of them at least."""
+    documents, groups, spec = list[Document](), set[int](), source.spec
+    digest, size, kept = hashlib.blake2b(digest_size=8), 0, list[str]()
     is_text = spec.format == "text"
     for item in source.items():
-        texts = texts_of(item, spec)
-        size += sum(map(len, texts))
-        if is_text:
-            digest.update("".join(texts).encode("utf-8", "replace"))
+        for text in texts_of(item, spec):
+            kept.append(text[: max(0, characters)])
+            size, characters = size + len(text), characters - len(text)
+            digest.update(text.encode("utf-8", "replace") if is_text else b"")
         if item.more or not size:
             continue
-        own = int.from_bytes(digest.digest(), "little") if is_text else example_group(item, spec)
-        hashes.append(own)
-        sizes.append(size)
-        characters -= size
-        if len(distinct) < FEW:
-            distinct.add(hashes[-1])
+        group = int.from_bytes(digest.digest(), "little") if is_text else example_group(item, spec)
+        documents.append(Document(group, size, kept))
+        if len(groups) < FEW:
+            groups.add(group)
         elif characters <= 0:
             break
-        digest, size = hashlib.blake2b(digest_size=8), 0
-    return np.array(hashes, np.uint64), np.array(sizes, np.int64)
+        digest, size, kept = hashlib.blake2b(digest_size=8), 0, []
+    return documents
 
 
-def training_parts(
-    source: Source, fraction: float, validated: np.ndarray, characters: int
+def training_texts(
+    source: Source, fraction: float, validated: set[int], characters: int
 ) -> Iterator[str]:
-    """The first `characters` of the texts that train, in parts of at most `STRETCH` each: without
-    what is held out, and without documents that have a hash in `validated`."""
-    hashes, room = documents_of(source, characters)
+    """The texts of the first documents that train, in parts of at most `STRETCH` characters:
+    without what is held out, and without documents of the `validated` groups."""
+    documents = first_documents(source, characters)
+    groups = np.array([document.group for document in documents], np.uint64)
+    rooms = np.array([document.characters for document in documents], np.int64)
     if source.spec.format == "text":
-        held, cuts = held_out_texts(hashes, room, fraction)
-        room = np.where(cuts >= 0, cuts, room)
+        held, cuts = held_out_texts(groups, rooms, fraction)
+        rooms = np.where(cuts >= 0, cuts, rooms)
     else:
-        held = held_out_examples(hashes, fraction)
-    rooms, left = iter(np.where(held | np.isin(hashes, validated), 0, room).tolist()), None
-    for item in source.items():
-        texts = texts_of(item, source.spec)
-        if left is None and any(texts):
-            left = next(rooms, None)  # the next characters of the document that train
-            if left is None:
-                return
-        for text in texts:
-            part = text[: min(left or 0, characters)]
-            yield from stretches(part)
-            left, characters = (left or 0) - len(part), characters - len(part)
-            if characters <= 0:
-                return
-        if not item.more:
-            left = None
+        held = held_out_examples(groups, fraction)
+    for document, room, is_held in zip(documents, rooms.tolist(), held.tolist(), strict=True):
+        if is_held or document.group in validated:
+            continue
+        done = 0
+        for text in document.texts:
+            yield from stretches(text[: max(0, room - done)])
+            done += len(text)

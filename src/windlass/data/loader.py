@@ -24,9 +24,6 @@ from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
-# The thread reads on for so long: woken for one small step, it holds up the threads that compute
-# for longer than it reads.
-BURST_SECONDS = 8e-3
 ORDER_SAMPLES = 512  # their places in the order are computed at once
 
 
@@ -176,26 +173,18 @@ class Loader(Iterator[StepBatch]):
         return self._order.pop(step)
 
     def _read_ahead(self, step: int) -> None:
-        """Read until the loader is closed; an error is the last item.
-
-        When fewer than `prefetch` steps are ready, the thread reads that many, and on while
-        BURST_SECONDS have not passed.
-        """
+        """Read `prefetch` steps ahead until the loader is closed; an error is the last item."""
         try:
             if self.device.type == "cuda":
                 # A thread starts on device 0, and pinning would open a context there.
                 torch.cuda.set_device(self.device)
-            until = 0.0
             while (batch := self._read(step)) is not None:
                 self._put(batch)
                 step += 1
-                if time.perf_counter() < until:
-                    continue
                 with self._changed:
                     self._changed.wait_for(
                         lambda: self._stop.is_set() or len(self._ready) < self._prefetch
                     )
-                until = time.perf_counter() + BURST_SECONDS
         except BaseException as error:
             self._put(error)
 

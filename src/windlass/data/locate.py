@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from windlass.data import vocabulary
-from windlass.data.shards import Index
 from windlass.data.sources import SourceSpec
 from windlass.recipe import DataSettings, Recipe
 
@@ -110,8 +109,3 @@ def data_dirs(recipe: Recipe) -> list[Path]:
     """The directories of all sources of a recipe, prepared or not."""
     specs = [spec for member in wanted_sources(recipe) for spec in member.sources]
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
-
-
-def unprepared(recipe: Recipe) -> list[Path]:
-    """The directories of sources that are not prepared."""
-    return [path for path in data_dirs(recipe) if Index.load(path) is None]

@@ -8,12 +8,11 @@ computed when the tokens are read, so recipes, studies and evaluations share a d
 from __future__ import annotations
 
 import errno
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +31,15 @@ from windlass.data.locate import (
     root_of,
     source_key,
     tokenizer_key,
-    unprepared,
     wanted_sources,
 )
-from windlass.data.need import Need
 from windlass.data.progress import Progress
-from windlass.data.shards import INDEX, Index, prepare_again
+from windlass.data.shards import INDEX, Index, Table, prepare_again
 from windlass.data.sources import SourceSpec, changes, describe_source, open_source
-from windlass.data.split import Corpus, part_of, val_characters
-from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.split import Corpus, Limit, Need, limits_of
+from windlass.data.tokenizer import DESCRIPTION, FOLDER, Tokenizer
 from windlass.errors import RunFailed, UserError
-from windlass.fileio import LockHeld, acquire_lock, locked, read_json, write_atomic
+from windlass.fileio import LockHeld, acquire_lock, locked
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
@@ -50,8 +47,6 @@ if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
 LOCK = ".lock"
-LEARNED = "sources.json"  # from which a tokenizer was learned
-NeedOf = Callable[[Corpus], Need]
 
 
 @dataclass(frozen=True)
@@ -128,24 +123,29 @@ def find_prepared(recipe: Recipe) -> Prepared | None:
     `prepare`."""
     if unprepared(recipe):
         return None
-    folder = data_dirs(recipe)[0] / FOLDER
-    tokenizer, members = vocabulary.load_tokenizer(folder), list[Member[Corpus]]()
+    folder, members = data_dirs(recipe)[0] / FOLDER, list[Member[Corpus]]()
+    tokenizer = vocabulary.load_tokenizer(folder)
     for wanted in wanted_sources(recipe):
         train = [_open(spec, recipe, tokenizer) for spec in wanted.train]
         val = [_open(spec, recipe, tokenizer) for spec in wanted.val]
-        for corpus, need in zip((*train, *val), needs_of(wanted), strict=True):
-            if not corpus.index.complete and not need(corpus).is_met:
-                return None  # a preparation was killed, or another recipe needed less
         members.append(Member(wanted.name, wanted.data, train, val))
     return Prepared(members, tokenizer, Template.of_directory(folder))
 
 
-def needs_of(wanted: Member[Any]) -> list[NeedOf]:
-    """How much a recipe needs of each source of a member, training first."""
-    data, count, count_val = wanted.data, len(wanted.train), len(wanted.val)
-    train: NeedOf = partial(Need, data, part_of(data, count), False)
-    val: NeedOf = partial(Need, data, val_characters(data, count_val), True)
-    return [train] * count + [val] * count_val
+def unprepared(recipe: Recipe) -> list[Path]:
+    """The directories of sources that are not prepared as far as a recipe reads them."""
+    missing = dict[Path, None]()
+    for wanted in wanted_sources(recipe):
+        for spec, limit in zip(wanted.sources, limits_of(wanted), strict=True):
+            directory = directory_of(spec, recipe)
+            index = Index.load(directory)
+            if index is None or not _is_enough(directory, index, limit):
+                missing[directory] = None
+    return list(missing)
+
+
+def _is_enough(directory: Path, index: Index, limit: Limit) -> bool:
+    return index.complete or limit.documents(Table(directory, index)) is not None
 
 
 def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer) -> Corpus:
@@ -203,25 +203,20 @@ class _Preparation:
             self.template = self.template.with_settings(recipe.data)
 
     def _learned(self, wanted: list[Member[SourceSpec]]) -> Tokenizer:
-        """The tokenizer that the corpus makes, in a directory of its own."""
+        """The tokenizer that the corpus makes, in a directory of its own for each state of it."""
         recipe, train = self.recipe, [spec for member in wanted for spec in member.train]
         if any(spec.kind == "shards" for spec in train):
             problem = f"data.tokenizer: {recipe.data.tokenizer} needs the corpus"
             raise UserError(f"{problem}: use another for shards:")
-        directory = root_of(recipe) / f"tokenizer-{hash_of_key(tokenizer_key(recipe))}"
+        val = [spec for member in wanted for spec in member.val]
+        key = tokenizer_key(recipe) | {"now": [self._describe(spec) for spec in (*train, *val)]}
+        directory = root_of(recipe) / f"tokenizer-{hash_of_key(key)}"
         with _lock(directory, self.progress):
-            specs = [*train, *(spec for member in wanted for spec in member.val)]
-            learned = read_json(directory / LEARNED).get("sources")
-            for spec, old in zip(specs, learned or (), strict=False):
-                since = f"since the tokenizer in {directory} was learned"
-                if (text := self._change(spec, old, since)) and self._again(text):
-                    learned = None
-            if learned is None:
-                sources = [open_source(spec, self.progress.note) for spec in specs]
-                parts = sources[: len(train)], sources[len(train) :]
-                learn_tokenizer(recipe.data, *parts, self.progress).save(directory)
-                learned = [source.description for source in sources]
-                write_atomic(directory / LEARNED, json.dumps({"sources": learned}, indent=1))
+            if not (directory / FOLDER / DESCRIPTION).is_file():
+                note = self.progress.note
+                sources = [[open_source(spec, note) for spec in specs] for specs in (train, val)]
+                tokenizer = learn_tokenizer(recipe.data, sources[0], sources[1], self.progress)
+                tokenizer.save(directory)
         return vocabulary.load_tokenizer(directory / FOLDER)
 
     @property
@@ -246,7 +241,7 @@ class _Preparation:
         """Prepare all sources as far as the limits of the recipe need them."""
         members = list[Member[Corpus]]()
         for w in wanted:
-            corpora = [*map(self._corpus, w.sources, needs_of(w))]
+            corpora = [*map(self._corpus, w.sources, limits_of(w))]
             train, val = corpora[: len(w.train)], corpora[len(w.train) :]
             members.append(Member(w.name, w.data, train, val))
         for corpus in (corpus for member in members for corpus in member.val):
@@ -255,13 +250,13 @@ class _Preparation:
                 raise UserError(f"{setting}: there is nothing to read in {name}")
         return members
 
-    def _corpus(self, spec: SourceSpec, need: NeedOf) -> Corpus:
+    def _corpus(self, spec: SourceSpec, limit: Limit) -> Corpus:
         """A source, prepared as far as it is needed."""
         directory = directory_of(spec, self.recipe)
-        if (corpus := self._found(spec, directory, need)) is not None:
+        if (corpus := self._found(spec, directory, limit)) is not None:
             return corpus
         with _lock(directory, self.progress):
-            if (corpus := self._found(spec, directory, need)) is not None:
+            if (corpus := self._found(spec, directory, limit)) is not None:
                 return corpus
             index = Index.load(directory)
             if index is None or self._stale(spec, index, directory):
@@ -271,10 +266,10 @@ class _Preparation:
                     path.unlink(missing_ok=True)
                 index = None
             self.is_new = True
-            self._write(spec, directory, index, need)
+            self._write(spec, directory, index, limit)
         return _open(spec, self.recipe, self.tokenizer)
 
-    def _found(self, spec: SourceSpec, directory: Path, need: NeedOf) -> Corpus | None:
+    def _found(self, spec: SourceSpec, directory: Path, limit: Limit) -> Corpus | None:
         """A source that is prepared far enough; None if there is something to write."""
         index = Index.load(directory)
         if index is None:
@@ -286,7 +281,7 @@ class _Preparation:
         if index.tokenizer.fingerprint != self.tokenizer.fingerprint:
             problem = f"{directory} was prepared with another tokenizer"
             raise UserError(f"{problem}; {prepare_again(directory)}, or give another data.dir")
-        is_enough = index.complete or need(corpus).is_met
+        is_enough = _is_enough(directory, index, limit)
         if stale:
             self._again(stale, is_enough)
         return corpus if is_enough else None
@@ -308,7 +303,7 @@ class _Preparation:
         change = changes(then, now) if (now := self._describe(spec)) else ""
         return change and f"{spec.setting}: {spec.name} has changed {since}: {change}"
 
-    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, need: NeedOf) -> None:
+    def _write(self, spec: SourceSpec, directory: Path, index: Index | None, limit: Limit) -> None:
         """Write the tokens of a source, after those that `index` has."""
         recipe, tokenizer, progress = self.recipe, self.tokenizer, self.progress
         resumed = index is not None
@@ -320,7 +315,7 @@ class _Preparation:
             self.template.save(directory / FOLDER)
         layout = ""
         if spec.format == "chat":
-            layout = self.template.describe(recipe.as_written.data, recipe.tokenizer, tokenizer)
+            layout = self.template.describe(recipe.as_written.data, recipe.tokenizer)
         new = Index(
             key=source_key(spec, recipe) | {"files": self.files},
             source=source.description if source else describe_source(spec) or {},
@@ -338,10 +333,10 @@ class _Preparation:
                 raise UserError(f"data.tokenizer: {problem}; use another")
             index = index or new
             whole = index.model_copy(update={"shards": index.full_shards})
-            enough = need(Corpus(directory, whole, spec, tokenizer))
+            need = Need(limit, Table(directory, whole))
             encoder = Encoder(spec, tokenizer, self.template)
             workers = recipe.data.workers or usable_cores()
-            index = write_source(source, directory, index, encoder, enough, workers, progress)
+            index = write_source(source, directory, index, encoder, need, workers, progress)
         if not resumed:  # else files of an earlier process are read once before they are used
             remember(directory, file_states(directory, index))
 

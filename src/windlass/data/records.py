@@ -1,13 +1,14 @@
 """The items in local files: texts, JSON, CSV, Parquet, compressed or not.
 
-Memory is bounded for every kind of file: a text comes in blocks, JSON and CSV item by item, Parquet
-in batches of rows.
+Memory is bounded: a text comes in blocks, JSON lines and CSV item by item, Parquet in batches of
+rows. A `.json` file is read whole.
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -30,6 +31,7 @@ from windlass.errors import UserError, first_line, plural
 BLOCK = 1 << 20  # characters of a text in one item at most
 READ = 1 << 18  # bytes of a file at once
 TABLE_BYTES = 8 << 20  # of a table at once
+JSON_BYTES = 1_000_000_000  # of a `.json` file, which needs about three times this memory
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
@@ -170,7 +172,7 @@ def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[I
         return _questions(stream, place)
     if ending in (".csv", ".tsv"):
         return _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
-    return _json_values(stream, place) if ending == ".json" else _lines(stream, place)
+    return _json_items(stream, place) if ending == ".json" else _lines(stream, place)
 
 
 def is_text(path: Path, spec: SourceSpec) -> bool:
@@ -238,38 +240,32 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
             yield Item(f"{place}, line {number:,}", content)
 
 
-def _json_values(stream: BinaryIO, place: str) -> Iterator[Item]:
-    """The items of a JSON array, or values one after another, such as JSON lines."""
-    reader, decode = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder().raw_decode
-    gap, text, number, is_end = re.compile(r"[\s,]*"), reader.read(READ).lstrip(), 0, False
-    is_array = text[:1] == "["
-    at = int(is_array)
-    while True:
-        start = cast(re.Match[str], gap.match(text, at)).end()
-        where, end = f"{place}, item {number + 1:,}", start
-        failure, may_go_on = "the array has no end", not is_end
-        if is_array and text[start : start + 1] == "]":
-            return
-        if start < len(text):
-            try:
-                value, end = decode(text, start)
-            except (ValueError, RecursionError) as error:
-                failure, broken_at = (
-                    getattr(error, "msg", first_line(error)),
-                    getattr(error, "pos", 0),
-                )
-                may_go_on &= failure.startswith("Unterminated") or broken_at > len(text) - 16
-        elif is_end and not is_array:
-            return
-        if may_go_on and end in (start, len(text)):
-            more = reader.read(max(READ, len(text) - at))
-            text, at, is_end = text[start:] + more, 0, not more
-        elif end == start:
-            raise UserError(f"{where} is not JSON: {failure}; {TO_JSON}")
-        else:
-            # `record_of` names what is not an object
-            yield Item(where, value if isinstance(value, dict) else text[start:end].encode())
-            number, at = number + 1, end
+def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
+    """The items of a JSON array, which is read whole; else of JSON lines."""
+    raw = stream.read(JSON_BYTES + 1)
+    if len(raw) > JSON_BYTES:
+        remedy = "convert it, for example jq -c '.[]' OLD.json > NEW.jsonl"
+        raise UserError(f"{place} has over {JSON_BYTES / 1e9:g} GB, too much for .json; {remedy}")
+    if not raw.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        yield from _lines(io.BytesIO(raw), place)
+        return
+    try:
+        values = json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is not JSON: {error}; {TO_JSON}") from None
+    for number, value in enumerate(values, 1):
+        yield Item(f"{place}, item {number:,}", value)
+
+
+def first_record(path: Path) -> dict[str, Any]:
+    """The first object of a `.json` file; empty if it has none."""
+    with path.open("rb") as raw, contextlib.suppress(*DAMAGE):
+        head = unpacked(path, raw).read(READ).decode("utf-8-sig", "ignore")
+        value = json.JSONDecoder().raw_decode(head.lstrip("[ \r\n\t"))[0]
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:

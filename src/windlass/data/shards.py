@@ -31,7 +31,7 @@ from windlass.data.tokenizer import Description
 from windlass.errors import UserError
 from windlass.fileio import Files, HashedFile
 
-FORMAT = 5
+FORMAT = 6
 INDEX, CACHE = "index.json", "cache"
 OPEN_FILES = 128
 # A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
@@ -96,10 +96,10 @@ class Index(BaseModel):
     masked: bool = False  # questions or conversations
     shard_tokens: int
     shards: list[Shard] = []
-    # Where the shard after the last full one begins: the number of its item, the item's characters
-    # in whole rows before (of a conversation its rows), the tokens of the next row before, and the
-    # items left out before.
-    resume: tuple[int, int, int, int] = (0, 0, 0, 0)
+    # Where the shard after the last full one begins: the number of its item, the item's tokens in
+    # the shards before, and the items left out before.
+    resume: tuple[int, int, int] = (0, 0, 0)
+    is_cut: bool = False  # it begins inside a row
     items: int = 0  # that are read, empty ones and those left out included
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
     complete: bool = False  # False: the source has more
@@ -196,12 +196,13 @@ class ShardWriter:
         self.directory, self.dtype = directory, dtype
         self.index = index.model_copy(update={"shards": index.full_shards})
         self.tokens = self.index.tokens  # with the shard being filled
-        self._item, self._characters, self._skip, _ = index.resume  # of the row being written
+        # of the item being written: its number, and its tokens in the full shards, which come again
+        self._item, self._skip, _ = index.resume
+        self._written = self._skip
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
-        # whether the next row continues a document
-        self._goes_on = self._characters > 0 and not index.masked
+        self._goes_on = False  # the next row continues a document
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -210,17 +211,20 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row; after a resume the first one is the row that the last full shard cuts."""
+        """Append a row. After a resume the first rows are those of the item that the next shard
+        begins with, from the item's start."""
         if row.item != self._item:
-            self._item, self._characters = row.item, 0
-        done, self._skip, size = self._skip, 0, self.index.shard_tokens
-        characters = row.characters if row.marks is None else 1
-        if not done:  # a row without tokens may end a document
+            self._item, self._written, self._skip = row.item, 0, 0
+        size, done = self.index.shard_tokens, min(self._skip, len(row.tokens))
+        if self._skip:  # the table has the row
+            self._skip -= done
+        else:  # a row without tokens may end a document
             line = [self.tokens, row.text, row.characters, row.more]
             if row.marks is not None:
                 line += [row.group, row.tail, row.reach, int(row.marks.sum())]
             self._outputs()[1].write(np.array(tuple(line), self.index.row).tobytes())
             self._documents += not self._goes_on
+        self._goes_on = row.more
         while done < len(row.tokens):
             raw, _, *mask = self._outputs()
             part = row.tokens[done:][: size - self.tokens % size]
@@ -231,16 +235,12 @@ class ShardWriter:
                 mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
                 self._bits = self._bits[whole:]
             done += len(part)
+            self._written += len(part)
             self.tokens += len(part)
             if self.tokens % size == 0:
-                place = row.item, self._characters, done
-                if done == len(row.tokens):
-                    place = row.item, self._characters + characters, 0
-                    is_last = row.marks is None and not row.more
-                    place = (row.item + 1, 0, 0) if is_last else place
-                self._commit(place)
-        self._characters += characters
-        self._goes_on = row.more
+                is_end = done == len(row.tokens) and row.marks is None and not row.more
+                place = (row.item + 1, 0) if is_end else (row.item, self._written)
+                self._commit(place, is_cut=done < len(row.tokens))
 
     def _outputs(self) -> list[HashedFile]:
         """The files of the shard being filled: tokens, table, and the mask."""
@@ -250,8 +250,9 @@ class ShardWriter:
                 self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
         return self._open
 
-    def _commit(self, place: tuple[int, int, int] | None) -> None:
-        """Complete the shard being filled; `place` follows it; None: it is short."""
+    def _commit(self, place: tuple[int, int] | None = None, is_cut: bool = False) -> None:
+        """Complete the shard being filled; `place` and `is_cut` are of the next one; None: it is
+        short."""
         raw, table, *mask = self._open
         if mask:
             mask[0].write(np.packbits(self._bits, bitorder="little").tobytes())
@@ -269,13 +270,13 @@ class ShardWriter:
         self._files.close()
         self.index.shards.append(shard)
         if place is not None:
-            self.index.resume = (*place, self.index.left_out)
+            self.index.resume, self.index.is_cut = (*place, self.index.left_out), is_cut
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
         """Commit the last shard and save the index; `complete`: the source has no more."""
         if self._open:
-            self._commit(None)
+            self._commit()
         self.index.complete = complete
         return self.index.save(self.directory)
 
@@ -347,23 +348,26 @@ class Stream:
             start, place = start + end - begin, place + 1
 
     def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
-        with self._lock:
-            if name not in self._open:
-                local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
-                if len(local) >= OPEN_FILES:  # a remote file has no descriptor
-                    self._open.pop(local[0])
-                try:
-                    if "://" in name:
-                        cache = self._directory / CACHE
-                        self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
-                    else:
-                        self._open[name] = LocalFile(self._directory / name)
-                except OSError as error:
-                    raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
-            raw = self._open[name].pread(count, offset)
+        file = self._open.get(name) or self._opened(name, version)
+        raw = file.pread(count, offset)
         if len(raw) != count:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")
         return raw
+
+    def _opened(self, name: str, version: str) -> LocalFile | RemoteFile:
+        with self._lock:
+            local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
+            if len(local) >= OPEN_FILES:  # a remote file has no descriptor
+                self._open.pop(local[0])
+            try:
+                if "://" in name:
+                    cache = self._directory / CACHE
+                    self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
+                else:
+                    self._open[name] = LocalFile(self._directory / name)
+            except OSError as error:
+                raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
+            return self._open[name]
 
     @cached_property
     def table(self) -> Table:
@@ -377,7 +381,7 @@ class Table:
         self._directory, self._index = directory, index
         ends = self._rows("more") == 0
         self._last = np.flatnonzero(ends)
-        if index.resume[2] and len(index.full_shards) == len(index.shards) and ends[-1]:
+        if index.is_cut and len(index.full_shards) == len(index.shards) and ends[-1]:
             self._last = self._last[:-1]  # a preparation was killed in this row
         self._first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self._last)]
 
@@ -397,6 +401,11 @@ class Table:
         """A field of each document: `text` (uint64), or of examples `group`, `tail`, `reach`,
         `marked`."""
         return self._rows(name)[self._last]
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The hash that decides whether each document is held out, uint64 [documents]."""
+        return self.field("group" if self._index.masked else "text")
 
     @property
     def edges(self) -> np.ndarray:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from windlass.data.records import (
     Item,
     SourceSpec,
     column_value,
+    first_record,
     is_text,
     other_keys,
     read_files,
     record_of,
-    text_of,
     without_nulls,
 )
 from windlass.errors import RunFailed, UserError, first_line, require
+from windlass.fileio import sha256_of
 
 HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
@@ -95,13 +97,10 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, tables)
 
     def has_items(path: Path) -> bool:
-        if spec.kind == "shards":
-            return False
-        with suppress(UserError, StopIteration):
-            item = next(read_files(spec, [path], [1]))
-            is_chat = bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record_of(item))
-            return is_chat if spec.format == "chat" else isinstance(text_of(item, spec), str)
-        return False
+        record = first_record(path)
+        if spec.format == "chat":
+            return bool(record and (spec.columns or not CONVERSATION_KEYS.isdisjoint(record)))
+        return spec.format == "text" and not {spec.text_key.partition(".")[0]}.isdisjoint(record)
 
     return find(spec.path, spec.setting, endings, has_items)
 
@@ -111,16 +110,17 @@ def form_of(source: str, setting: str) -> dict[str, str]:
 
     Empty for the web and the Hub. UserError if there are no such files on this machine.
     """
-    spec, files = SourceSpec(source, source, "chat", setting=setting), list[Path]()
-    if spec.path and "://" not in spec.path and spec.kind != "hf":
-        files = find(spec.path, setting, (".txt", *TABLES, *SHARDS), lambda path: True)[0]
-    if spec.kind in ("https", "hf"):
+    spec = SourceSpec(source, source, setting=setting)
+    if spec.kind in ("https", "hf") or "://" in spec.path:
         return {}
+    files = local_files(spec)[0] if spec.path else []
     if spec.kind == "squad":
         return {"format": "squad"}
-    with suppress(StopIteration):
-        file = next(path for path in files if not is_text(path, replace(spec, format="text")))
-        record = record_of(next(read_files(spec, [file], [1])))
+    tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
+    for item in islice(
+        read_files(replace(spec, format="chat"), tables[:1], [1] * len(tables[:1])), 1
+    ):
+        record = record_of(item)
         if isinstance(record.get("data"), list) and "text" not in record:
             raise UserError(f"{setting}: {source} has questions: write squad:{source}")
         if not CONVERSATION_KEYS.isdisjoint(record):
@@ -132,12 +132,6 @@ def form_of(source: str, setting: str) -> dict[str, str]:
 
 
 # -- descriptions, which show that a source has changed
-
-
-def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file. Other threads run meanwhile."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -156,26 +150,21 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
 
     Paths count from the directory that all files share, so that moved data are the same.
     """
+    old, new = _by_path(then), _by_path(now)
     parts = [
         f"its {key} is {now[key]}, and was {then[key]}"
-        for key in then
-        if key in now and key != "files" and then[key] != now[key]
+        for key in then.keys() & now.keys() - {"files"}
+        if then[key] != now[key]
     ]
-    old, new = _by_path(then), _by_path(now)
-    for path in {**old, **new}:
-        if path not in new:
-            parts.append(f"{path} is gone")
-        elif path not in old:
-            parts.append(f"{path} is new")
-        elif more := new[path]["bytes"] - old[path]["bytes"]:
-            parts.append(f"{path} has {abs(more):,} bytes {'more' if more > 0 else 'less'}")
-        elif any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file"):
-            is_hashed = "sha256" in new[path]
-            parts.append(
-                f"{path} has {'other content' if is_hashed else 'a new modification time'}"
-            )
+    parts += [f"{path} is gone" for path in old if path not in new]
+    parts += [f"{path} is new" for path in new if path not in old]
+    parts += [
+        f"{path} has changed"
+        for path in old.keys() & new.keys()
+        if any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file")
+    ]
     rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
-    return ", ".join(parts[:3]) + rest
+    return ", ".join(sorted(parts)[:3]) + rest
 
 
 def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -262,26 +251,21 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
 def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
     """A split (perhaps `train[:1%]`) of a data set, and its commit of the Hub if that is known.
 
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files or of `save_to_disk`.
+    `place` is `NAME`, `NAME:CONFIG`, or a directory of files.
     """
     folder, split = Path(place).expanduser(), spec.split
     what = f"{spec.setting}: hf:{place}, split {split!r}"
     require("datasets", f"{spec.setting}: hf:{place}")
-    if not folder.is_dir():
-        hub.prepare()
+    how: dict[str, Any] = {"split": split, "streaming": spec.streaming}
+    with explained(f"{what} cannot be loaded", UserError):
+        if folder.is_dir():
+            import datasets
+
+            return datasets.load_dataset(str(folder), **how), ""
+    hub.prepare()
     with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
         import datasets
 
-        if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-            rows = datasets.load_from_disk(str(folder))
-            if isinstance(rows, dict) and split not in rows:
-                splits = f"it has {', '.join(rows)}: set data.split"
-                raise UserError(f"hf:{place} has no split {split!r}; {splits}")
-            rows = rows[split] if isinstance(rows, dict) else rows
-            return (rows.to_iterable_dataset() if spec.streaming else rows), ""
-        how: dict[str, Any] = {"split": split, "streaming": spec.streaming}
-        if folder.is_dir():
-            return datasets.load_dataset(str(folder), **how), ""
         (name, _, config), revision = place.partition(":"), spec.revision
         if not hub.offline():
             from huggingface_hub import HfApi

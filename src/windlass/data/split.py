@@ -27,7 +27,7 @@ import numpy as np
 
 from windlass.data.locate import Member
 from windlass.data.order import splitmix
-from windlass.data.shards import Index, Stream
+from windlass.data.shards import Index, Row, Stream, Table
 from windlass.data.sources import SourceSpec
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -163,31 +163,60 @@ def held_out_texts(
     return held, cuts
 
 
-def training_tokens(
-    data: DataSettings, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray
-) -> np.ndarray:
-    """The tokens of each document that train, estimated from the document alone, int64
-    [documents]."""
-    fraction = 0.0 if data.val_shards else data.val_fraction
-    is_cut = (characters > LONG_TEXT) & (fraction > 0)
-    before = np.where(is_cut, (tokens * (1 - fraction)).astype(np.int64), tokens)
-    result: np.ndarray = before * (is_cut | ~held_out(groups, fraction))
-    return result
+# -- limits
 
 
-def needed_documents(
-    data: DataSettings, sources: int, tokens: np.ndarray, characters: np.ndarray, groups: np.ndarray
-) -> int:
-    """How many first documents of a source `data.max_tokens` needs, as `Need` prepares them.
+@dataclass(frozen=True)
+class Limit:
+    """How much of a source a recipe reads: its first documents, until they have `most` tokens, or
+    characters if it is separate validation data. 0: all of it.
 
-    A directory may have more for another recipe.
+    The first FEW texts or groups decide how validation data is held out, so training reads these in
+    any case.
     """
-    first = np.sort(np.unique(groups, return_index=True)[1])  # of each group
-    if len(first) < FEW:
-        return len(groups)
-    wanted = part_of(data, sources) + data.val_shards * data.shard_tokens
-    ends = np.cumsum(training_tokens(data, tokens, characters, groups))
-    return max(int(first[FEW - 1]), int(np.searchsorted(ends, wanted))) + 1
+
+    most: int
+    in_characters: bool = False
+
+    def documents(self, table: Table) -> int | None:
+        """The number of documents that are read; None if the table has too few."""
+        if self.in_characters:
+            last = int(np.searchsorted(np.cumsum(table.characters), self.most))
+        else:
+            first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
+            few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
+            last = max(few, int(np.searchsorted(table.edges[1:], self.most)))
+        return last + 1 if self.most and last < len(table) else None
+
+
+class Need:
+    """Counts the documents that are written, until a recipe has enough of them."""
+
+    def __init__(self, limit: Limit, table: Table):
+        self._limit, self._characters = limit, int(table.characters.sum())
+        self._groups = set(np.unique(table.groups)[:FEW].tolist())  # FEW at most
+
+    def is_met(self, row: Row, tokens: int) -> bool:
+        """Whether a row that is written is the last that is needed; `tokens`: written in all."""
+        self._characters += row.characters
+        if row.more:
+            return False
+        if self._limit.in_characters:
+            return 0 < self._limit.most <= self._characters
+        if len(self._groups) < FEW:
+            self._groups.add(row.group or row.text)
+        return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
+
+
+def limits_of(member: Member[Any]) -> list[Limit]:
+    """The limits of a member's sources, training first: `data.max_tokens`, and for separate
+    validation data `data.val_fraction` of it, in equal parts of the sources."""
+    most = member.data.max_tokens
+    characters = int(most * Fraction(str(member.data.val_fraction)))
+    train, val = len(member.train), len(member.val)
+    return [Limit(-(-most // max(1, train)))] * train + [
+        Limit(-(-characters // max(1, val)), in_characters=True)
+    ] * val
 
 
 # -- the pieces of a source
@@ -205,6 +234,8 @@ class Pieces:
     val: np.ndarray  # the same of the held-out tokens
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
+    limit: Limit
+    is_val: bool = False  # separate validation data
 
     @property
     def is_cut(self) -> np.ndarray:
@@ -226,44 +257,60 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def pieces_of(corpus: Corpus, member: Member[Corpus], *, is_val: bool) -> Pieces:
-    """The documents of a member's source for training, or for validation alone.
+def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool, is_val: bool = False) -> Pieces:
+    """The documents of a source up to its limit, before any is held out.
 
-    An end-of-text token does not begin a single text that is the only source.
+    An end-of-text token does not begin a single text that is the only source (`is_lone`).
     """
-    data, index, stream, table = member.data, corpus.index, corpus.stream, corpus.stream.table
-    edges = table.edges if len(table) else stream.edges
-    train, count = np.stack([edges[:-1], edges[1:]], axis=1), len(edges) - 1
+    index, stream, table = corpus.index, corpus.stream, corpus.stream.table
+    edges, texts = stream.edges, np.zeros(0, np.uint64)
+    if len(table):
+        count = limit.documents(table) or len(table)
+        edges, texts = table.edges[: count + 1], table.field("text")[:count]
+    ranges = np.stack([edges[:-1], edges[1:]], axis=1)
     eot_begins = not index.tokenizer.begin and index.tokenizer.eot is not None
-    is_lone = len(member.val if is_val else member.train) == 1
     if is_lone and index.single_text and eot_begins:
-        train[:1, 0] += 1
-    texts = table.field("text") if len(table) else np.zeros(0, np.uint64)
-    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, np.zeros(count, np.int64))
-    if is_val:
-        pieces.hold_out(np.ones(count, bool))
-    elif data.val_shards:
+        ranges[:1, 0] += 1
+    cut = np.zeros(len(ranges), np.int64)
+    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit, is_val)
+
+
+def _validation_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
+    """A source of separate validation data. A text ends at the limit."""
+    pieces = _pieces_of(corpus, limit, is_lone=len(member.val) == 1, is_val=True)
+    pieces.hold_out(np.ones(len(pieces.train), bool))
+    table, last = corpus.stream.table, len(pieces.texts) - 1
+    over = int(table.characters[: last + 1].sum()) - limit.most
+    if limit.most and len(pieces.texts) and over > 0:
+        pieces.cut[last] = max(1, int(table.characters[last]) - over)
+        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
+        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
+    return pieces
+
+
+def _training_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
+    """A source of training data, divided unless the validation data is separate."""
+    data, table = member.data, corpus.stream.table
+    pieces = _pieces_of(corpus, limit, is_lone=len(member.train) == 1)
+    count = len(pieces.texts)
+    if data.val_shards:
         _hold_out_shards(pieces, data)
-    elif member.val or not data.val_fraction or not count:
+    elif member.val or not data.val_fraction or not len(pieces.train):
         pass
-    elif not len(table):
+    elif not count:
         _hold_out_end(pieces, data)
-    elif index.masked:
-        pieces.hold_out(held_out_examples(table.field("group"), data.val_fraction))
+    elif corpus.index.masked:
+        pieces.hold_out(held_out_examples(table.groups[:count], data.val_fraction))
     else:
-        held, cuts = held_out_texts(texts, table.characters, data.val_fraction)
+        characters = table.characters[:count]
+        held, cuts = held_out_texts(pieces.texts, characters, data.val_fraction)
         pieces.hold_out(held)
         numbers = np.flatnonzero(cuts >= 0)
         places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
         pieces.cut[numbers] = np.maximum(1, cuts[numbers])
-        pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), train[numbers, 0])
+        starts = pieces.train[numbers, 0]
+        pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
         pieces.train[numbers, 1] = pieces.val[numbers, 0]
-    if len(table) and not is_val and data.max_tokens:
-        groups = table.field("group") if index.masked else texts
-        sizes = np.diff(table.edges)
-        number = needed_documents(data, len(member.train), sizes, table.characters, groups)
-        for ranges in (pieces.train, pieces.val):
-            keep(ranges, np.arange(count) < number)
     return pieces
 
 
@@ -273,7 +320,7 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     end = data.val_shards * data.shard_tokens if len(pieces.texts) else 0
     if not end and data.val_shards < len(stream.shards):
         end = int(stream.edges[data.val_shards])
-    if not 0 < end < len(stream):
+    if not 0 < end < pieces.train[-1:, 1].sum():
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
         raise UserError(f"{problem}: lower it or data.shard_tokens")
     first, last = pieces.train.T
@@ -297,22 +344,6 @@ def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
 # -- the division
 
 
-def _pieces(
-    members: Sequence[Member[Corpus]],
-) -> tuple[list[list[Pieces]], list[list[Pieces]], int]:
-    """The pieces of each member's sources, before `data.max_tokens`, and of its separate validation
-    data; and the number of training documents left out, because validation data has them."""
-    own, evals = list[list[Pieces]](), list[list[Pieces]]()
-    for member in members:
-        own.append([pieces_of(corpus, member, is_val=False) for corpus in member.train])
-        evals.append([pieces_of(corpus, member, is_val=True) for corpus in member.val])
-        if val_characters(member.data, len(member.val)):
-            _limit_val(member.data, evals[-1])
-    by_shard = any(member.data.val_shards for member in members)
-    several = sum(map(len, (*own, *evals))) > 1  # copies in one source have equal hashes
-    return own, evals, _leave_out_shared(own, evals) if by_shard or several else 0
-
-
 def divide(
     members: Sequence[Member[Corpus]],
     tokenizer: Tokenizer,
@@ -324,20 +355,30 @@ def divide(
     `sizes`: the items of training and validation (`data.train_size`, `data.eval_size`), chosen by
     `seed`; 0: all.
     """
-    own, evals, shared = _pieces(members)
-    for member, pieces in zip(members, own, strict=True):
-        if member.data.max_tokens:
-            _limit(member.data, pieces)
-    examples = [p for group in (*own, *evals) for p in group if p.corpus.index.masked]
+    groups = list[list[Pieces]]()
+    for member in members:
+        limited = list(zip(member.sources, limits_of(member), strict=True))
+        count = len(member.train)
+        groups.append([_training_pieces(*pair, member) for pair in limited[:count]])
+        groups[-1] += [_validation_pieces(*pair, member) for pair in limited[count:]]
+    pieces = [p for group in groups for p in group]
+    by_shard = any(member.data.val_shards for member in members)
+    # copies in one source have equal hashes
+    shared = _leave_out_shared(pieces) if by_shard or len(pieces) > 1 else 0
+    for p in pieces:
+        if p.limit.most and not p.corpus.index.masked:  # a text may end at the limit
+            past = np.cumsum(sizes_of(p.train)) - p.limit.most
+            p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
+    examples = [p for p in pieces if p.corpus.index.masked]
     for size, purpose in zip(sizes, ("train", "eval"), strict=True):
         if size:
             ranges = [p.train if purpose == "train" else p.val for p in examples]
             _choose([p.texts for p in examples], ranges, size, f"{purpose}/{seed}")
-    train = [[_part(p, p.train, -p.cut) for p in group] for group in own]
-    val = [
-        [_part(p, p.val, p.cut) for p in (*group, *separate)]
-        for group, separate in zip(own, evals, strict=True)
+    train = [
+        [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
+        for group, member in zip(groups, members, strict=True)
     ]
+    val = [[_part(p, p.val, p.cut) for p in group] for group in groups]
     if members[0].train and not any(part.tokens for parts in train for part in parts):
         names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
         reason = "the validation data has it all" if shared else "there is no text"
@@ -345,18 +386,17 @@ def divide(
     return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
 
 
-def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int:
+def _leave_out_shared(pieces: list[Pieces]) -> int:
     """Do not train on texts and shards of the validation data; the number of such documents."""
-    pieces = [p for group in own for p in group]
-    separate = [p for group in evals for p in group]
     whole, ends = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]  # texts, held out so
-    for p in (*pieces, *separate):
+    for p in pieces:
         if len(p.texts):
             held = sizes_of(p.val) > 0
             whole.append(p.texts[held & ~p.is_cut])
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
-    files = {key for p in separate for s in p.corpus.index.shards for key in (s.file, s.identity)}
+    separate = [shard for p in pieces if p.is_val for shard in p.corpus.index.shards]
+    files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
@@ -367,48 +407,6 @@ def _leave_out_shared(own: list[list[Pieces]], evals: list[list[Pieces]]) -> int
         shared += int((also & (sizes_of(p.train) > 0)).sum())
         keep(p.train, ~also)
     return shared
-
-
-def _limit(data: DataSettings, pieces: list[Pieces]) -> None:
-    """Apply `data.max_tokens`, in equal parts of the sources."""
-    tokens = part_of(data, len(pieces))
-    for p in pieces:
-        ends = np.cumsum(sizes_of(p.train))
-        kept, last = _up_to(tokens, ends)
-        if last < len(ends) and (not len(p.texts) or len(ends) == 1 or p.is_cut[last]):
-            p.train[last, 1] -= int(ends[last]) - tokens  # a text that may be cut
-        keep(p.train, kept)
-        if len(p.texts) and last < len(ends):
-            has_val = sizes_of(p.val)[kept].any()
-            keep(p.val, kept if has_val else np.arange(len(ends)) < FEW)
-
-
-def _limit_val(data: DataSettings, separate: list[Pieces]) -> None:
-    """Apply the limit of separate validation data, in equal parts of the sources."""
-    limit = val_characters(data, len(separate))
-    for p in separate:
-        size = p.corpus.stream.table.characters
-        if len(p.texts):
-            keep(p.val, _up_to(limit, np.cumsum(size))[0])
-            if len(size) == 1:
-                p.val[0, 1] = max(p.val[0, 0] + 1, next(p.corpus.places_of([0], [limit])))
-
-
-def _up_to(limit: int, ends: np.ndarray) -> tuple[np.ndarray, int]:
-    """Which documents come up to a limit, with the one that reaches it, and the number of that."""
-    last = int(np.searchsorted(ends, limit))
-    return np.arange(len(ends)) <= last, last
-
-
-def part_of(data: DataSettings, sources: int) -> int:
-    """The training tokens of each source at most, by `data.max_tokens`; 0: no limit."""
-    return -(-data.max_tokens // max(1, sources))
-
-
-def val_characters(data: DataSettings, sources: int) -> int:
-    """The characters of each separate validation source at most: `data.val_fraction` of
-    `data.max_tokens`; 0: no limit."""
-    return -(-int(data.max_tokens * Fraction(str(data.val_fraction))) // max(1, sources))
 
 
 def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from windlass import hub
-from windlass.data.sources import sha256_of
 from windlass.data.tokenizer import (
     DESCRIPTION,
     END_OF_TEXT,
@@ -22,7 +21,7 @@ from windlass.data.tokenizer import (
     probe_ids,
 )
 from windlass.errors import UserError, first_line, require
-from windlass.fileio import read_json
+from windlass.fileio import read_json, sha256_of
 from windlass.recipe.load import own_tokenizer
 
 if TYPE_CHECKING:

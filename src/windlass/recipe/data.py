@@ -119,8 +119,8 @@ class DataSettings(Section):
     cache_gb: float = Field(20.0, gt=0)
     """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
-    """Stop at the end of a document after about this number of training tokens, in equal parts of
-    several sources; 0: all."""
+    """Read the first documents of this number of tokens, those held out included, in equal parts of
+    several sources; at least 100 documents. Never more tokens train. 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Validation share of the documents, chosen by a hash of their texts; of each text in a source
     with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
@@ -145,8 +145,7 @@ class DataSettings(Section):
     workers: int = Field(0, ge=0)
     """Threads or processes that tokenize in parallel; 0: one per core."""
     prefetch: int = Field(2, ge=0)
-    """Steps whose batches are read ahead, in the background; more if they are read in a
-    millisecond."""
+    """Steps whose batches are read ahead, in the background."""
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""
