@@ -48,20 +48,15 @@ def name_of(world: int, layout: dict[str, Any]) -> str:
 
 
 def trained(bench: Bench, starts: dict[str, str]) -> dict[str, list[Run]]:
-    """Runs from each checkpoint (empty: the seed) in each layout, by the name of the start."""
+    """Runs from each RUN@STEP (empty: the seed) in each layout, by the name of the start."""
     runs: dict[str, list[Run]] = {start: [] for start in starts}
-    for world in sorted({world for world, _ in LAYOUTS}):
-        trainings, begun = {}, list[str]()
-        for number, (of, layout) in enumerate(LAYOUTS):
-            for place, (start, checkpoint) in enumerate(starts.items()):
-                if of == world:
-                    settings = {f"parallel.{key}": value for key, value in layout.items()}
-                    settings |= {"checkpoint.every": HALF, **FLOAT64, **GPT2_SHAPE}
-                    settings |= {"checkpoint.resume": checkpoint or "never"}
-                    trainings[f"{number}-from-{place}-of-{len(starts)}"] = settings
-                    begun.append(start)
-        for start, run in zip(begun, bench.train_all(trainings, world), strict=True):
-            runs[start].append(run)
+    for number, (world, layout) in enumerate(LAYOUTS):
+        settings = {f"parallel.{key}": value for key, value in layout.items()}
+        settings |= {"checkpoint.every": HALF, **FLOAT64, **GPT2_SHAPE}
+        for place, (start, checkpoint) in enumerate(starts.items()):
+            name = f"{number}-from-{place}-of-{len(starts)}"
+            task = {"branch_from": checkpoint} if checkpoint else None
+            runs[start].append(bench.train(name, world, task, **settings))
     return runs
 
 
@@ -80,10 +75,7 @@ def main() -> None:
         bench = Bench(folder)
         [first] = trained(bench, {"": ""}).values()
         reference, names = first[0], [name_of(*layout) for layout in LAYOUTS]
-        half = f"step-{HALF:08d}"
-        starts = {
-            name: str(run.checkpoints_dir / half) for name, run in zip(names, first, strict=True)
-        }
+        starts = {name: f"{run.path}@{HALF}" for name, run in zip(names, first, strict=True)}
         resumed = trained(bench, starts)
         with torch.no_grad():
             wanted = open_model(find_source(str(reference.path)), alone("cpu"))(TOKENS)

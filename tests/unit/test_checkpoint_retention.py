@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.checkpoint import retention
+from windlass.checkpoint.lineage import Lineage
 from windlass.checkpoint.retention import (
     EMERGENCY,
     FINAL,
     PERIODIC,
-    Lineage,
     Policy,
     Scores,
     retain,

@@ -169,8 +169,9 @@ class Save:
             if replaced.exists():
                 discard(replaced, files)  # after an error the next start removes the rest
         except OSError as error:
-            problem = f"the disk did not confirm it: {explain(error)}"
-            self.warning = f"the checkpoint is committed, but {problem}"
+            self.warning = (
+                f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
+            )
         return content
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -176,22 +175,21 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
 
 
 def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The blocks' matrices among some parameters."""
-    inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    """The blocks' matrices among some parameters; `parallelize` rejects a model without blocks."""
+    blocks = model.blocks() if hasattr(model, "blocks") else ()
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     return [p for p in parameters if id(p) in inside]
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
-    """The tensors and parameters (over all shards) of each group, with its peak learning rate,
-    weight decay, and whether one kernel updates it."""
+    """The tensors and parameters of each group, with its peak learning rate and weight decay."""
     return [
         {
             "name": g["name"],
             "lr": g["base_lr"],
             "weight_decay": g["weight_decay"],
-            "fused": bool(g.get("fused")),
             "tensors": len(g["params"]),
-            "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
+            "parameters": sum(p.numel() for p in g["params"]),
         }
         for g in groups
     ]

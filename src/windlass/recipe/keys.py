@@ -33,6 +33,7 @@ FORMS = {
     "hf:NAME_OR_DIR, bpe (trained on the corpus) or auto (the model's own)",
     "checkpoint.best": "loss, loss.average_loss, squad.f1, squad.exact_match, hellaswag.acc, "
     "hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
+    "checkpoint.resume": "latest, best or a step",
     "telemetry.tags": "a list of short names",
     "telemetry.profile": "STEP:COUNT or STEP:COUNT:all, as 100:3",
     "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",

@@ -265,8 +265,8 @@ class CheckpointSettings(Section):
     `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
     keep_best: bool = True
     """Keep the best checkpoint."""
-    resume: str = "latest"
-    """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if one exists)."""
+    resume: str = Field("latest", pattern=r"^(latest|best|\d+)$")
+    """The run's own checkpoint to resume from: `latest`, `best` or a step."""
     with_base: bool = False
     """With `hf`: hold frozen weights in each checkpoint. By default it refers to the model's files
     by their SHA-256, unless the run began with `true`, `model.from_scratch` or a `model.init_from`
