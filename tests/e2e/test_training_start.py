@@ -127,12 +127,12 @@ def test_the_end_of_a_run_stays_when_it_is_extended(corpus, tmp_path):
     assert "final" in why[12] and "final" in why[24] and set(why) == {12, 24}
 
 
-def test_each_multiple_of_keep_every_is_saved_and_stops_have_a_quota(corpus, tmp_path):
-    quotas = {"checkpoint.every": 4, "checkpoint.keep_every": 5, "checkpoint.keep_signal": 1}
+def test_each_multiple_of_keep_every_is_saved_and_stays(corpus, tmp_path):
+    quotas = {"checkpoint.every": 4, "checkpoint.keep_every": 5}
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ONE | FLAT | quotas)
     for step in (3, 7, 0):  # 0: to its end
         run = train(recipe, stop_at=step)
-    assert kept(run) == {5: ["every"], 7: ["signal"], 10: ["every"], 12: ["last", "final"]}
+    assert kept(run) == {5: ["every"], 10: ["every"], 12: ["last", "final"]}
 
 
 def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):

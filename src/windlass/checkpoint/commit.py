@@ -65,6 +65,7 @@ class Save:
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
     error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
     warning: str = ""  # a problem that did not fail the save
+    ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
     staged_s: float = 0.0  # the step waited for the copy
     write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement

@@ -35,7 +35,6 @@ class Policy:
     best: bool = True
     keep_forever: Callable[[int], bool] = lambda step: False
     measure: str = LOSS
-    signal: int = 0
     start: int | None = None  # the step of the lineage's first checkpoint, if it is the run's own
 
 
@@ -49,7 +48,6 @@ def policy_of(
         settings.keep_best,
         lambda step: any(h.due(settings.keep_every, step) for h in horizons),
         settings.best,
-        settings.keep_signal,
         lineage.step if lineage and inside and not lineage.skipped else None,
     )
 
@@ -101,7 +99,6 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
 
     - the newest;
     - the last `policy.last` that were due or final;
-    - the last `policy.signal` that were written because the run had to stop;
     - the best, by `scores`: values of `policy.measure` by step;
     - final ones, because the first end of an extended run is a result;
     - the steps of `policy.keep_forever`, and the first checkpoint of the current lineage.
@@ -109,7 +106,6 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
-    signal = {c.serial for c in [c for c in newest_first if c.reason == EMERGENCY][: policy.signal]}
     steps = {c.step for c in newest_first}
     present = {step: score for step, score in scores.items() if step in steps}
     top = Scores(present, scores.lower).best if policy.best else None
@@ -121,7 +117,6 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
             "last": c.serial in last,
             "best": c.serial == best_serial,
             "final": c.reason == FINAL,
-            "signal": c.serial in signal,
             "every": policy.keep_forever(c.step),
             "start": c.step == policy.start,
         }

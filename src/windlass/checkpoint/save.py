@@ -19,7 +19,6 @@ import re
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,20 +64,20 @@ class Writer:
         self.failures = 0  # saves that failed since the last commit
         self.last_seconds: float | None = None  # of the last committed save, with the copy
         self._began = 0.0
-        self._started = self._reported = 0  # saves
+        self._started = 0  # saves
+        self._saves: list[Save] = []  # begun, and not yet returned by `poll`
         self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
         self._warning = ""  # why memory for CUDA is not page-locked
         self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
-        self._ended: deque[Save] = deque()
         # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
         self._thread = threading.Thread()
 
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        return self._started > self._reported + len(self._ended)
+        return any(not save.ended for save in self._saves)
 
     def expected_seconds(self, step: int) -> float:
         """Seconds until a save of `step` would end if it took as long as the last; 0 if saved."""
@@ -127,6 +126,7 @@ class Writer:
             save.error = f"the state could not be copied to the host: {explain(error)}"
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
+        self._saves.append(save)
         job = save, scores or Scores(), self._copied
         name = "checkpoint-writer"
         self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
@@ -181,8 +181,8 @@ class Writer:
 
     def poll(self) -> list[Save]:
         """The saves that have ended since the last call, without waiting."""
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self._reported += len(ended)
+        ended = [save for save in self._saves if save.ended]
+        self._saves = self._saves[len(ended) :]
         for save in ended:
             if not save.error:
                 self.committed, self.failures = save.step, 0
@@ -231,7 +231,7 @@ class Writer:
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s
-        self._ended.append(save)
+        save.ended = True
 
     def _next_serial(self) -> int:
         """The number of the next commit; only rank 0's counts."""

@@ -256,9 +256,6 @@ class CheckpointSettings(Section):
     """Newest checkpoints to keep."""
     keep_every: Duration = 0
     """Period of additional saves that are kept for good; a share means at least 20 steps."""
-    keep_signal: int = Field(0, ge=0)
-    """Newest checkpoints of a stop (Ctrl-C, a preemption) to keep as well; 0: a checkpoint of a
-    stop is deleted after the next save, unless it is the best."""
     best: str = Field("loss", pattern=BEST)
     """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
     averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,

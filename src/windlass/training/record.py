@@ -347,12 +347,9 @@ class Recorder:
         self.goodput.enter("train")
         seconds = self.goodput.seconds()
         startup, whole = seconds["startup"], sum(seconds.values())
-        evaluated = seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
-        first = whole - startup - evaluated
-        step = "compiling and first step" if "compile" in seconds else "first step"
-        parts = {"start-up": startup, "evaluation": evaluated, step: first}
-        text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
-        text = f"first step done {whole:.1f} s after the start: {text}"
+        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+        text = f"first step done {whole:.1f} s after the start: {parts}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def train(

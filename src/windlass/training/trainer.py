@@ -283,7 +283,6 @@ class Trainer:
                 recorder.stepped(result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    self.buffers.find_changing()
                     if ranks.device.type == "cpu":
                         keep_freed_memory(every_size=True)
 
@@ -295,7 +294,7 @@ class Trainer:
                 measured = evaluation_due or evaluator.sample_due
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
-                self.buffers.share(every=last or save_due or measured or stopping)
+                self.buffers.share()
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.spike, look):
                     loader.close(None)
