@@ -9,10 +9,9 @@ import torch
 from equivalence import BATCH, built, distance, rows, settings, train, trained
 from harness import run_ranks
 
-from windlass.errors import RunFailed
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
-from windlass.training.batch import open_micro_batch, smaller_micro_batch
+from windlass.training.batch import open_micro_batch
 
 pytestmark = pytest.mark.dist
 
@@ -97,30 +96,6 @@ def struck(join, layout, name, kind):
 def test_a_nan_on_one_rank_skips_the_update_of_all(layout, name, kind):
     for outcomes in run_ranks(struck, 2, layout, name, kind):
         assert outcomes == [(0, True), (1, False), (0, True)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "world", "shards"),
-    [({"tensor": 2}, 2, False), ({"tensor": 2}, 4, True), ({"context": 2}, 2, True)],
-)
-def test_out_of_memory_advises_what_the_layout_can_use(layout, world, shards):
-    """`full_shard` shards nothing without data or context ranks."""
-    recipe = settings("fp64", "ddp", world // 2, train__micro_batch=4, **keys(layout))
-    ranks = SimpleNamespace(
-        world=world,
-        device=torch.device("cpu"),
-        strategy=recipe.strategy(world),
-        mesh=SimpleNamespace(sizes=recipe.sizes(world)),
-        status=SimpleNamespace(phase="forward"),
-    )
-    plan, state = SimpleNamespace(recipe=recipe), SimpleNamespace(step=0)
-    network = SimpleNamespace(own=False, sizes=None)
-    recorder: Any = SimpleNamespace(plan=plan, ranks=ranks, state=state, network=network)
-    words = ["train.micro_batch=2", "parallel.activation_checkpointing"]
-    with pytest.raises(RunFailed) as caught:
-        smaller_micro_batch(recipe.batch(world), recorder)
-    assert all(word in str(caught.value) for word in words)
-    assert ("full_shard" in str(caught.value)) == shards
 
 
 def micro_batches(join, recipe: Recipe, free: list[int]) -> int:

@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.register_buffer("mean", torch.zeros(2, 3, dtype=torch.float64).T)
 
 
-def shared(join, layout: dict, changes: bool):
+def shared(join, layout: dict):
     settings = recipe(**layout)
     with join(settings) as ranks:
         model = parallelize(Model(), ranks, settings)
@@ -30,36 +30,23 @@ def shared(join, layout: dict, changes: bool):
         dist.broadcast = lambda *given, **how: sent.append(1) or send(*given, **how)
         own = getattr(model, "module", model)
         own.cache = torch.full((1,), float(ranks.rank))
-        if changes and ranks.rank:  # on one rank alone
+        if ranks.rank:  # on one rank alone
             own.wave.data += 1j * ranks.rank
             own.flag[1], own.mean[2, 1] = True, ranks.rank
             own.count = torch.tensor(7 + ranks.rank)
-        buffers.find_changing()
-        buffers.share(every=False)
-        values = {name: buffer.tolist() for name, buffer in own.named_buffers()}
-        own.mask[0] = bool(ranks.rank)  # later than in the first step
-        buffers.share(every=True)
+        buffers.share()
         dist.broadcast = send
-        return buffers.changing, values, len(sent), own.mask.tolist()
+        return {name: buffer.tolist() for name, buffer in own.named_buffers()}, len(sent)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "shard_optim"])
-def test_the_ranks_share_what_changes_and_all_of_it_before_a_save(strategy):
-    first, second = run_ranks(shared, 2, {"parallel__strategy": strategy}, True)
-    assert first[0] == second[0] == ["wave", "flag", "count", "mean"]
-    assert second[1].pop("cache") == [1.0] and first[1].pop("cache") == [0.0]
-    assert first[1] == second[1] and first[1]["count"] == 0
-    assert first[2] == second[2] == 2
-    assert first[3] == second[3] and first[3][0] == [False] * 3
-
-
-@pytest.mark.dist
-def test_buffers_that_never_change_cost_no_collective_in_a_step():
-    for changing, _, sent, _ in run_ranks(shared, 2, {"parallel__strategy": "ddp"}, False):
-        assert changing == [] and sent == 1, "the one before a save"
+def test_the_ranks_share_persistent_buffers_in_one_collective(strategy):
+    (first, sent), (second, _) = run_ranks(shared, 2, {"parallel__strategy": strategy})
+    assert second.pop("cache") == [1.0] and first.pop("cache") == [0.0]
+    assert first == second and first["count"] == 0 and sent == 1
 
 
 def test_a_single_rank_has_nothing_to_share():
-    [(changing, values, sent, _)] = run_ranks(shared, 1, {"parallel__strategy": "single"}, False)
-    assert (changing, sent) == ([], 0) and values["count"] == 0
+    [(values, sent)] = run_ranks(shared, 1, {"parallel__strategy": "single"})
+    assert sent == 0 and values["count"] == 0

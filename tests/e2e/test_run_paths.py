@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import curve, stopped
+from small_runs import curve
 
 from helpers import refused, tiny_recipe, windlass, write_corpus
 from windlass import evaluate, plan, sweep, train
@@ -141,16 +141,6 @@ def test_a_kill_between_lineage_and_recipe_is_no_edit(project):
     run.recipe_path.write_bytes(old)
     assert Recipe.load("runs/first").train.steps == 10
     assert train("runs/first").state == "finished"
-
-
-def test_a_run_that_began_at_a_checkpoint_does_not_go_back_to_it(project):
-    """`checkpoint.resume=PATH` belongs to one start."""
-    path = str(Path("runs/first/checkpoints/step-00000004").absolute())
-    recipe = Recipe.load("runs/first", {"run.dir": "runs/second", "checkpoint.resume": path})
-    second = stopped(recipe, 6)
-    train("runs/second")
-    starts = [e["step"] for e in second.events if e["event"] in ("started", "resumed")]
-    assert starts[-1] == 6
 
 
 def test_the_advice_for_a_branch_on_other_data_works(project):

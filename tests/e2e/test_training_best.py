@@ -135,15 +135,11 @@ def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, w
     assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole)
 
 
-def test_the_last_evaluation_of_a_run_that_ends_early_measures_all_data(corpus, tmp_path):
-    values = {"eval.every": 2, "eval.batches": 1, "train.early_stop": 2, "optim.lr": 1e-30}
-    values |= {"data.val_fraction": 0.3, "data.dir": f"'{tmp_path / 'data'}'"}
+def test_a_run_ends_early_if_no_evaluation_beats_the_one_before_training(corpus, tmp_path):
+    values = {"eval.every": 2, "train.early_stop": 2, "optim.lr": 1e-30}
     run = train(recipe_of(corpus, tmp_path / "run", **values))
-    # weights do not move: no evaluation is better than the one before training
     lines = run.lines("eval")
-    assert [(x["step"], "full_loss" in x) for x in lines] == [(0, False), (2, False), (4, True)]
-    assert len({x["loss"] for x in lines}) == 1
-    assert lines[-1]["full_samples"] > lines[-1]["samples"] == 8
+    assert [x["step"] for x in lines] == [0, 2, 4] and len({x["loss"] for x in lines}) == 1
     with refused("train.early_stop", "eval.every"):
         recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
 

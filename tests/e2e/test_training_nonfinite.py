@@ -212,7 +212,7 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     """As `train.precision = "auto"` on other hardware."""
     # so that the scale of a checkpoint differs from the first one
     monkeypatch.setattr(state, "SCALE_GROWS_AFTER", 4)
-    more = {"eval.every": 0, "checkpoint.keep_last": 10, "checkpoint.keep_signal": 10}
+    more = {"eval.every": 0, "checkpoint.every": 1, "checkpoint.keep_last": 20}
     recipe, run = recipe_of(corpus, tmp_path / "run", **more), Run(tmp_path / "run")
     for steps, precision in ((6, before), (7, after), (12, before)):
         for module in (network, parallelize):

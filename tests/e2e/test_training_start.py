@@ -18,8 +18,8 @@ from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped,
 from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
+from windlass.checkpoint.lineage import Lineage, write_lineage
 from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import Lineage, write_lineage
 from windlass.errors import RunFailed, UserError
 from windlass.evaluation.source import alone
 from windlass.fileio import Files
@@ -127,12 +127,12 @@ def test_the_end_of_a_run_stays_when_it_is_extended(corpus, tmp_path):
     assert "final" in why[12] and "final" in why[24] and set(why) == {12, 24}
 
 
-def test_each_multiple_of_keep_every_is_saved_and_stops_have_a_quota(corpus, tmp_path):
-    quotas = {"checkpoint.every": 4, "checkpoint.keep_every": 5, "checkpoint.keep_signal": 1}
+def test_each_multiple_of_keep_every_is_saved_and_stays(corpus, tmp_path):
+    quotas = {"checkpoint.every": 4, "checkpoint.keep_every": 5}
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ONE | FLAT | quotas)
     for step in (3, 7, 0):  # 0: to its end
         run = train(recipe, stop_at=step)
-    assert kept(run) == {5: ["every"], 7: ["signal"], 10: ["every"], 12: ["last", "final"]}
+    assert kept(run) == {5: ["every"], 10: ["every"], 12: ["last", "final"]}
 
 
 def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
@@ -354,10 +354,7 @@ def test_a_branch_from_a_checkpoint_whose_replacement_was_interrupted(corpus, tm
 @pytest.mark.parametrize(
     ("what", "how"),
     [
-        *(
-            pytest.param("resume", how, marks=pytest.mark.full)
-            for how in ("3", "path", "best", "never")
-        ),
+        *(pytest.param("resume", how, marks=pytest.mark.full) for how in ("3", "best")),
         pytest.param("fresh", "", marks=pytest.mark.full),
         ("branch", "fresh"),
     ],
@@ -369,22 +366,19 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
     overrides = settings(corpus, tmp_path / "run", **KEEP_ALL | FLAT | BOUNDED | own | saved)
     recipe = Recipe.load("quickstart", overrides)
     options: dict[str, object] = {"fresh": True} if what != "resume" else {}
-    if how != "never":  # there is an old run
-        stopped(recipe, 9)
-    if what == "branch" or how == "path":
-        (tmp_path / "run").rename(tmp_path / "origin")
+    stopped(recipe, 9)
     if what == "branch":
+        (tmp_path / "run").rename(tmp_path / "origin")
         stopped(recipe, 9)
         options["branch_from"] = f"{tmp_path / 'origin'}@3"
     elif what == "resume":
-        path = tmp_path / "origin" / "checkpoints" / "step-00000003"
-        overrides.append(f"checkpoint.resume='{path if how == 'path' else how}'")
-    best = best_step(tmp_path / "run") if (tmp_path / "run").is_dir() else None
+        overrides.append(f"checkpoint.resume='{how}'")
+    best = best_step(tmp_path / "run")
     words = [sys.executable, "-c", AGAIN, json.dumps(options), *overrides]
     assert launch(words, 1, max_restarts=1) == 0
     run = Run(tmp_path / "run")
     first, again = starts(run)[-2:]
-    assert first[1] == {"never": 0, "": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
+    assert first[1] == {"": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
     assert run.state == "finished" and run.lines("train")[-1]["step"] == 12
     expected = ["run", "run.old-1"] if "fresh" in options else ["run"]
     assert sorted(p.name for p in tmp_path.glob("run*")) == expected
@@ -487,16 +481,13 @@ def test_a_new_run_does_not_start_among_other_files(tmp_path):
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("resume", ["5", "/nowhere/step-00000005", "inside"])
-def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh, resume):
+def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh):
     run = tmp_path / "run"
-    inside = run / "checkpoints" / "step-00000003"
-    resume = str(inside) if resume == "inside" else resume
-    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", f"checkpoint.resume='{resume}'"])
+    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", "checkpoint.resume=5"])
     if fresh:
-        inside.mkdir(parents=True)
+        run.mkdir()
         (run / "recipe.toml").write_text(recipe.toml())
-    with refused("checkpoint.resume", resume):
+    with refused("checkpoint.resume", "5"):
         resolve_start(recipe, fresh=fresh)
     # nothing was renamed
     assert [p.name for p in tmp_path.iterdir()] == ["run"] * fresh

@@ -98,8 +98,7 @@ def test_a_run_with_mup_resumes_bit_for_bit(tmp_path):
     settings = [*ONE_THREAD, "model.mup.base_width=8", "model.mup.base_head_width=8"]
     bench = Bench(tmp_path, overrides=settings, worlds=(1,))
     whole = bench.train("whole")
-    checkpoint = whole.checkpoints_dir / "step-00000006"
-    assert same_bits(bench.train("again", checkpoint__resume=str(checkpoint)), whole, 6)
+    assert same_bits(bench.train("again", branch_from=f"{whole.path}@6"), whole, 6)
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):

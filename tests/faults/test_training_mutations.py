@@ -13,7 +13,7 @@ from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import batch, trainer
+from windlass.training import trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
@@ -39,14 +39,14 @@ def whole(tmp_path_factory) -> Run:
     with pytest.MonkeyPatch.context() as patch:
         trainers = record_trainers(patch)
         skipped = {"skipped": ((58, 61),)}
-        patch.setattr(batch, "Loader", lambda *a, **k: loader(*a, **k | skipped))
+        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
         return train(recipe(folder, folder / "run"), callbacks=[each_step(left_out)])
 
 
-loader = batch.Loader
+loader = trainer.Loader
 
 
-def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
+def recipe(folder: Path, run: Path) -> Recipe:
     model = {"model__vocab": 0, "model__width": 16, "model__context": 16, "model__dropout": 0.2}
     return tiny_recipe(
         folder / "text.txt",
@@ -58,15 +58,13 @@ def recipe(folder: Path, run: Path, resume: str = "latest") -> Recipe:
         train__on_spike="skip",
         train__average__kind="ema",
         checkpoint__every=6,
-        checkpoint__resume=resume,
         **model,
     )
 
 
 def resumed(whole: Run, place: Path) -> list[object]:
     """The run's steps and counters after step 6, from its checkpoint."""
-    checkpoint = str(whole.checkpoints_dir / "step-00000006")
-    return after_six(train(recipe(whole.path.parent, place, checkpoint)))
+    return after_six(train(recipe(whole.path.parent, place), branch_from=f"{whole.path}@6"))
 
 
 def after_six(run: Run) -> list[object]:
@@ -96,7 +94,7 @@ def forget(monkeypatch, component: str) -> None:
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":
-        monkeypatch.setattr(batch, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
+        monkeypatch.setattr(trainer, "Loader", lambda *a, seed, **k: loader(*a, seed=seed + 1, **k))
     else:
 
         def dropped(saved):

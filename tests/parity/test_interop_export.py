@@ -17,7 +17,7 @@ import hf_fixtures
 import tokenizer_fixtures
 from helpers import refused, write_corpus, write_ledger
 from windlass import evaluate, sample, train
-from windlass.checkpoint.retention import read_lineage, record
+from windlass.checkpoint.lineage import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.vocabulary import (

@@ -32,7 +32,7 @@ FILES = ("rank-00000.safetensors", "state.json", "manifest.json", "manifest.sha2
 def checkpoint(tmp_path: Path) -> Path:
     writer = Writer(tmp_path / "run" / "checkpoints", background=False)
     state = shard_of({"model/x": torch.arange(12.0).reshape(4, 3)})
-    writer.write(4, state, {"step": 4}, {"loss": float("nan")})
+    writer.write(4, state, {"step": 4}, {"recipe": "1a2b"})
     return writer.poll()[0].path
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.checkpoint import retention
+from windlass.checkpoint.lineage import Lineage
 from windlass.checkpoint.retention import (
     EMERGENCY,
     FINAL,
     PERIODIC,
-    Lineage,
     Policy,
     Scores,
     retain,
@@ -56,13 +56,6 @@ FOREVER = Policy(last=1, keep_forever=lambda step: step % 20 == 0, start=10)
         # Preemptions do not push out regular ones.
         (row(10, 20, *STOPS[:2], stops=STOPS), Policy(last=2), {}, "27 last, 20 last, 10 last"),
         (row(10, 20, *STOPS[:2], 30, stops=STOPS), Policy(last=2), {}, "30 last, 20 last"),
-        # ... unless some are asked for: those are the newest of them, beside the regular ones.
-        (
-            row(10, 20, *STOPS, 30, stops=STOPS),
-            Policy(last=2, signal=2),
-            {},
-            "30 last, 29 signal, 27 signal, 20 last",
-        ),
         # The end of a run stays when it is extended.
         (row(10, 20, 30, 40, final=20), Policy(last=1), {}, "40 last, 20 final"),
         # The newest is the last commit, not the highest step.
@@ -114,17 +107,15 @@ saved = st.builds(
     st.dictionaries(st.integers(0, 9), st.floats(-9, 9)),
     st.integers(1, 5),
     st.booleans(),
-    st.integers(0, 3),
 )
-def test_properties(checkpoints, scores, last, keep_best, signal):
-    policy = Policy(last, keep_best, signal=signal)
+def test_properties(checkpoints, scores, last, keep_best):
+    policy = Policy(last, keep_best)
     why = retain(checkpoints, policy, Scores(scores))
     assert set(why) == {c.serial for c in checkpoints}
     staying = [c for c in checkpoints if why[c.serial]]
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
-    stops = [c for c in newest_first if c.reason == EMERGENCY]
-    assert all(c in staying for c in (*newest_first[:1], *regular[:last], *stops[:signal]))
+    assert all(c in staying for c in (*newest_first[:1], *regular[:last]))
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
     assert not keep_best or not measured or Scores(measured).best in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.

@@ -255,28 +255,6 @@ def test_without_page_locked_memory_saves_work_and_say_so_once(tmp_path, monkeyp
     assert warnings[1:] == ["", ""] and len(pinned) == 1
 
 
-def test_the_first_save_allocates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is reserved in the background, also where a save comes before it is there."""
-    shard, writer = gather_shard(*trained()), Writer(tmp_path / "checkpoints")
-    go_on, threads, allocate = threading.Event(), list[str](), writer._allocate
-
-    def late(size: int, device: Any) -> None:
-        if writer._host.numel() < size:
-            go_on.wait(10)
-            threads.append(threading.current_thread().name)
-        allocate(size, device)
-
-    monkeypatch.setattr(writer, "_allocate", late)
-    writer.reserve(shard)
-    assert not threads, "reserve does not wait"
-    threading.Timer(0.05, go_on.set).start()
-    path = commit(writer, 3, shard)
-    (file,) = path.glob("*.safetensors")
-    assert writer._host.numel() == file.stat().st_size
-    commit(writer, 4, shard)
-    assert threads == ["checkpoint-memory"]
-
-
 def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     """A new thread starts with CUDA device 0, whatever the device of its rank."""
     calls: dict[str, torch.device] = {}
@@ -302,7 +280,7 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
 def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
     read: list[str] = []
     counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
-    monkeypatch.setattr("windlass.checkpoint.format.read_manifest", counted)
+    monkeypatch.setattr("windlass.checkpoint.load.read_manifest", counted)
     for attempt in ("a", "b"):
         writer = Writer(tmp_path / "checkpoints", attempt=attempt)
         for step in (1, 2, 3):

@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.checkpoint.format import DIGEST, MANIFEST, STEP_DIR, is_whole, names_in
+from windlass.checkpoint.lineage import Lineage, read_lineage
 from windlass.checkpoint.load import Checkpoint, checkpoints_in, read_checkpoint
-from windlass.checkpoint.retention import (
-    Lineage,
-    policy_of,
-    read_lineage,
-    retain,
-    scores_by_step,
-)
+from windlass.checkpoint.retention import policy_of, retain, scores_by_step
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
@@ -37,35 +32,21 @@ def candidates(
 ) -> list[Path]:
     """The checkpoints to which `checkpoint.resume` refers, in order of preference.
 
-    - `latest`: the run's current lineage (see retention.py), newest commit first, then the
+    - `latest`: the run's current lineage (see lineage.py), newest commit first, then the
       one that the lineage started from; with `up_to`, only up to this step.
     - `best`: by their scores of `measure` (by default `checkpoint.best`) in the ledger.
-    - a step or a path: this checkpoint alone.
-
-    UserError if the checkpoint does not exist, or if one exists and `resume` is `never`.
+    - a step: its checkpoint alone; UserError if it does not exist.
     """
     run = Run(run_dir)
     entries = checkpoints_in(run.checkpoints_dir)
-    if resume == "never":
-        if not entries:
-            return []
-        held = f"{run.path} holds a checkpoint of step {entries[0].step}"
-        advice = f"use {argument('fresh')} to set the run aside, or resume from it"
-        raise UserError(f"{held}, and checkpoint.resume is never; {advice}")
     if resume == "latest":
         return _latest(run, entries, up_to)
     if resume == "best":
         return _best(run, entries, measure)
-    if resume.isdigit():
-        if of_step := [e.path for e in entries if e.step == int(resume)]:
-            return of_step
-        steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-        raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
-    path = Path(resume)
-    if not path.is_dir():
-        instead = "write latest, best, a step, a checkpoint's path, or never"
-        raise UserError(f"checkpoint.resume: there is no checkpoint {resume!r}; {instead}")
-    return candidates(path) if Run(path).exists else [path]
+    if of_step := [e.path for e in entries if e.step == int(resume)]:
+        return of_step
+    steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
+    raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
 
 
 def _latest(run: Run, entries: list[Checkpoint], up_to: int | None) -> list[Path]:

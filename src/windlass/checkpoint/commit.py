@@ -65,6 +65,7 @@ class Save:
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
     error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
     warning: str = ""  # a problem that did not fail the save
+    ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
     staged_s: float = 0.0  # the step waited for the copy
     write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement
@@ -169,8 +170,9 @@ class Save:
             if replaced.exists():
                 discard(replaced, files)  # after an error the next start removes the rest
         except OSError as error:
-            problem = f"the disk did not confirm it: {explain(error)}"
-            self.warning = f"the checkpoint is committed, but {problem}"
+            self.warning = (
+                f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
+            )
         return content
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:

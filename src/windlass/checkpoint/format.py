@@ -25,7 +25,6 @@ no code, and a manifest can only name plain files inside the directory.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import os
@@ -241,16 +240,6 @@ def read_manifest(path: Path) -> Manifest:
     if (match := STEP_DIR.match(path.name)) and int(match[1]) != manifest.step:
         raise Damaged(f"it is the checkpoint of step {manifest.step} under another name")
     return manifest
-
-
-def manifests_in(directory: Path) -> dict[Path, Manifest]:
-    """The manifests of a run's whole checkpoints, without damaged ones."""
-    manifests = dict[Path, Manifest]()
-    for path in (directory / name for name in names_in(directory) if STEP_DIR.match(name)):
-        with contextlib.suppress(Damaged):
-            if is_whole(path):
-                manifests[path] = read_manifest(path)
-    return manifests
 
 
 def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:

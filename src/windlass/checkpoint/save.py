@@ -19,7 +19,6 @@ import re
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,8 +28,10 @@ import torch
 
 from windlass.checkpoint.choose import discard
 from windlass.checkpoint.commit import Save, explain
-from windlass.checkpoint.format import Base, Manifest, manifests_in, names_in
-from windlass.checkpoint.retention import PERIODIC, Policy, Scores, read_lineage, retain
+from windlass.checkpoint.format import Base, Manifest, names_in
+from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.load import checkpoints_in
+from windlass.checkpoint.retention import PERIODIC, Policy, Scores, retain
 from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
 from windlass.fileio import PIECE_BYTES, Files, to_json
@@ -63,21 +64,20 @@ class Writer:
         self.failures = 0  # saves that failed since the last commit
         self.last_seconds: float | None = None  # of the last committed save, with the copy
         self._began = 0.0
-        self._started = self._reported = 0  # saves
+        self._started = 0  # saves
+        self._saves: list[Save] = []  # begun, and not yet returned by `poll`
         self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
         self._warning = ""  # why memory for CUDA is not page-locked
         self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
-        self._ended: deque[Save] = deque()
-        self._reserving = threading.Thread()  # makes room for the first save
         # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
         self._thread = threading.Thread()
 
     @property
     def busy(self) -> bool:
         """Whether a save is being written."""
-        return self._started > self._reported + len(self._ended)
+        return any(not save.ended for save in self._saves)
 
     def expected_seconds(self, step: int) -> float:
         """Seconds until a save of `step` would end if it took as long as the last; 0 if saved."""
@@ -89,17 +89,6 @@ class Writer:
     def resume_from(self, step: int) -> None:
         """Training starts from, or has returned to, the committed checkpoint of `step`."""
         self.newest = self.committed = step
-
-    def reserve(self, shard: Shard) -> None:
-        """Make room for saves of this shard in the background, so that the first one need not."""
-
-        def make_room() -> None:
-            # A save tries again and reports the failure.
-            with contextlib.suppress(MemoryError, OSError, RuntimeError):
-                self._allocate(shard.layout(self.rank)[2], shard.device)
-
-        self._reserving = threading.Thread(target=make_room, name="checkpoint-memory", daemon=True)
-        self._reserving.start()
 
     def write(
         self,
@@ -118,16 +107,14 @@ class Writer:
             step: Names the checkpoint; replaces a committed one of the same step.
             shard: This rank's boxes.
             counters: Other numbers that a resume needs (JSON), from rank 0.
-            meta: `reason` (see retention) and other facts (JSON); a non-finite float becomes null.
+            meta: `reason` (see retention) and other facts (JSON).
             scores: Values of `policy.measure` by step, from the run's ledger.
             while_waiting: Called every POLL_SECONDS until the save before this one has ended.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
-        if self._reserving.ident is not None:
-            self._reserving.join()
         begin = time.perf_counter()
-        facts = {"reason": PERIODIC} | {k: _finite(v) for k, v in (meta or {}).items()}
+        facts = {"reason": PERIODIC} | dict(meta or {})
         save = Save(self, step, f"{step:08d}-{self.attempt}-{self._started + 1}", shard, facts)
         try:
             save.counters = to_json(dict(counters))
@@ -139,6 +126,7 @@ class Writer:
             save.error = f"the state could not be copied to the host: {explain(error)}"
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
+        self._saves.append(save)
         job = save, scores or Scores(), self._copied
         name = "checkpoint-writer"
         self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
@@ -152,30 +140,23 @@ class Writer:
         """Begin to copy the boxes of a save into host memory, as its file.
 
         From CUDA a stream of its own copies them, as they are after all that was launched so far.
-        But a forward pass waits for the boxes that it may change.
         """
         header, places, size = save.shard.layout(self.rank)
-        device, passing = save.shard.device, save.shard.passing
+        device = save.shard.device
         self._allocate(size, device)
         image = memoryview(self._host.numpy())[:size]
         image[: len(header)] = header
         save.image, save.tensors, self._copied = image, describe(places), None
 
-        def copy(some: list[tuple[Box, int]]) -> None:
-            for box, at in some:
+        if device is not None:  # a CUDA device
+            self._stream = self._stream or torch.cuda.Stream(device)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):  # on the host: None, and no stream
+            for box, at in places:
                 source = box.tensor.detach()
                 target = self._host[at : at + source.nbytes].view(source.dtype).view(source.shape)
                 target.copy_(source, non_blocking=True)
-
-        copy([place for place in places if place[0].name in passing])
-        places = [place for place in places if place[0].name not in passing]
-        if device is None:
-            copy(places)
-            return
-        self._stream = self._stream or torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            copy(places)
+        if self._stream is not None:
             self._copied = self._stream.record_event()
 
     def settle(self) -> None:
@@ -194,14 +175,14 @@ class Writer:
                     self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
             except RuntimeError as error:  # such memory is scarce; without it the save still works
-                problem = f"no page-locked memory: {explain(error)}"
-                self._warning = f"saves block the step longer: {problem}"
+                why = explain(error)
+                self._warning = f"saves block the step longer: no page-locked memory: {why}"
         self._host = torch.empty(size, dtype=torch.uint8)
 
     def poll(self) -> list[Save]:
         """The saves that have ended since the last call, without waiting."""
-        ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        self._reported += len(ended)
+        ended = [save for save in self._saves if save.ended]
+        self._saves = self._saves[len(ended) :]
         for save in ended:
             if not save.error:
                 self.committed, self.failures = save.step, 0
@@ -250,14 +231,16 @@ class Writer:
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s
-        self._ended.append(save)
+        save.ended = True
 
     def _next_serial(self) -> int:
         """The number of the next commit; only rank 0's counts."""
         if self.rank == 0:
-            names = names_in(self.directory)
-            known = self._known or manifests_in(self.directory)
-            self._known = {path: saved for path, saved in known.items() if path.name in names}
+            names, present = names_in(self.directory), self._known
+            if not present:
+                saved = checkpoints_in(self.directory)
+                present = {c.path: c.content for c in saved if c.content is not None}
+            self._known = {path: saved for path, saved in present.items() if path.name in names}
         serials = [saved.serial for saved in self._known.values()]
         with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
             if lineage := read_lineage(self.directory.parent):
@@ -286,7 +269,3 @@ def describe(places: list[tuple[Box, int]]) -> dict[str, dict[str, Any]]:
         chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
         chunks.append([at, list(box.offsets), list(box.tensor.shape)])
     return tensors
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

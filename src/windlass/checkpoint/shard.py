@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.format import DTYPES, REAL
-from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,7 +42,6 @@ class Shard:
     boxes: list[Box]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
     total_bytes: int  # of the whole state, each tensor once
-    passing: frozenset[str] = frozenset()  # the tensors that a forward pass may change: buffers
 
     @property
     def device(self) -> torch.device | None:
@@ -76,11 +75,10 @@ def shard_of(
     rank: int = 0,
     world: int = 1,
     stages: int = 1,
-    passing: Iterable[str] = (),
 ) -> Shard:
     """The part of named tensors that `rank` of `world` writes."""
     boxes = divide(tensors, rank, world, stages)
-    return Shard(boxes, dict(aliases or {}), total_bytes(tensors), frozenset(passing))
+    return Shard(boxes, dict(aliases or {}), total_bytes(tensors))
 
 
 def total_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -183,11 +181,10 @@ def boxes_of(
         yield (), local
         return
     if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
-        # As torch.chunk cuts rows: the last ranks may have fewer, or none.
-        each = -(-tensor.shape[0] // tensor.device_mesh.size(dim))
-        before = min(tensor.device_mesh.get_local_rank(dim) * each, tensor.shape[0])
-        assert len(local) == min(each, tensor.shape[0] - before), f"other rows of {tensor.shape}"
-        start += before
+        mesh = tensor.device_mesh
+        own = rows_of_rank(tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
+        assert len(local) == len(own), f"other rows of {tensor.shape}"
+        start += own.start
     rows, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
     if cut is None:
         yield tuple(offsets), rows

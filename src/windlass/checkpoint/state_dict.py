@@ -49,8 +49,7 @@ def gather_shard(
     for name in getattr(unwrap(model), "copies", ()):
         inside = (f"{MODEL}{name}", f"{AVERAGE}{name}", f"{OPTIM}{name}/")
         tensors = {name: t for name, t in tensors.items() if not name.startswith(inside)}
-    passing = [MODEL + name for name, _ in unwrap(model).named_buffers()]
-    return shard_of(tensors, aliases, rank, world, stages, passing)
+    return shard_of(tensors, aliases, rank, world, stages)
 
 
 def named_state(

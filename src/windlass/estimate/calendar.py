@@ -246,6 +246,6 @@ def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
     older = saves[: -settings.keep_last]
     permanent = sum(horizon.due(settings.keep_every, step) for step in older)
-    stay = min(len(saves), settings.keep_last) + permanent + settings.keep_signal
+    stay = min(len(saves), settings.keep_last) + permanent
     stay += settings.keep_best and len(older) > permanent
     return min(sum(step > done for step in saves), max(1, stay + 1 - present))

@@ -115,6 +115,12 @@ def whole_shape(tensor: Tensor) -> torch.Size:
     return torch.Size(shape)
 
 
+def rows_of_rank(rows: int, ranks: int, rank: int) -> range:
+    """A rank's rows, cut as by `torch.chunk`: the first rank has the most, the last may have none."""
+    each = -(-rows // ranks)
+    return range(rows)[rank * each : (rank + 1) * each]
+
+
 def draw_in_turns(
     items: Sequence[Item],
     draw: Callable[[Item], list[Tensor]],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 from windlass.model.share import cut_of, is_sharded, whole_shape, with_cut
 from windlass.optim.library import library_optimizer
 from windlass.optim.muon import MuonAdamW, new_state
@@ -69,8 +68,19 @@ def build_optimizer(
         )
         start_over(optimizer)
     else:
-        optimizer = build_library_optimizer(groups, settings)
+        divided = any(is_divided(p) for g in groups for p in g["params"])
+        kind: Any = library_optimizer(settings, divided)
+        try:
+            optimizer = kind(groups, lr=settings.lr, **settings.options)
+        except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
+            problem = f"{settings.kind} does not take this model: {error}"
+            raise UserError(f"optim.kind: {problem}") from None
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
+
+
+def is_divided(p: Tensor) -> bool:
+    """Whether each rank holds a part of a parameter."""
+    return cut_of(p) is not None or (is_sharded(p) and p.device_mesh.size() > 1)
 
 
 def start_over(optimizer: torch.optim.Optimizer) -> None:
@@ -83,22 +93,6 @@ def start_over(optimizer: torch.optim.Optimizer) -> None:
         # Ours has its state now: if memory runs out, no update has changed a parameter yet.
         for p in g["params"] if "names" in g else ():
             optimizer.state[p] = new_state(p.detach(), g)
-
-
-def build_library_optimizer(
-    groups: list[ParameterGroup], settings: OptimSettings
-) -> torch.optim.Optimizer:
-    """An optimizer of a library; UserError if it does not take these parameters."""
-    parameters = [p for g in groups for p in g["params"]]
-    divided = any(
-        cut_of(p) is not None or (is_sharded(p) and p.device_mesh.size() > 1) for p in parameters
-    )
-    optimizer: Any = library_optimizer(settings, divided)
-    try:
-        built: torch.optim.Optimizer = optimizer(groups, lr=settings.lr, **settings.options)
-    except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
-        raise UserError(f"optim.kind: {settings.kind} does not take this model: {error}") from None
-    return built
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:
@@ -176,45 +170,33 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
 
 
 def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The blocks' matrices among some parameters."""
-    inside = {id(p) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    """The blocks' matrices among some parameters; `parallelize` rejects a model without blocks."""
+    blocks = model.blocks() if hasattr(model, "blocks") else ()
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     return [p for p in parameters if id(p) in inside]
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
-    """The tensors and parameters (over all shards) of each group, with its peak learning rate,
-    weight decay, and whether one kernel updates it."""
+    """The tensors and parameters of each group, with its peak learning rate and weight decay."""
     return [
         {
             "name": g["name"],
             "lr": g["base_lr"],
             "weight_decay": g["weight_decay"],
-            "fused": bool(g.get("fused")),
             "tensors": len(g["params"]),
-            "parameters": sum(math.prod(whole_shape(p)) for p in g["params"]),
+            "parameters": sum(p.numel() for p in g["params"]),
         }
         for g in groups
     ]
 
 
 def describe_groups(groups: list[dict[str, Any]]) -> str:
-    """As text: 26 decayed tensors with 10,740,096 parameters, 13 undecayed with 4,992.
-
-    Several learning rates stand at the end of each part.
-    """
-    totals: dict[str, list[int]] = {}
-    rates: dict[str, float] = {}
-    for g in groups:
-        name = g["name"].rpartition(".")[0]
-        total, rates[name] = totals.setdefault(name, [0] * 4), g["lr"]
-        at = 0 if g["weight_decay"] else 2
-        total[at] += g["tensors"]
-        total[at + 1] += g["parameters"]
-    text = "{:,} decayed tensors with {:,} parameters, {:,} undecayed with {:,}"
-    differ = len(set(rates.values())) > 1
+    """As text: decay: 26 tensors with 10,740,096 parameters; no_decay: 13 tensors with 4,992 ..."""
+    differ = len({g["lr"] for g in groups}) > 1
     return "; ".join(
-        f"{name}: " * bool(name) + text.format(*total) + f", lr {rates[name]:.3g}" * differ
-        for name, total in totals.items()
+        f"{g['name']}: {plural(g['tensors'], 'tensor')} with {g['parameters']:,} parameters"
+        + f", lr {g['lr']:.3g}" * differ
+        for g in groups
     )
 
 

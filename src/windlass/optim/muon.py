@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 from windlass.optim import adamw
 from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded, rounding_key
 
@@ -232,8 +232,7 @@ class MuonAdamW(torch.optim.Optimizer):
         out, pieces = [sum(x.numel() for x in own) for own in owned], list[list[int]]()
         for matrix in mine:
             height, width = matrix.parameter.shape
-            each = -(-height // world)  # as torch.chunk; the last ranks may have fewer, or none
-            pieces.append([max(0, min(each, height - r * each)) * width for r in range(world)])
+            pieces.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
         into = [sum(one[r] for one in pieces) for r in range(world)]
         sent = torch.cat([x.reshape(-1) for own in owned for x in own])
         flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))

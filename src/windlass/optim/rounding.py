@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.model.share import cut_of, is_sharded, local_part, whole_shape
+from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 from windlass.seeds import seed_bytes
 
 BF16_DROPPED = 16  # bits of a float32's mantissa that bf16 lacks
@@ -35,9 +35,10 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
         columns = replace(cut, dim=cut.dim - 1).take(columns.view(shape[1:])).flatten()
     if is_sharded(tensor):
         for dim, placement in enumerate(tensor.placements):
-            if placement.is_shard(0):  # as `torch.chunk` divides them
-                each = -(-len(rows) // tensor.device_mesh.size(dim))
-                rows = rows[tensor.device_mesh.get_local_rank(dim) * each :][:each]
+            if placement.is_shard(0):
+                mesh = tensor.device_mesh
+                own = rows_of_rank(len(rows), mesh.size(dim), mesh.get_local_rank(dim))
+                rows = rows[own.start : own.stop]
     device = local_part(tensor).device
     width = shape[1:].numel()
     return (rows * width).to(device, non_blocking=True), columns.to(device, non_blocking=True)

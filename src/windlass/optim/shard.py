@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from windlass.model.share import rows_of_rank
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
@@ -30,8 +32,8 @@ def own_rows(tensor: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     assert tensor.is_contiguous(), "rows of a tensor in column-major order"
     local = tensor.detach()
     if placement.is_shard():
-        each = -(-tensor.shape[0] // mesh.size())
-        local = local[mesh.get_local_rank() * each :][:each]
+        rows = rows_of_rank(tensor.shape[0], mesh.size(), mesh.get_local_rank())
+        local = local[rows.start : rows.stop]
     layout: Any = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
     return DTensor.from_local(local, mesh, [placement], **layout)
 
@@ -42,8 +44,8 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
 
     if not p.dim():
         return Replicate()
-    each = -(-p.shape[0] // mesh.size()) * p[0].nbytes  # bytes of a rank
-    by_rows = any_row or each % LINE_BYTES == 0 or mesh.size() == 1
+    rank_bytes = len(rows_of_rank(p.shape[0], mesh.size(), 0)) * p[0].nbytes
+    by_rows = any_row or rank_bytes % LINE_BYTES == 0 or mesh.size() == 1
     return Shard(0) if by_rows else Replicate()
 
 
@@ -92,8 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _gather(self, bucket: list[nn.Parameter]) -> None:
         """Gather every rank's rows of some parameters in one collective; the host does not wait."""
         world = self.mesh.size()
-        # The first rank has the most rows.
-        sizes = [-(-p.shape[0] // world) * p[0].numel() for p in bucket]
+        sizes = [len(rows_of_rank(p.shape[0], world, 0)) * p[0].numel() for p in bucket]
         sent = bucket[0].new_zeros(sum(sizes))
         for part, p in zip(sent.split(sizes), bucket, strict=True):
             local = self.rows[p].to_local()

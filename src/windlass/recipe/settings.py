@@ -273,17 +273,14 @@ class CheckpointSettings(Section):
     """Newest checkpoints to keep."""
     keep_every: Duration = 0
     """Period of additional saves that are kept for good; a share means at least 20 steps."""
-    keep_signal: int = Field(0, ge=0)
-    """Newest checkpoints of a stop (Ctrl-C, a preemption) to keep as well; 0: a checkpoint of a
-    stop is deleted after the next save, unless it is the best."""
     best: str = Field("loss", pattern=BEST)
     """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
     averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
     `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
     keep_best: bool = True
     """Keep the best checkpoint."""
-    resume: str = "latest"
-    """`latest`, `best`, a step, a checkpoint's path, or `never` (an error if one exists)."""
+    resume: str = Field("latest", pattern=r"^(latest|best|\d+)$")
+    """The run's own checkpoint to resume from: `latest`, `best` or a step."""
     with_base: bool = False
     """With `hf`: hold frozen weights in each checkpoint. By default it refers to the model's files
     by their SHA-256, unless the run began with `true`, `model.from_scratch` or a `model.init_from`

@@ -15,14 +15,15 @@ from dataclasses import replace
 
 import torch
 
-from windlass.data.loader import Loader
-from windlass.data.mixture import Mixture
 from windlass.data.open import Data
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
+<<<<<<< HEAD
 from windlass.estimate.advice import pasted, savings
 from windlass.estimate.calendar import resolve_steps
+=======
+>>>>>>> corea
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.fileio import read_json, write_atomic
@@ -37,10 +38,8 @@ from windlass.telemetry.profile import save_memory
 from windlass.training.directory import decide_on_rank_0
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
-from windlass.training.state import TrainState
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
-MOST_ADVICE = 4  # settings that a message names
 SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
@@ -51,12 +50,15 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
-        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
-        raise UserError(f"train.early_stop needs validation data: {advice}")
+        raise UserError(
+            "train.early_stop needs validation data: give data.eval_source=FILE, or "
+            "data.val_fraction=0.1"
+        )
     if recipe.train.steps == "compute-optimal":
         if own_model:
-            problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
-            raise UserError(f"{problem}; write steps or epochs")
+            raise UserError(
+                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
+            )
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
@@ -73,33 +75,6 @@ def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> Batc
         return batch
     vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
     return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
-
-
-def open_loader(
-    recipe: Recipe,
-    data: Data,
-    batch: BatchPlan,
-    ranks: Ranks,
-    state: TrainState,
-    mixture: Mixture | None,
-) -> Loader:
-    """The batches from the step after `state` on, read ahead in the background."""
-    settings = recipe.data
-    formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
-    ragged = formats != {"text"} and settings.packing != "best-fit"
-    return Loader(
-        data.train,
-        batch,
-        ranks.mesh.data_rank,
-        seed=recipe.run.seed,
-        kind=settings.order,
-        device=ranks.device,
-        prefetch=settings.prefetch,
-        first_step=state.step,
-        skipped=tuple(state.skipped),
-        length_buckets=settings.length_buckets and ragged,
-        mixture=mixture,
-    )
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -181,9 +156,9 @@ def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
 def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
     """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
 
-    Raises OutOfMemory if only a new start can have a smaller one:
-    there are other ranks or a sharded model, or the update may have begun. Raises RunFailed with
-    advice if the user chose `train.micro_batch`, or the micro-batch is one sequence.
+    Raises OutOfMemory if only a new start can have a smaller one: there are other ranks or a
+    sharded model, or the update may have begun. Raises RunFailed with advice if the user chose
+    `train.micro_batch`, or the micro-batch is one sequence.
     """
     recipe, ranks = recorder.plan.recipe, recorder.ranks
     sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
@@ -208,16 +183,11 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
         raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
     advice = list[str]()
     if sizes:
-        same = "(the same samples and result, but for rounding)"
-        advice.append(f"train.micro_batch={sizes[-1]} {same}")
-    network = recorder.network
-    of_hf = network.sizes if recipe.model.kind == "hf" and not network.own else None
-    changes = savings(recipe, ranks.world, ranks.device.type == "cuda", of_hf)
-    in_update = phase == "optimizer"  # without activations
-    checkpointing = {"parallel.activation_checkpointing": "full"}
-    advice += [pasted(change) for change in changes if not in_update or change != checkpointing]
-    what = f"write {', or '.join(advice[:MOST_ADVICE])}" if advice else "use a device with more"
-    raise RunFailed(f"{problem}: {what}; `windlass plan` shows what each needs")
+        advice.append(f"train.micro_batch={sizes[-1]} (equal results, but for rounding)")
+    if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
+        advice.append("parallel.activation_checkpointing=full")
+    what = f"write {' or '.join(advice)}" if advice else "use a device with more"
+    raise RunFailed(f"{problem}: {what}; `windlass plan` shows what each setting needs")
 
 
 def report_smaller(recorder: Recorder, micro_batch: int) -> None:
@@ -226,6 +196,5 @@ def report_smaller(recorder: Recorder, micro_batch: int) -> None:
     smaller = read_json(recorder.run.path / SMALLER) if recorder.ranks.main else {}
     told = [e["micro_batch"] for e in recorder.run.events if e["event"] == OUT_OF_MEMORY]
     if smaller.get("micro_batch") == micro_batch and micro_batch not in told:
-        text = f"memory ran out: micro-batches of {micro_batch} sequences from here on"
-        setting = f"(train.micro_batch={micro_batch})"
-        recorder.emit(OUT_OF_MEMORY, f"{text} {setting}", warning=True, micro_batch=micro_batch)
+        text = f"memory ran out: train.micro_batch={micro_batch} from here on"
+        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=micro_batch)

@@ -132,11 +132,15 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
             if not torch.equal(*losses):
                 problem = "the model's attention does not keep the documents of a row apart"
     if problem and recipe.data.packing == "best-fit":
-        advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
-        raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
+        raise UserError(
+            f'data.packing = "best-fit": {problem}: leave it out, and each conversation is a row, or '
+            'write "documents" for texts'
+        )
     if problem:
-        advice = "write data.document_mask=false, and it attends to whole rows"
-        raise UserError(f"data.document_mask: {problem}: {advice}")
+        raise UserError(
+            f"data.document_mask: {problem}: write data.document_mask=false, and it attends to whole "
+            "rows"
+        )
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from windlass.checkpoint.choose import first_undamaged, recover, rename_damaged
-from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import (
+from windlass.checkpoint.lineage import (
     Lineage,
     leave_out,
     left_out,
@@ -28,6 +27,7 @@ from windlass.checkpoint.retention import (
     record,
     write_lineage,
 )
+from windlass.checkpoint.load import Checkpoint
 from windlass.data.open import Data
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
@@ -79,8 +79,8 @@ class RunDirectory:
         if (lock := acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
         if not plan.resuming and run.exists:
-            problem = f"another process has just begun a run in {run.path}"
-            raise UserError(f"{problem}; give another run.dir")
+            text = f"another process has just begun a run in {run.path}; give another run.dir"
+            raise UserError(text)
         run.heartbeat_path.touch()
         attempts = [int(line.get("attempt", 0)) for line in read_lines(run.metrics_path)]
         attempt = max(attempts, default=-1) + 1
@@ -97,26 +97,21 @@ class RunDirectory:
         if before["data"] != now["data"]:
             raise UserError(
                 f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
-                f"{before['data']}, here {now['data']}): bring the old data back (data.dir), or start over with "
-                f"{argument('fresh')}"
+                f"{before['data']}, here {now['data']}): bring the old data back (data.dir), or "
+                f"start over with {argument('fresh')}"
             )
-        # A branch may change the kinds of optimizer and average.
-        if (old := before["optimizer"]) != now["optimizer"]:
-            problem = f"{now['optimizer']} cannot use the state of {old}"
-            warnings.append(f"{problem}: the optimizer state starts over")
-        if (old := before["average"]) != now["average"]:
-            change = "is dropped" if now["average"] == "none" else "starts anew"
-            warnings.append(f"the average {change}: the checkpoint has train.average.kind = {old}")
-        if dropout and (old := before["micro_batch"]) != now["micro_batch"]:
-            # The masks follow from the number and the shape of the micro-batch.
-            change = f"the micro-batch was {old} sequences and is {now['micro_batch']}"
-            warnings.append(f"dropout draws other masks from here on: {change} (train.micro_batch)")
-        if (old := before["precision"]) != now["precision"]:
-            change = f"was {old} up to step {self.checkpoint.step} and is {now['precision']}"
-            warnings.append(f"the arithmetic {change} (train.precision): the losses differ")
-        if (old := before["compiles"]) != now["compiles"]:
-            change = f"from {typed(old)} to {typed(now['compiles'])}"
-            warnings.append(f"train.compile changes {change}, which rounds otherwise")
+        effects = {  # a branch may change the kinds of optimizer and average
+            "optimizer": ("optim.kind", "the saved state is not used"),
+            "average": ("train.average.kind", "the saved average is not used"),
+            "precision": ("train.precision", "the losses differ"),
+            "compiles": ("train.compile", "the losses differ by rounding"),
+        }
+        if dropout:  # the masks follow from the number and the shape of the micro-batch
+            effects["micro_batch"] = ("train.micro_batch", "dropout draws other masks")
+        for key, (setting, effect) in effects.items():
+            if (old := before[key]) != now[key]:
+                change = f"{setting} was {typed(old)} and is {typed(now[key])}"
+                warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
 
     def left_out(self) -> list[tuple[int, int]]:
         """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""
@@ -199,8 +194,8 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
             try:  # a new name, which is in no cache of NFS
                 descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
             except OSError as error:
-                problem = f"{parent} cannot be written ({error.strerror})"
-                raise UserError(f"{problem}; give another {key}") from None
+                text = f"{parent} cannot be written ({error.strerror}); give another {key}"
+                raise UserError(text) from None
             os.close(descriptor)
         return marks
 
@@ -217,9 +212,11 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     for key, place in places.items():
         blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
         if blind:
-            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
-            advice = f"put it on a file system that all hosts share ({key}=PATH)"
-            raise UserError(f"{key}: {place} {seen}: {advice}")
+            raise UserError(
+                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by "
+                f"{', '.join(sorted(blind))}: put it on a file system that all hosts share "
+                f"({key}=PATH)"
+            )
 
 
 def shards_in(directory: Path) -> list[str]:
@@ -250,8 +247,9 @@ def rename_old_run(path: Path) -> None:
         return
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        problem = f"{path} has a fresh heartbeat: another host may train in it"
-        raise UserError(f"{problem}; try again in a minute")
+        raise UserError(
+            f"{path} has a fresh heartbeat: another host may train in it; try again in a minute"
+        )
     lock = acquire_run_lock(path)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     path.rename(next(name for name in names if not name.exists()))

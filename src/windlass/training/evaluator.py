@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Recipe
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
 from windlass.training.record import Recorder
 
 
@@ -36,8 +36,9 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
         try:
             data.tokenizer.prompt(settings.prompt)
         except UserError as error:
-            instead = "write another, or eval.sample_every=0"
-            raise UserError(f"eval.prompt = {settings.prompt!r}: {error}; {instead}") from None
+            raise UserError(
+                f"eval.prompt = {settings.prompt!r}: {error}; write another, or eval.sample_every=0"
+            ) from None
 
 
 def can_sample(model: nn.Module, data: Data) -> bool:
@@ -80,16 +81,18 @@ class Evaluator:
             return False
         return step in (0, self.horizon.steps) or self.horizon.due(every, step)
 
-    def measure(self, suites: Sequence[str], last: bool) -> dict[str, Scores] | None:
-        """Measure and record the suites (none given: all); None if a stop interrupted it.
+    def measure(self) -> dict[str, Scores] | None:
+        """Measure and record the suites; None if a stop interrupted it.
 
-        `last`: the last evaluation of the run, with all validation data if the recipe says so.
+        At the last step all validation data is measured, if the recipe says so.
         """
         step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            whole = last and measures_all(self.recipe, self.horizon, len(self.data.val or ()))
-            for suite in suites or self.suites.names:
+            whole = step == self.horizon.steps and measures_all(
+                self.recipe, self.horizon, len(self.data.val or ())
+            )
+            for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.begun(step) else None
                 result = self.suites.measure(
@@ -102,18 +105,11 @@ class Evaluator:
                     try:
                         write_predictions(recorder.run.path / "eval", step, predictions)
                     except OSError as error:  # the scores are in the ledger
-                        problem = f"{suite}: the predictions were not written: {error}"
-                        recorder.console.warning(problem)
+                        text = f"{suite}: the predictions were not written: {error}"
+                        recorder.console.warning(text)
         for suite, scores in measured.items():
             recorder.evaluated({"suite": suite, **scores})
         return measured
-
-    def measures_more(self, global_batch: int) -> bool:
-        """Whether the run's last evaluation measures more validation data than the others."""
-        samples = len(self.data.val or ())
-        bounded = 0 < self.recipe.eval.batches * global_batch < samples
-        whole = bounded and measures_all(self.recipe, self.horizon, samples)
-        return whole and LOSS_SUITE in self.recipe.eval.suites
 
     @property
     def sample_due(self) -> bool:

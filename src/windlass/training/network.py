@@ -5,7 +5,6 @@ weights.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 import shutil
 import sysconfig
@@ -31,12 +30,11 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
-from windlass.optim.build import count_groups
+from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
     attention_without_plans,
-    counted,
     parallelize,
     resolve_precision,
     unwrap,
@@ -52,7 +50,7 @@ class Network:
 
     Attributes:
         own: Whether the module is the user's.
-        sizes: Its parameters, counted.
+        sizes, groups: Its parameters, counted, and by group of the optimizer.
         origin: For `environment.json`: the class of a user's own model, or the files of
             `transformers`.
         flops_per_token: Forward and backward; None: unknown.
@@ -85,6 +83,7 @@ class Network:
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
             raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
+        self.groups = count_groups(make_groups(model, recipe.optim))
         self.origin = describe_origin(model, self.own)
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
@@ -149,10 +148,10 @@ class Network:
 def check_master(recipe: Recipe, precision: str) -> None:
     """UserError if the weights are bf16 and the arithmetic is not."""
     if recipe.train.master == "bf16" and precision != "bf16":
-        problem = (
-            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device'
+        raise UserError(
+            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device: '
+            'write train.precision="bf16", or train.master="fp32"'
         )
-        raise UserError(f'{problem}: write train.precision="bf16", or train.master="fp32"')
 
 
 def embedding_rows(model: nn.Module, default: int) -> int:
@@ -221,24 +220,3 @@ def describe_origin(model: nn.Module, own: bool) -> dict[str, Any]:
         name = type(model.model if wrapped else model).__name__
         return {"own_model": name, "wrapped": wrapped}
     return {"model": hf_files.describe_origin(model)} if isinstance(model, HfModel) else {}
-
-
-def optimizer_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> list[dict[str, Any]]:
-    """`count_groups` over all stages of a pipeline."""
-    stages = ranks.mesh.rows(("pp",))[0]
-    if len(stages) == 1:
-        return count_groups(optimizer.param_groups)
-    rows: Any = getattr(optimizer, "rows", {})
-    own = {id(rows.get(p, p)) for p in counted(model)}
-    groups = [
-        g | {"params": [p for p in g["params"] if id(p) in own]} for g in optimizer.param_groups
-    ]
-    total = dict[str, dict[str, Any]]()
-    every = ranks.all_gather_object("optimizer groups", count_groups(groups))
-    for group in itertools.chain.from_iterable(every[stage] for stage in stages):
-        before = total.setdefault(group["name"], group | {"tensors": 0, "parameters": 0})
-        for key in ("tensors", "parameters"):
-            before[key] += group[key]
-    return list(total.values())

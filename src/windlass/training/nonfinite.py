@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from windlass.checkpoint.choose import candidates, rename_damaged
+from windlass.checkpoint.lineage import left_out
 from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import left_out
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
@@ -41,9 +41,10 @@ def choose_rewind(recorder: Recorder, reason: str) -> Checkpoint:
     decide_on_rank_0(ranks, "rename damaged", lambda: rename_damaged(choice, path))
     ranges = decide_on_rank_0(ranks, "rewinds", lambda: left_out(path, choice.path))
     if len(ranges) >= MAX_REWINDS:
-        times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
-        advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-        raise RunFailed(f"{reason}; {times}: {advice}")
+        raise RunFailed(
+            f"{reason}; the run returned to step {choice.step} {MAX_REWINDS} times: resume from an "
+            "earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+        )
     return choice
 
 

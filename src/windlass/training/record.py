@@ -156,12 +156,11 @@ class Recorder:
         batch: BatchPlan,
         mixture: Mixture | None,
         checkpoint: Checkpoint | None,
-        groups: list[dict[str, Any]],
         warnings: Iterable[str],
     ) -> None:
         """Show the header and warnings, and write the event of this start.
 
-        `groups`: from `optimizer_groups`; `checkpoint`: None at step 0.
+        `checkpoint`: None at step 0.
         """
         state, plan, ranks, sizes = self.state, self.plan, self.ranks, self.network.sizes
         data = describe(self.data)
@@ -169,7 +168,7 @@ class Recorder:
             data["mixture"] = shares_of_run(mixture, self.horizon, state.skipped)
         samples = data.get("val", {}).get("samples", 0)
         measured = evaluations(plan.recipe, self.horizon, samples)
-        self.console.header(self._header(batch, groups, data, str(measured or "")), state.step)
+        self.console.header(self._header(batch, data, str(measured or "")), state.step)
         self.console.log(environment.describe_places(self.placed))
         for text in (*warnings, *data_warnings(data), measured and measured.warning):
             if text:
@@ -184,7 +183,7 @@ class Recorder:
             precision=self.network.precision,
             compiles=self.network.compiled,
             device=self.device_name,
-            optimizer_groups=groups,
+            optimizer_groups=self.network.groups,
             parameters=sizes.total,
             trained=sizes.trained,
             network=sizes.network or None,
@@ -199,15 +198,12 @@ class Recorder:
             branched_from=str(branched.absolute()) if branched else None,
         )
 
-    def _header(
-        self, batch: BatchPlan, groups: list[dict[str, Any]], facts: Facts, evaluated: str
-    ) -> dict[str, str]:
+    def _header(self, batch: BatchPlan, facts: Facts, evaluated: str) -> dict[str, str]:
         """The facts of this start by name; an empty one is not shown."""
         recipe, ranks, horizon, network = self.plan.recipe, self.ranks, self.horizon, self.network
         layout = [f"{plural(ranks.world, 'rank')} x {self.device_name}", ranks.strategy.name]
         layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
         threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
-        fused = " (fused)" * any(group["fused"] for group in groups)
         data = lines(facts, batch.context)
         epochs = horizon.samples_per_step * horizon.steps / horizon.samples_per_epoch
         count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
@@ -228,7 +224,7 @@ class Recorder:
             **self.launch,
             "threads": threads if ranks.device.type == "cpu" else "",
             "model": describe_sizes(network.sizes),
-            "optim": f"{recipe.optim.kind}{fused}: {describe_groups(groups)}",
+            "optim": f"{recipe.optim.kind}: {describe_groups(network.groups)}",
             "data": "; ".join(parts),
             **{key: data[key] for key in more if key in data},
             "work": work + done,
@@ -238,11 +234,11 @@ class Recorder:
     def settings_changed(self) -> None:
         """Report the settings that this resume changes."""
         changes = self.plan.changes
-        text = f"settings changed: {self.plan.changed}"
-        self.emit("settings_changed", text, settings=changes)
+        self.emit("settings_changed", f"settings changed: {self.plan.changed}", settings=changes)
         if any(key.startswith(MEASURED_ON) for key in changes):
-            problem = "later evaluations have other items"
-            self.console.warning(f"{problem}, so the best checkpoint is chosen from them alone")
+            self.console.warning(
+                "later evaluations have other items, so the best checkpoint is chosen from them alone"
+            )
 
     def saved(self, save: Save) -> None:
         """Report the end of a save."""
@@ -351,12 +347,9 @@ class Recorder:
         self.goodput.enter("train")
         seconds = self.goodput.seconds()
         startup, whole = seconds["startup"], sum(seconds.values())
-        evaluated = seconds.get("eval", 0.0) + seconds.get("sample", 0.0)
-        first = whole - startup - evaluated
-        step = "compiling and first step" if "compile" in seconds else "first step"
-        parts = {"start-up": startup, "evaluation": evaluated, step: first}
-        text = ", ".join(f"{name} {spent:.1f} s" for name, spent in parts.items() if spent)
-        text = f"first step done {whole:.1f} s after the start: {text}"
+        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+        text = f"first step done {whole:.1f} s after the start: {parts}"
         self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def train(

@@ -12,8 +12,9 @@ from torch import nn
 from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.commit import Save, shortage
+from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
 from windlass.checkpoint.state_dict import gather_shard
@@ -152,10 +153,11 @@ class Saver(Writer):
         report_saved(seconds)
         if seconds > self.grace and not self._warned:
             self._warned = True
-            problem = f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it"
-            advice = "raise checkpoint.grace_seconds (a batch job: --time)"
-            loss = "a stop loses the steps since the last save"
-            self.recorder.console.warning(f"{problem}: {loss}; {advice}")
+            self.recorder.console.warning(
+                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a stop "
+                "loses the steps since the last save; raise checkpoint.grace_seconds (a batch job: "
+                "--time)"
+            )
 
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
@@ -175,18 +177,18 @@ class Saver(Writer):
         if signalled and needed > left:
             self.finish(max(0.0, left))  # a save in progress may still be committed
             recorder.emit(event_of(reason), reason=reason, saved=False)
-            why = f"a save takes about {needed:.0f} s and only {left:.0f} s are left"
             newest = self.ranks.broadcast_object("newest", self.committed)
-            lost = plural(step - newest, "step")
-            problem = f"{why} (checkpoint.grace_seconds); {lost} lost (checkpoint.every)"
-            text = f"stopped by {reason} at step {step}: {problem}"
+            text = (
+                f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only "
+                f"{left:.0f} s are left (checkpoint.grace_seconds); "
+                f"{plural(step - newest, 'step')} lost (checkpoint.every)"
+            )
             if not newest:
                 raise RunFailed(text)
             self.ranks.mark(step, processes.STOPPED)  # for a launcher
             raise Stopped(f"{text}; start it again to continue from step {newest}")
         if not self.commit(EMERGENCY):
-            problem = "its checkpoint could not be saved"
-            raise RunFailed(f"stopped by {reason} at step {step}, and {problem}")
+            raise RunFailed(f"stopped by {reason} at step {step}, but could not be saved")
         recorder.log(self.callbacks.take_logged())
         recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()

@@ -17,8 +17,8 @@ from typing import Any
 
 from windlass.checkpoint.choose import candidates
 from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.load import checkpoints_in, open_checkpoint
-from windlass.checkpoint.retention import read_lineage
+from windlass.checkpoint.lineage import read_lineage
+from windlass.checkpoint.load import checkpoints_in
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import describe_jump, phases
@@ -101,26 +101,26 @@ def resolve_start(
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and (step.isdigit() or step == "best")):
-        example = "for example runs/quickstart-1a2b3c4d@300"
         option = argument("branch_from", branch_from)
-        raise UserError(f"{option}: write RUN@STEP or RUN@best, {example}")
+        raise UserError(f"{option}: write RUN@STEP or RUN@best, as runs/quickstart-1a2b3c4d@300")
     exists = run.exists
     restarted = exists and is_restart(run, os.environ)
     if exists and (restarted or not fresh):
         return _resume(recipe, run, restarted, extend_to, branch_from)
     left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
     if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
-        advice = f"give another run.dir, or {argument('fresh')} to rename it"
-        raise UserError(f"{run.path} is not empty and not a run; {advice}")
+        raise UserError(
+            f"{run.path} is not empty and not a run; give another run.dir, or "
+            f"{argument('fresh')} to rename it"
+        )
     if extend_to:
         raise UserError(f"there is no run at {run.path} to extend")
     branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
-    resume = recipe.checkpoint.resume
-    if branch is None and resume not in ("latest", "best", "never"):
-        inside = fresh and Path(resume).resolve().is_relative_to(run.path.resolve())
-        if inside or resume.isdigit() or not Path(resume).is_dir():
-            problem = f"checkpoint.resume: a new {run.path} will lack {resume}"
-            raise UserError(f"{problem}; leave it or {argument('fresh')} out")
+    if branch is None and (resume := recipe.checkpoint.resume).isdigit():
+        raise UserError(
+            f"checkpoint.resume: a new {run.path} will lack step {resume}; "
+            f"leave it or {argument('fresh')} out"
+        )
     return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
 
 
@@ -146,8 +146,8 @@ def _resume(
         same_step = step == "best" or name == step_dir(directory, int(step)).name
         if begins_at.parent != directory or not same_step:
             begin = begins_at if begins_at.name else "step 0"
-            problem = f"{run.path} begins at {begin}, not at {branch_from}"
-            raise UserError(f"{problem}; give another run.dir")
+            text = f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir"
+            raise UserError(text)
     old, new = run.recipe.flat(), recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
     unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
@@ -266,26 +266,21 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     """The checkpoints to start from, the first choice first; empty: step 0. On rank 0.
 
     `checkpoint.resume` names them. But a restart takes the newest, and an extended WSD run the
-    newest before its decay. Raises UserError: the checkpoint does not exist, or has another recipe.
+    newest before its decay. Raises UserError: the checkpoint does not exist.
     """
-    recipe, run = plan.recipe, plan.run.path
-    if plan.branch_from is not None:
-        return [plan.branch_from]
-    resume = "latest" if plan.restarted else recipe.checkpoint.resume
-    is_path = resume not in ("latest", "best", "never") and not resume.isdigit()
-    if not plan.resuming and not is_path:
-        return []
+    settings, run = plan.recipe.checkpoint, plan.run.path
+    if not plan.resuming:
+        return [plan.branch_from] if plan.branch_from is not None else []
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} has no checkpoint from before step {decay_begins}, where it decays"
-            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
-            raise UserError(f"{problem}: {advice}")
+            raise UserError(
+                f"{run} has no checkpoint from before step {decay_begins}, where it decays: a decayed "
+                "run cannot be extended; set checkpoint.keep_every next time"
+            )
         return paths
-    paths = candidates(run, resume, measure=recipe.checkpoint.best)
-    if is_path and paths and not paths[0].resolve().is_relative_to(run.resolve()):
-        check_same_recipe(paths[0], recipe)
-    return paths
+    resume = "latest" if plan.restarted else settings.resume
+    return candidates(run, resume, measure=settings.best)
 
 
 def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
@@ -316,17 +311,3 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
         notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
     return notes
-
-
-def check_same_recipe(checkpoint: Path, recipe: Recipe) -> None:
-    """Raise UserError if a checkpoint of another run has another recipe, but for the steps."""
-    found = open_checkpoint(checkpoint, deep=False).meta.get("recipe")
-    if found == recipe.config_hash:
-        return
-    problem = f"checkpoint.resume: {checkpoint} is of another recipe:"
-    origin, branch = Run(checkpoint.resolve().parent.parent), argument("branch_from", "RUN@STEP")
-    if not origin.exists:
-        remedy = "write its own recipe, also its train.steps"
-        raise UserError(f"{problem} config hash {found}, and here {recipe.config_hash}: {remedy}")
-    advice = f"undo them, or use {branch}, which may change optimizer, schedule and steps"
-    refuse_changes(problem, origin.recipe, recipe, ("train.steps",), advice)

@@ -5,7 +5,6 @@ losses, buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -222,51 +221,33 @@ class LossSum:
 
 
 class Buffers:
-    """The persistent buffers of a model that change in training, such as statistics of BatchNorm.
+    """The persistent buffers of a model, such as statistics of BatchNorm.
 
-    The ranks see different samples, so their buffers would differ. After each step the first data
-    rank sends the buffers that change to the others. Its value is always valid, but a mean of
-    counters or codes is not. Every rank calls each method at the same step.
+    The ranks see different samples, so buffers that change in training would differ. After each
+    step the first data rank sends its values to the others, as in DDP: a value of one rank is
+    always valid, but a mean of counters or codes is not.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks):
-        self.ranks, self.changing = ranks, list[str]()  # known after the first step
-        self.owners = {
-            f"{prefix}.{name}".removeprefix("."): (module, name)
-            for prefix, module in unwrap(model).named_modules()
+        self.mesh = ranks.mesh
+        self.owners = [
+            (module, name)
+            for module in unwrap(model).modules()
             if ranks.mesh.loss_ranks is not None and not isinstance(module, Linear4bit)
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        self.before = {name: tensor.clone() for name, tensor in self.read(self.owners)}
+        ]
 
-    def find_changing(self) -> None:
-        """After the first step: find the buffers that it has changed on any rank."""
-        if self.before:
-            own = [n for n, tensor in self.read(self.owners) if not tensor.equal(self.before[n])]
-            every = set().union(*self.ranks.all_gather_object("buffers", own))
-            self.changing, self.before = [name for name in self.owners if name in every], {}
-
-    def share(self, every: bool) -> None:
-        """Take the first data rank's values of the buffers that change, or of `every` one.
-
-        A buffer may change later than in the first step, so a save and an evaluation need all.
-        """
-        # A view of bytes must begin at a multiple of its type's size.
-        tensors = sorted(
-            (tensor for _, tensor in self.read(self.owners if every else self.changing)),
-            key=lambda tensor: -tensor.element_size(),
-        )
-        if not tensors:
+    def share(self) -> None:
+        """Take the first data rank's values; every rank calls it after the same step."""
+        if not self.owners:
             return
+        # A module may replace its buffers. A view of bytes must begin at a multiple of its type's
+        # size.
+        tensors = [module._buffers[name].detach() for module, name in self.owners]  # type: ignore[union-attr]
+        tensors.sort(key=lambda tensor: -tensor.element_size())
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        mesh = self.ranks.mesh
-        group = mesh.loss_ranks if flat.device.type == "cpu" else mesh.loss_group
+        group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group
         dist.broadcast(flat, group=group, group_src=0)
         for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.dtype).view_as(tensor))
-
-    def read(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
-        """The present tensors by name; a module may replace its buffers."""
-        owners = ((name, *self.owners[name]) for name in names)
-        return [(name, module._buffers[own].detach()) for name, module, own in owners]

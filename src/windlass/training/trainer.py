@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -51,12 +50,10 @@ from windlass.parallel.parallelize import (
 )
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
-from windlass.recipe.settings import LOSS_SUITE
 from windlass.telemetry.console import Console
 from windlass.training.batch import (
     batch_of,
     horizon_of,
-    open_loader,
     report_smaller,
     smaller_micro_batch,
 )
@@ -64,7 +61,7 @@ from windlass.training.callbacks import Callbacks, StepResult, UserCode
 from windlass.training.checks import ran_out_of_memory, uses_dropout
 from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, check_evaluations
-from windlass.training.network import Network, optimizer_groups, prepare_device
+from windlass.training.network import Network, prepare_device
 from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
@@ -221,14 +218,9 @@ class Trainer:
         """Report the start; do the evaluation and sample that an interruption skipped at this step."""
         recorder, batch, directory = self.recorder, self.batch, self.directory
         export = "" if self.network.own else export_note(self.recipe.model)
-        warnings = [*directory.warnings, *self.network.warnings, export]
-        recorder.started(
-            batch,
-            self.losses.mixture,
-            directory.checkpoint,
-            groups=optimizer_groups(self.model, self.optimizer, self.ranks),
-            warnings=[*warnings, self.saver.disk_shortage()],
-        )
+        shortage = self.saver.disk_shortage()
+        warnings = [*directory.warnings, *self.network.warnings, export, shortage]
+        recorder.started(batch, self.losses.mixture, directory.checkpoint, warnings)
         report_smaller(recorder, batch.micro_batch)
         if directory.plan.changes:
             recorder.settings_changed()
@@ -237,7 +229,7 @@ class Trainer:
             self.saver.resume_from(self.state.step)
         done = recorder.read_measured(self.state.step)
         self.ends_early = recorder.stops_improving()
-        if self.evaluator.due and (self.ends_early or "eval" not in done):
+        if self.evaluator.due and "eval" not in done:
             self.evaluate()
         if self.evaluator.sample_due and "sample" not in done:
             self.evaluator.sample()
@@ -291,8 +283,6 @@ class Trainer:
                 recorder.stepped(result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
-                    self.saver.reserve(self.saver.shard())
-                    self.buffers.find_changing()
                     if ranks.device.type == "cpu":
                         keep_freed_memory(every_size=True)
 
@@ -304,7 +294,7 @@ class Trainer:
                 measured = evaluation_due or evaluator.sample_due
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
-                self.buffers.share(every=last or save_due or measured or stopping)
+                self.buffers.share()
                 look = due or not self.bad_steps.deferred
                 if rewind_reason := self.bad_steps.decide(result.spike, look):
                     loader.close(None)
@@ -327,8 +317,8 @@ class Trainer:
                 self.saver.report(self.saver.poll())
                 recorder.poll()
                 if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
-                    advice = "see above; checkpoint.max_failed_saves"
-                    raise RunFailed(f"{failed_saves} saves in a row failed ({advice})")
+                    limit = "checkpoint.max_failed_saves; see above"
+                    raise RunFailed(f"{failed_saves} saves in a row failed ({limit})")
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.saver.stop_run(self.stop)
@@ -415,8 +405,22 @@ class Trainer:
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
-        ranks, state, mixture = self.ranks, self.state, self.losses.mixture
-        return open_loader(self.recipe, self.data, self.batch, ranks, state, mixture)
+        settings, state = self.recipe.data, self.state
+        formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
+        ragged = formats != {"text"} and settings.packing != "best-fit"
+        return Loader(
+            self.data.train,
+            self.batch,
+            self.ranks.mesh.data_rank,
+            seed=self.recipe.run.seed,
+            kind=settings.order,
+            device=self.ranks.device,
+            prefetch=settings.prefetch,
+            first_step=state.step,
+            skipped=tuple(state.skipped),
+            length_buckets=settings.length_buckets and ragged,
+            mixture=self.losses.mixture,
+        )
 
     def next_batch(self, loader: Loader) -> StepBatch:
         """The next batch. While it is late, a single rank may stop; several wait for each other."""
@@ -426,17 +430,18 @@ class Trainer:
             if batch is not None:
                 return batch
             step = self.state.step
-            if self.ranks.status.phase != "data":
-                self.ranks.mark(step + 1, "data")
+            self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
                 if rewind_reason := self.bad_steps.decide(None, look=True):
                     self.rewind(rewind_reason)
                 self.saver.stop_run(self.stop)
             if self.stop.seconds_since() > self.saver.grace:
                 self.saver.finish(FAILING_SAVE_SECONDS)
-                lost = f"{plural(step - self.saver.committed, 'step')} lost"
-                late = f"rank {self.ranks.rank} has no data within checkpoint.grace_seconds"
-                raise RunFailed(f"stopped by {self.stop.name} at step {step}: {late}; {lost}")
+                lost = plural(step - self.saver.committed, "step")
+                raise RunFailed(
+                    f"stopped by {self.stop.name} at step {step}: rank {self.ranks.rank} has no "
+                    f"data within checkpoint.grace_seconds; {lost} lost"
+                )
 
     def poll_stop(self) -> bool:
         """Whether this rank was asked to stop; called between the passes of an evaluation, too."""
@@ -445,15 +450,14 @@ class Trainer:
             self.ranks.mark(status.step, status.phase)  # shows progress
         return self.stop.requested
 
-    def evaluate(self, suites: Sequence[str] = ()) -> bool:
-        """Measure the suites (default: all), and save the model if it is the best so far.
+    def evaluate(self) -> bool:
+        """Measure the suites, and save the model if it is the best so far.
 
         Returns False, and writes nothing, if a stop interrupted the measurement.
         """
         state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
-        last = state.step == self.horizon.steps or self.ends_early
         self.saver.settle()  # an evaluation of averaged weights exchanges them
-        scores = self.evaluator.measure(suites, last)
+        scores = self.evaluator.measure()
         if scores is None:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
@@ -461,12 +465,8 @@ class Trainer:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
-        if last or not recorder.stops_improving():
-            return True
-        # No step follows, so measure the loss once more, with all validation data.
-        self.ends_early = True
-        more = self.evaluator.measures_more(self.batch.global_batch)
-        return not more or self.evaluate([LOSS_SUITE])
+        self.ends_early = self.ends_early or recorder.stops_improving()
+        return True
 
     def rewind(self, reason: str) -> None:
         """Return to the newest good checkpoint, and leave out the samples since then."""
@@ -490,8 +490,7 @@ class Trainer:
         step, recorder = self.state.step, self.recorder
         self.ranks.mark(step, "end")
         if not self.saver.commit(FINAL):
-            problem = "the last checkpoint could not be saved (see above)"
-            raise RunFailed(f"{problem}; train again to try once more")
+            raise RunFailed("the last checkpoint could not be saved (see above); train again")
         recorder.log(self.callbacks.take_logged())
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written

@@ -91,14 +91,22 @@ class Bench:
         path.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
         return str(path)
 
-    def train(self, run: str, world: int = 1, task: Task | None = None, **settings: Any) -> Run:
+    def train(
+        self,
+        run: str,
+        world: int = 1,
+        task: Task | None = None,
+        *,
+        branch_from: str = "",
+        **settings: Any,
+    ) -> Run:
         """Train in this process without output, or for a task or a world in processes of their own.
 
-        Raises RuntimeError with the last lines of processes that fail.
+        `branch_from`: RUN@STEP, in this process. Raises RuntimeError with the last lines of processes that fail.
         """
         if world == 1 and task is None:
             with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-                return windlass.train(self.settings(run, **settings))
+                return windlass.train(self.settings(run, **settings), branch_from=branch_from)
         code = self.start(run, world, task, **settings).wait()
         if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
             lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()[-12:]

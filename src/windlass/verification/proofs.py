@@ -105,8 +105,7 @@ def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
     whole, equal = bench.train("whole"), dict[str, bool]()
     for step in range(1, STEPS):
-        checkpoint = str(whole.checkpoints_dir / f"step-{step:08d}")
-        run = bench.train(f"from-{step}", checkpoint__resume=checkpoint)
+        run = bench.train(f"from-{step}", branch_from=f"{whole.path}@{step}")
         equal[str(step)] = same_bits(run, whole, step)
     tried = "one process"
     if 2 in bench.worlds:
