@@ -22,28 +22,8 @@ from windlass.recipe.other_tools import answers_of, in_words
 
 ALIKE = 0.75
 """Least `SequenceMatcher.ratio` of a misspelled name and the right one: `lrr` and `lr` have 0.8."""
-<<<<<<< HEAD
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 """Limits of a number in a JSON schema."""
-=======
-BOUNDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-NAME_FORM = "letters, digits and . _ + = - alone"
-FORMS = {
-    "preset": NAME_FORM,
-    "run.name": NAME_FORM,
-    "data.mix.name": "letters, digits, _ and - alone",
-    "data.sha256": "64 hexadecimal digits",
-    "data.tokenizer": "byte, char, gpt2, gpt2:DIR (with vocab.bpe and encoder.json), "
-    "hf:NAME_OR_DIR, bpe (trained on the corpus) or auto (the model's own)",
-    "checkpoint.best": "loss, loss.average_loss, squad.f1, squad.exact_match, hellaswag.acc, "
-    "hellaswag.acc_norm, hellaswag.acc_per_token, own:SUITE.MEASURE",
-    "checkpoint.resume": "latest, best or a step",
-    "telemetry.tags": "a list of short names",
-    "telemetry.profile": "STEP:COUNT or STEP:COUNT:all, as 100:3",
-    "eval.suites": "a list of loss, hellaswag, squad and lm-eval:TASKS",
-}
-"""The values of a setting with a `pattern`, in words."""
->>>>>>> corea
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:

@@ -19,11 +19,7 @@ from windlass.data.open import Data
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.errors import OutOfMemory, RunFailed, UserError
 from windlass.estimate.activations import measure_peaks
-<<<<<<< HEAD
-from windlass.estimate.advice import pasted, savings
 from windlass.estimate.calendar import resolve_steps
-=======
->>>>>>> corea
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.fileio import read_json, write_atomic
