@@ -156,14 +156,9 @@ def test_every_python_block_compiles():
 def words_in(page: Path) -> int:
     """The words of a page without its generated parts."""
     text = page.read_text(encoding="utf-8")
-    text = re.sub(
-        r"(<!-- (?:keys of|measured:|measured, archived:) .*? -->\n)\n(\|.*\n)*", r"\1", text
-    )
+    text = re.sub(r"<!-- generated: .*?<!-- end -->", "", text, flags=re.S)
+    text = re.sub(r"(<!-- measured(?:, archived)?: .*? -->\n)\n(\|.*\n)*", r"\1", text)
     text = re.sub(r"(<!-- measured -->\n)\n```console\n.*?^```\n", r"\1", text, flags=re.M | re.S)
-    if page.name == "plan.md":
-        text = re.sub(
-            r"^```console\n\$ windlass plan .*?^```\n", "", text, count=1, flags=re.M | re.S
-        )
     return len(text.split())
 
 
