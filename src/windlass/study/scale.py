@@ -1,6 +1,6 @@
 """Scaling studies: `scale` writes the grid of a sweep from a mode and numbers of ranks. No torch.
 
-The same runner trains its cells (study/sweep.py), one at a time, with the measurements of
+The same runner trains its cells (study/runner.py), one at a time, with the measurements of
 study/probe.py beside them. study/setups.py computes the study's numbers.
 """
 
