@@ -285,13 +285,3 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
     assert study.results()[1].best_loss == 3.0
     pruned = halved(study.results())
     assert [cell.key in pruned for cell in study.cells] == [False, bool(lower), True]
-
-
-def test_speed_is_work_divided_by_time(study):
-    """Windows of 1 step at 1,000 and of 9 at 100 tokens/s, 100 ms a step: 190 in all, not the mean
-    of the rates.
-    """
-    for step, rate in ((1, 5.0), (2, 1000.0), (11, 100.0)):
-        line = {"kind": "train", "loss": 4.0, "step_ms": 100.0, "step": step, "tokens_per_s": rate}
-        write_ledger(study.run_of(study.cells[0]), line)
-    assert study.results()[0].tokens_per_s == pytest.approx(190)
