@@ -115,6 +115,8 @@ def test_layouts_are_all_that_model_and_batch_allow_and_the_others_have_reasons(
     listed = assignments(base, Scaling("layouts"), [4], left_out=left_out)
     names = [Cell.of(base, one).recipe.sizes(4).full_layout for one in listed]
     assert names[0] == "dp 4" and len(set(names)) == len(names)
+    few = assignments(base.replace({"train.global_batch": 2}), Scaling("layouts"), [4])
+    assert "dp 4" not in [Cell.of(base, one).recipe.sizes(4).full_layout for one in few]
     assert {"tp 2 · dp 2", "tp 2 · cp 2", "tp 2 · pp 2", "cp 4", "pp 2 · dp 2"} < set(names)
     assert {one["parallel.strategy"] for one in listed} == {"ddp"}
     heads, stages = sorted(text for text in left_out)
@@ -147,7 +149,7 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
 @pytest.mark.parametrize(
     ("settings", "options", "words"),
     [
-        ("", {"worlds": (1, 3)}, ["train.global_batch = 8", "3 ranks", "batch=6 or 9"]),
+        ("", {"worlds": (1, 3)}, ["train.global_batch = 8", "3 data ranks", "6 or 9"]),
         ("train.steps=41", {"mode": "fixed-data"}, ["train.steps = 41", "train.steps=40 or 42"]),
         ("train.micro_batch=8", {}, ["parallel.world=2", "train.micro_batch = 8", "write 4"]),
         ("", {"mode": "stong"}, ["mode=stong", "strong"]),

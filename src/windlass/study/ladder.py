@@ -169,8 +169,12 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
         raise UserError(f"{argument('sizes', size)}: write {forms}")
     wanted = float(match[1]) * UNITS[match[2]]
 
+    def parameters(given: Assignment) -> int:
+        changes = {key.removeprefix("model."): value for key, value in given.items()}
+        return count(model.model_copy(update=changes), vocab).total
+
     def distance(given: Assignment) -> float:
-        total = count(recipe.replace(given).model, vocab).total
+        total = parameters(given)
         return max(total / wanted, wanted / total)
 
     shapes, layers = list[Assignment](), 1
@@ -179,12 +183,12 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
         least = max(1, round(aspect * layers / ASPECT / head))
         own = [shape(layers, heads) for heads in range(least, most + 1)]
         shapes += own
-        if count(recipe.replace(own[0]).model, vocab).total > wanted:
+        if parameters(own[0]) > wanted:
             break
         layers += 1
     best = min(shapes, key=distance)
     if distance(best) > 1.5:
-        smallest = min(count(recipe.replace(s).model, vocab).total for s in shapes)
+        smallest = min(map(parameters, shapes))
         problem = f"the nearest size with heads of {head} and {vocab:,} tokens of vocabulary"
         raise UserError(f"{argument('sizes', size)}: {problem} has {smallest:,} parameters")
     return best

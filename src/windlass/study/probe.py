@@ -95,6 +95,7 @@ def run_probe(
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
     if stopped:
         raise Stopped("stopped with everything saved; the same command continues")
     ended = {"state": "failed" if reason else "finished", "reason": reason}

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from windlass.errors import BAD_INPUT, DONE, STOPPED
 from windlass.processes import WINDLASS
@@ -22,7 +24,7 @@ def launch_words(cell: Cell) -> list[str]:
     return [*WINDLASS, "launch", *per_host, "--"]
 
 
-class CellProcess:
+class CellProcess(subprocess.Popen[bytes]):
     """A `windlass train` process in a session of its own; its output goes to `runs/<cell>.out`."""
 
     def __init__(
@@ -40,26 +42,14 @@ class CellProcess:
         env |= os.environ | {"WINDLASS_QUIET_END": "1", "WINDLASS_PARENT": str(os.getpid())}
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it lives."""
-        return self._process.poll()
-
-    def terminate(self) -> None:
-        self._process.terminate()
+            output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            super().__init__(command, env=env, start_new_session=True, **output)
 
     def kill(self) -> None:
+        """Kill the process and its ranks. A signal handler may call it, so it does not wait."""
         if self.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def failure(self, code: int) -> str:
         """One line on why a process that exited with `code` failed; empty if it did not."""

@@ -199,6 +199,7 @@ class Sweep:
             finally:
                 for process in self.running:
                     process.kill()
+                    process.wait()
         self.progress.show(self.study)
         if self.stopping:
             raise Stopped("stopped with everything saved; the same command continues")

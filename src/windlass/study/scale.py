@@ -1,6 +1,6 @@
 """Scaling studies: `scale` writes the grid of a sweep from a mode and numbers of ranks. No torch.
 
-The same runner trains its cells (study/sweep.py), one at a time, with the measurements of
+The same runner trains its cells (study/runner.py), one at a time, with the measurements of
 study/probe.py beside them. study/setups.py computes the study's numbers.
 """
 
@@ -264,24 +264,18 @@ def assignments(
 
 
 def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
-    """UserError if these numbers of ranks cannot share the recipe's batch, steps or layers."""
+    """UserError if these numbers of ranks do not fit the mode. `cells_of` checks the batch."""
     given = argument("worlds", worlds)
     if any(world < 1 for world in worlds):
         raise UserError(f"{given}: numbers of ranks are 1 and more")
     if scaling.mode in AT_ONE_WORLD and len(worlds) > 1:
         mode = argument("mode", scaling.mode)
         raise UserError(f"{given}: {mode} compares at one number of ranks; give one")
-    key, value = "", 0
-    if scaling.mode in ("strong", *AT_ONE_WORLD) or scaling.grow == "model":
-        key, value = "train.global_batch", recipe.train.global_batch
-    elif scaling.mode == "fixed-data" and isinstance(recipe.train.steps, int):
-        key, value = "train.steps", recipe.train.steps
-    if key and (odd := [world for world in worlds if value % world]):
-        step = math.lcm(*worlds)
-        near = [n for n in (value // step * step, (value // step + 1) * step) if n]
-        remedy = f"write {key}={' or '.join(map(str, near))}, or other worlds"
-        ranks = " and ".join(map(str, odd))
-        raise UserError(f"{key} = {value} cannot be divided among {ranks} ranks: {remedy}")
+    steps, common = recipe.train.steps, math.lcm(*worlds)
+    if scaling.mode == "fixed-data" and isinstance(steps, int) and steps % common:
+        near = [n for n in (steps // common * common, (steps // common + 1) * common) if n]
+        remedy = f"write train.steps={' or '.join(map(str, near))}, or other worlds"
+        raise UserError(f"train.steps = {steps} cannot be divided by {common}: {remedy}")
     if scaling.grow == "model" and recipe.model.kind != "gpt":
         needs = 'needs model.kind = "gpt": it adds layers, and other models have fixed weights'
         raise UserError(f"{argument('grow', 'model')} {needs}")

@@ -171,40 +171,38 @@ class Study:
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
         """This study with the grid's new cells; existing cells keep their order and directories.
 
-        New cells also set every difference between the grid's recipe and the study's. But settings
-        that change no result (how often to save or log) apply to all cells, unless they are axes.
+        Settings that change no result (how often to save or log) then apply to all cells. Other
+        changes of the recipe raise UserError: they have to be axes.
         """
         old, new = self.recipe.flat(), base.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
         if bool(self.scaling) != bool(scaling) and grid:
             kind = "a scaling study" if self.scaling else "not a scaling study"
             raise UserError(f"{self.path} is {kind}: {elsewhere}")
-        for key in ("preset", "model.kind"):
-            if new[key] != old[key]:
-                problem = f"{self.path} is a study with {key} = {old[key]}, not {new[key]}"
-                raise UserError(f"{problem}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
-        own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
-        recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
+        own = {k: value for k, value in differ.items() if k in self.keys}
+        shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
+        others = [key for key in differ if key not in own and key not in shared]
+        if others:
+            key = "preset" if "preset" in others else others[0]
+            problem = (
+                f"{self.path} is a study with {key} = {typed(old[key])}, not {typed(new[key])}"
+            )
+            raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
+        recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
         given = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
-        shared = recipe.flat() | ONE
+        usual = recipe.flat() | ONE
         keys = dict.fromkeys(key for one in (*before.values(), *given) for key in one)
         cells: dict[str, Cell] = {}
         for place, assignment in [*before.items(), *(("", one) for one in given)]:
-            full = {key: assignment.get(key, shared.get(key)) for key in keys}
+            full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        notes, added = list[str](), len(cells) - len(self.cells)
-        if added:
-            new_cells = plural(added, "new cell")
-            notes.append(f"the study grows by {new_cells} beside the existing {len(self.cells)}")
-        for key, value in differ.items():
-            now, earlier = f"{key} = {typed(value)}", typed(old[key])
-            if key not in own:
-                notes.append(f"{now} from here on (before: {earlier}); it makes no new cells")
-            elif added:
-                notes.append(f"{now} makes other cells than {key} = {earlier}")
+        notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
+        if added := len(cells) - len(self.cells):
+            there = f"beside the existing {len(self.cells)}"
+            notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
         return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
 
     @staticmethod
