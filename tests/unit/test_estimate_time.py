@@ -157,7 +157,8 @@ def test_predicted_speed():
 
     def speed(**changes):
         subject = replace(full, **changes)
-        return predicted_speed(subject, Machine.of(subject, 0))
+        machine = Machine(subject.device, subject.world, subject.precision)
+        return predicted_speed(subject, machine)
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail
