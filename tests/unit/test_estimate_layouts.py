@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import Machine, layout_rows, layouts, settings_of
+from windlass.estimate.layouts import Machine, layout_rows, layouts, settings_of, variants
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, layout_of, ranks_of
@@ -168,6 +168,14 @@ def test_every_layout_is_a_valid_recipe(world):
     assert {layout.tensor for layout in every} <= {1, 2, 4, 12}  # 3 and 6 do not fit 4 heads
     adafactor = recipe.replace("optim.kind=torch.optim.Adafactor")
     assert {layout.tensor for layout in layouts(adafactor, machine(world, 40))} == {1}
+
+
+def test_settings_of_a_sharding_group_count_no_parts_of_a_sequence():
+    recipe = GPT2.replace("parallel.context=2", "train.micro_batch=1")
+    layouts = list(variants(layout_of(recipe, 8, "cuda", "bf16")))
+    assert "hybrid_shard" in {layout.strategy for layout in layouts}
+    for layout in layouts:
+        assert layout_of(recipe.replace(settings_of(layout)), 8, "cuda", "bf16") == layout
 
 
 def test_layouts_are_sorted_by_time_and_fit():
