@@ -20,7 +20,6 @@ EXTRAS = {
     "hf": ("transformers", "accelerate", "datasets", "peft"),
     "data": ("pyarrow", "tiktoken", "aiohttp"),
     "plots": ("matplotlib",),
-    "sweep": ("optuna",),
     "ladder": ("scipy",),
     "optim": ("pytorch_optimizer",),
     "lm-eval": ("lm_eval",),

@@ -35,10 +35,6 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
         starts = [event for event in study.run_of(cell).events if event["event"] == "started"]
         assert {event["world"] for event in starts} == {cell.world}
     assert [(cell.world, cell.nodes) for cell in study.cells] == [(1, 1), (2, 1), (4, 2)]
-    machine = read_json(path / "machine.json")
-    assert sorted(machine) == ["1x1", "1x2", "2x4"]
-    rates = {rate["collective"] for rate in machine["2x4"]["collectives"]}
-    assert rates >= {"all_reduce", "all_gather"}
     for probe in sorted((path / "probes").iterdir()):
         assert read_json(probe / "probe.json")["state"] == "finished", logs
         # the ranks of one host

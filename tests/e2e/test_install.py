@@ -135,7 +135,6 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
     tiny = overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
     train, prepare = ([windlass, verb, "quickstart"] for verb in ("train", "prepare"))
     suite = ['eval.suites=["lm-eval:arc_easy"]', "eval.every=4"]
-    halving = [windlass, "sweep", "quickstart", *tiny, "optim.lr=1,2", "--halving"]
     bpe = ["data.tokenizer=gpt2", "model.vocab=0"]
     hf = '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
     (tmp_path / "hf.toml").write_text(hf)
@@ -143,7 +142,6 @@ def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
         ([*train, *tiny, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
         ([*train, *tiny, *suite], "lm_eval", "lm-eval", "eval.suites"),
         ([windlass, "train", "hf.toml"], "transformers", "hf", "model.kind"),
-        (halving, "optuna", "sweep", "--halving"),
         ([*prepare, *bpe], "tiktoken", "data", "data.tokenizer"),
         ([*prepare, f"data.source={compressed}"], "pyarrow", "data", "data.source"),
         ([*prepare, "data.source=hf:some/data"], "datasets", "hf", "data.source"),

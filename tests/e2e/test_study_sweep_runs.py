@@ -60,11 +60,12 @@ def test_killed_in_the_middle_of_cells_the_same_command_resumes_them(sweep, tmp_
     settings = {"train__steps": 150, "checkpoint__every": 5, "eval__every": 0}
     words = sweep(["optim.lr=1e-2,1e-3"], "--workers", "2", **settings)
     kill_when(words, lambda: len(list(tmp_path.glob("study/runs/*/checkpoints/step-*"))) > 2)
+    saved = {path.parents[1].name for path in tmp_path.glob("study/runs/*/checkpoints/step-*")}
     windlass(*words)
     for run in Study.open(tmp_path / "study").runs():
         events = [e["event"] for e in run.events]
         assert [x["step"] for x in run.lines("train")] == list(range(1, 151))
-        assert "resumed" in events and events[-1] == "finished"
+        assert events[-1] == "finished" and ("resumed" in events) == (run.path.name in saved)
 
 
 @pytest.mark.dist

@@ -88,7 +88,6 @@ def build_scaling(
     *,
     probe: Step | None = None,
     settings: Sequence[str] = (),
-    rates: Mapping[str, Any] | None = None,
     waiting: Sequence[int] = (),
     failed: Sequence[int] = (),
     **rest: Any,
@@ -123,8 +122,6 @@ def build_scaling(
             for rank in range(world):
                 write_run(place / str(rank), alone, 1, probe(cell.assignment), slow_start=3.0)
             (place / "probe.json").write_text('{"state": "finished", "reason": ""}')
-    if rates:
-        (path / "machine.json").write_text(json.dumps(rates))
     return study
 
 
@@ -140,14 +137,3 @@ def worlds(*ranks, repeats=1, **settings):
 def phases(step, data=1.0):
     parts = {"forward_ms": 0.3 * step, "backward_ms": 0.5 * step, "optimizer_ms": 0.1 * step}
     return {"step_ms": step, "data_ms": data} | parts
-
-
-def rates(*keys, tflops=0.1, busbw=(0.1, 1.0)):
-    sent = [
-        {"collective": name, "size": size, "busbw": rate}
-        for size, rate in zip((2**16, 2**20), busbw, strict=True)
-        for name in ("all_reduce", "all_gather", "reduce_scatter")
-    ]
-    machine = {"cores": 8, "matrix_tflops": {"float32": tflops}, "collectives": sent}
-    machine["memory_gb_s"] = 10.0
-    return dict.fromkeys(keys, machine)

@@ -5,7 +5,7 @@ import io
 
 import pytest
 from report_fixtures import rows_of
-from scaling_fixtures import build_scaling, phases, rates, worlds
+from scaling_fixtures import build_scaling, phases, worlds
 
 from windlass.reports.contents import Contents
 from windlass.reports.page import page
@@ -28,11 +28,10 @@ def strong(tmp_path_factory):
 
     return build_scaling(
         tmp_path_factory.mktemp("studies") / "strong",
-        Scaling("strong", repeats=3, project=(16,)),
+        Scaling("strong", repeats=3),
         worlds(1, 2, 4, 8, repeats=3),
         step,
         probe=lambda a: phases(82 / a[WORLD]),
-        rates=rates("1x1", "1x2", "1x4"),
         failed=[3],
         waiting=[7, 11],
         settings=["train.global_batch=64"],
@@ -65,7 +64,7 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     again = strong.report(tmp_path / "d", plots=False)
     assert again.page.read_bytes() == first.page.read_bytes()
     names = {path.name for path in first.tables}
-    for name in ("scaling", "meters", "projected"):
+    for name in ("scaling", "meters"):
         assert {f"{name}.csv", f"{name}.tex"} <= names
     pictures = {"scaling-throughput", "scaling-efficiency", "scaling-memory", "step-parts"}
     assert pictures <= set(drawn.plots) and first.plots == {}
@@ -92,15 +91,13 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
         "No serial fraction of 1 host, 1 rank: it is the baseline.",
         "All setups ran on one host, node-0: this says nothing about several hosts.",
         "low efficiency, 58 %",
-        "## Projected, not measured",
     ):
         assert said in text, said
-    assert "| 16 | projected |" in text
     assert failed in text and "58.3 \\%" in latex
     html = written.page.read_text()
     assert html.count('<section id="scaling">') == 1
     assert 'data-chart="scaling-throughput"' in html and "84.0" in html
-    assert "projected" in html and "no best" not in html and "swept settings" not in html
+    assert "no best" not in html and "swept settings" not in html
 
 
 def test_charts_have_the_ideal_line_and_the_spread(strong):
@@ -140,7 +137,6 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
         assert "1 host, 8 ranks" in text and "100.0 %" in text
         assert max(map(len, text.splitlines())) <= width
     assert sentences(strong, table)[0].startswith("Step: the median")
-    assert "16  projected" in text and "Projected, not measured" in text
 
 
 def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
@@ -253,7 +249,7 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
 
 
 def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
-    scaling, step = Scaling("strong", project=(4,)), lambda a: phases(50.0)
+    scaling, step = Scaling("strong"), lambda a: phases(50.0)
     study = build_scaling(tmp_path / "s", scaling, worlds(1, 2), step, waiting=[1])
     seen = StudyView(study.path)
     scaled = ScalingView(seen)

@@ -12,9 +12,9 @@ import pytest
 from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.study.results import BITS, common_measure, diverged
+from windlass.study.results import BITS, common_measure, diverged, halved
+from windlass.study.runner import train_command
 from windlass.study.study import Study
-from windlass.study.sweep import Halving, train_command
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
 QUICKSTART = Recipe.load("quickstart")
@@ -78,7 +78,7 @@ def test_a_study_grows_by_more_values_and_by_another_axis(study, create):
     finish(study, 3.0, 2.0, 2.5, 2.6)
     before = {cell.key: cell.directory for cell in study.cells}
     more = create(["optim.lr=1e-3,3e-3", "run.seed=1"])
-    assert labels(more.cells[4:]) == ["lr=0.003 seed=1"] and "1 new cell " in more.notes[0]
+    assert labels(more.cells[4:]) == ["lr=0.003 seed=1"] and "1 new cell " in more.notes[-1]
     width = QUICKSTART.model.width
     wide = create([f"model.width={width},64", "optim.lr=1e-2", "run.seed=2"])
     assert [c.assignment["model.width"] for c in wide.cells] == [width] * 5 + [64]
@@ -126,19 +126,21 @@ def test_one_seed_is_not_ranked_before_medians(study, create):
     assert "lr=0.003" in remark and "run.seed=1,2" in remark
 
 
-def test_another_recipe_makes_other_cells_and_says_so_but_not_what_changes_no_result(study, create):
-    shorter, steps = create(AXES[:1], "train.steps=7"), QUICKSTART.train.steps
-    assert [c.recipe.train.steps for c in shorter.cells] == [steps] * 4 + [7] * 4
-    assert [c.assignment["run.seed"] for c in shorter.cells[4:]] == [1, 2] * 2
-    both = ("train.steps = 7", f"train.steps = {steps}")
-    assert any(all(words in note for words in both) for note in shorter.notes)
+def test_a_study_has_one_recipe_but_for_what_changes_no_result(study, create):
     for setting in ("eval.every=7", "telemetry.every=3", "parallel.device=cpu"):
         grown = create(AXES, setting)
         key, _, value = setting.partition("=")
-        assert [cell.key for cell in grown.cells] == [cell.key for cell in shorter.cells]
+        assert [cell.key for cell in grown.cells] == [cell.key for cell in study.cells]
         assert str(grown.recipe.flat()[key]) == value
         assert any(note.startswith(key) for note in grown.notes)
-    with refused("preset = quickstart", "c4-30m", "path=DIR"):
+    for axes in (AXES, []):
+        with refused("train.steps = ", "not 7", "axis", "path=DIR"):
+            create(axes, "train.steps=7")
+    steps = QUICKSTART.train.steps
+    assert len(create([*AXES, f"train.steps={steps},7"]).cells) == 8
+    shorter = create([*AXES[:1], "run.seed=3"], "train.steps=7")  # an axis by now
+    assert {cell.recipe.train.steps for cell in shorter.cells[8:]} == {7}
+    with refused("preset", "path=DIR"):
         Study.create(Recipe.load("c4-30m"), AXES, study.path)
     with refused("optim.lr=1e-2,1e-3"):
         Study.create(QUICKSTART, [], study.path / "nothing")
@@ -269,7 +271,6 @@ def test_one_rule_for_divergence():
 @pytest.mark.parametrize(("lower", "winner"), [([], 1), (["f1"], 0)])
 def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower, winner):
     """The best F1 wins, though its loss is the worst; a suite can declare that less is better."""
-    pytest.importorskip("optuna")
     recipe = Recipe.load("gpt-squad", ["checkpoint.best=squad.f1"])
     study = Study.create(recipe, ["optim.lr=1e-2,1e-3,1e-4"], tmp_path / "f1")
     for cell, loss, f1 in zip(study.cells, (1.0, 3.0, 2.0), (20.0, 80.0, 40.0), strict=True):
@@ -282,9 +283,8 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
     assert best.assignment == study.cells[winner].assignment
     assert best.median == [20.0, 80.0][winner]
     assert study.results()[1].best_loss == 3.0
-    halving = Halving(study)
-    pruned = [bool(halving.prune(result)) for result in study.results()]
-    assert pruned == [False, bool(lower), True]
+    pruned = halved(study.results())
+    assert [cell.key in pruned for cell in study.cells] == [False, bool(lower), True]
 
 
 def test_speed_is_work_divided_by_time(study):

@@ -10,13 +10,12 @@ from scaling_fixtures import SETTINGS, phases, write_run
 
 from helpers import refused
 from windlass import scale, sweep
-from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
-from windlass.study.probe import probe_recipe, store_rates
-from windlass.study.scale import assignments, create_study, scaling_of, too_few_cores
+from windlass.study.probe import probe_recipe
+from windlass.study.scale import assignments, create_study, scaling_of
 from windlass.study.setups import read_setups
 from windlass.study.study import Study, load_study
 
@@ -103,8 +102,7 @@ def test_strategies_leave_out_what_cannot_be():
     for world in (2, 3):  # a sharding group of 1, or of all ranks, is another strategy
         names = {one["parallel.strategy"] for one in assignments(base, mode, [world])}
         assert "hybrid_shard" not in names
-    alone = assignments(base, mode, [1], precisions=["fp32", "bf16"])
-    assert {one["train.precision"] for one in alone} == {"fp32", "bf16"}
+    alone = assignments(base, mode, [1])
     assert alone[0]["parallel.strategy"] == "single"
     sized = base.replace(["parallel.strategy=hybrid_shard", "parallel.shard_size=2"])
     listed = assignments(sized, mode, [4])
@@ -124,9 +122,6 @@ def test_layouts_are_all_that_model_and_batch_allow_and_the_others_have_reasons(
         "tp 4: 4 ranks" in stages + heads
         and "pp 4: 4 stages need 4 or more layers" in stages + heads
     )
-    several = assignments(base, Scaling("layouts"), [2], precisions=["fp32", "bf16"])
-    assert {one["train.precision"] for one in several} == {"fp32", "bf16"}
-    assert {one["parallel.tensor"] for one in several} == {1, 2}
 
 
 def test_layouts_have_probes_only_if_one_rank_has_a_whole_model(tmp_path, monkeypatch):
@@ -174,17 +169,15 @@ def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, wor
 
 
 def test_cells_share_threads_and_log_often_enough(tmp_path):
-    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0, "project": (8, 16)}
+    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0}
     study = study_of(tmp_path / "study", "train.steps=100", **options)
     assert study.recipe.train.threads == thread_share(4)
     assert study.recipe.telemetry.every == 100 // 20
-    scaling = Scaling("weak", "batch", 0, 1, (8, 16))
+    scaling = Scaling("weak", "batch", 0, 1)
     assert study.scaling == Study.open(study.path).scaling == scaling
     seldom = study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50")
     assert seldom.recipe.telemetry.every == 1
     assert study_of(tmp_path / "often", "telemetry.every=2").recipe.telemetry.every == 2
-    many = study_of(tmp_path / "many", "train.threads=3", worlds=(4,))
-    assert "4 ranks of 3 threads" in too_few_cores(many)
 
 
 def test_a_study_is_continued_and_grows(tmp_path):
@@ -207,6 +200,20 @@ def test_a_study_is_continued_and_grows(tmp_path):
         Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
 
 
+def test_ranks_that_a_study_gains_keep_the_layers_of_a_rank(tmp_path):
+    path, layers = tmp_path / "study", {"model.layers": 4, "train.global_batch": 8}
+    options = {"path": path, "mode": "weak", "grow": "model"}
+    create_study(recipe().replace(layers), (2, 4), **options)
+    for more in ((1,), (1, 8)):
+        study = create_study(recipe().replace(layers), more, **options)
+    assert [(c.world, c.recipe.model.layers) for c in study.cells] == [
+        (2, 4),
+        (4, 8),
+        (1, 2),
+        (8, 16),
+    ]
+
+
 def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
     path = tmp_path / "study"
     study = scale("quickstart", (1, 2), {"train.steps": 7}, nodes=(1, 2), path=path)
@@ -214,7 +221,7 @@ def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
     assert [result.state for result in study.results()] == ["waiting"] * 2
     with refused("windlass submit"):
         sweep(path)
-    assert not (study.path / "runs").exists() and not (study.path / "machine.json").exists()
+    assert not (study.path / "runs").exists()
 
 
 def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
@@ -227,29 +234,14 @@ def test_a_probe_has_one_ranks_shapes_and_nothing_to_say(tmp_path):
     assert probe.model == cell.recipe.model and probe.train.precision == cell.recipe.train.precision
 
 
-def test_rates_of_several_checks_are_one_file(tmp_path):
-    rank = {"host": "a", "node": 0, "tflops": {"float32": 2.0}, "memory_gb_s": 9.0}
-    other = {"host": "b", "node": 1, "tflops": {"float32": 1.0}, "memory_gb_s": 8.0}
-    rate = {"collective": "all_reduce", "size": 4, "seconds": 1.0, "algbw": 1.0, "busbw": 1.5}
-    groups = [{"group": name, "ranks": {0: 1.5}} for name in ("all ranks", "one host")]
-    store_rates(tmp_path, [rank], [])
-    store_rates(tmp_path, [rank, other], [rate | group for group in groups])
-    machine = read_json(tmp_path / "machine.json")
-    assert list(machine) == ["1x1", "2x2"] and machine["1x1"]["collectives"] == []
-    both = machine["2x2"]
-    assert (both["matrix_tflops"], both["hosts"]) == ({"float32": 1.0}, ["a", "b"])
-    assert both["collectives"] == [rate]
-
-
 @pytest.mark.parametrize("name", study_presets())
 def test_every_preset_of_studies_is_one(name):
     verb = tomllib.loads(study_presets()[name].read_text())["verb"]
     base, options, _ = load_study(name, verb)
     worlds = options.pop("worlds", [])
     if verb == "scale":
-        precisions, preset = options.pop("precisions", ()), options.pop("preset")
-        scaling = scaling_of(None, options, preset)
-        assert cells_of(base, assignments(base, scaling, worlds, precisions=precisions))
+        scaling = scaling_of(None, options, options.pop("preset"))
+        assert cells_of(base, assignments(base, scaling, worlds))
     else:
         assert expand(base, map(parse_axis, options["axes"]))
 

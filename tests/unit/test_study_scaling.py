@@ -4,19 +4,16 @@ from datetime import UTC, datetime
 
 import pytest
 from report_fixtures import edit
-from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, rates, worlds
+from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
-from windlass.estimate.devices import find_device
 from windlass.estimate.rank import Layout
-from windlass.estimate.step import NotMeasured, bus_bandwidth_at, measured_speeds, slowest
-from windlass.estimate.work import Collective, Work
+from windlass.estimate.work import Work
 from windlass.model.size import block_parameters, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.scaling import meter_table, scaling_charts, sentences
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
-from windlass.study.setups import projections, read_setups, windows
-from windlass.study.study import Study
+from windlass.study.setups import read_setups, windows
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 
@@ -32,18 +29,12 @@ def build(tmp_path):
     return make
 
 
-GPU = "NVIDIA X1"
 MODEL = Recipe.load("quickstart", SETTINGS).model
 PARAMETERS = count(MODEL, VOCAB).total
 
 
 def column(table, name):
     return [row.values[name] for row in table]
-
-
-def rest_of(row):
-    """Milliseconds of a step that no projection changes."""
-    return row.values["host_ms"] + row.values["data_ms"]
 
 
 def test_windows_that_begin_after_the_warm_up_of_each_start():
@@ -203,7 +194,6 @@ def test_without_a_probe_communication_has_a_reason_and_no_number(build):
     row = read_setups(study)[1]
     assert "exposed_ms" not in row.values
     assert row.missing["exposed_ms"] == "the probe failed: exit code 1: out of memory"
-    assert "not calibrated for CPUs" in row.missing["predicted_ms"]
 
 
 def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are_rows(build):
@@ -231,14 +221,11 @@ def test_oversubscribed_cores_are_said(build):
     assert (four.hosts, four.name) == ({"node-0", "node-1"}, "2 hosts, 4 ranks")
 
 
-def test_on_a_cpu_no_step_is_predicted_and_none_projected(build):
-    measured = {"probe": lambda a: phases(40.0 / a[WORLD]), "rates": rates("1x1", "1x2")}
-    study = build(Scaling("strong", project=(4, 8)), worlds(1, 2), 50.0, **measured)
+def test_what_a_cpu_does_not_measure_has_one_reason(build):
+    study = build(Scaling("strong"), worlds(1, 2), 50.0, probe=lambda a: phases(40.0 / a[WORLD]))
     table = read_setups(study)
-    assert projections(study, table) == ([], "") and "predicted_ms" not in table[1].values
-    said = sentences(study, table)
-    (line,) = [text for text in said if text.startswith("No ")]  # all of it in one
-    assert "No MFU, predicted step, projection to 4, 8 ranks: not measured on a CPU." in line
+    (line,) = [text for text in sentences(study, table) if text.startswith("No ")]
+    assert "No MFU: not measured on a CPU." in line
     meters = meter_table(table, [setup.values for setup in table])
     assert not [heading for heading in meters.headings if "Driver" in heading or "alloc" in heading]
 
@@ -276,86 +263,6 @@ def test_ring_formulas_of_the_collectives():
     reduced = 2 * 1 / 2 * 2000
     assert sent("hybrid_shard", shard=2) == pytest.approx([1 / 2 * 3200, 1 / 2 * 4000, reduced])
     assert sent("hybrid_shard", shard=2, accumulation=2)[2] == reduced
-
-
-def busbw_of(measured, size):
-    rows = measured["collectives"]
-    return bus_bandwidth_at(rows, Collective("all_reduce", size, 1, 2))
-
-
-def test_predicted_time_by_measured_rates(build):
-    measured = rates("1x4", tflops=2.0)["1x4"]
-    # linear in the logarithm of the size
-    sizes, expected = (1, 2**16, 2**18, 2**20, 2**30), [0.1e9, 0.1e9, 0.55e9, 1e9, 1e9]
-    assert [busbw_of(measured, size) for size in sizes] == pytest.approx(expected)
-    assert busbw_of({"collectives": []}, 1) is None
-    device, layout = find_device(GPU), Layout("ddp", 4)
-    speeds = measured_speeds(measured, device, layout)
-    assert (speeds.products, speeds.traffic) == (2e12, 1e10)
-    assert speeds.attention < speeds.products and speeds.latency == 0
-    with pytest.raises(NotMeasured, match="in bf16"):
-        measured_speeds(measured, device, Layout("ddp", 4, precision="bf16"))
-    with pytest.raises(NotMeasured, match="memory"):
-        measured_speeds(measured | {"memory_gb_s": 0}, device, layout)
-
-    study = build(Scaling("strong"), worlds(1, 2, 4), 50.0, rates=rates("1x2", "1x1"), device=GPU)
-    one, two, four = read_setups(study)
-    why = "the rates of these hosts and ranks were not measured"
-    assert four.missing["predicted_ms"] == four.missing["predicted_error"] == why
-    assert one.values["predicted_ms"] > 1e3 * flops_per_token(MODEL, VOCAB) * 8 * 32 / 1e11 / 2
-    layout = two.work.layout
-    step = slowest(MODEL, VOCAB, layout, measured_speeds(rates("1x2")["1x2"], device, layout))
-    assert two.values["predicted_ms"] == pytest.approx(1e3 * step.total)
-    assert two.values["predicted_error"] == pytest.approx(two.values["predicted_ms"] / 50 - 1)
-
-
-@pytest.mark.parametrize("mode", ["strong", "fixed-data"])
-def test_projections_keep_the_probes_compute_and_the_largest_groups_bandwidth(build, mode):
-    grow = {"train__global_batch": lambda n: 8 * n} if mode == "fixed-data" else {}
-    scaling, ranks = Scaling(mode, project=(2, 8, 16)), rates("1x1", "1x2")
-    study = build(
-        scaling, worlds(1, 2, **grow), 50.0, probe=lambda a: phases(41.0), rates=ranks, device=GPU
-    )
-    table = read_setups(study)
-    (within, eight, sixteen), basis = projections(Study.open(study.path), table)
-    assert within.step_ms is None and within.reason.startswith("within")
-    assert "Projected, not measured" in basis and "one host" in basis
-    passes, update = 0.8 * 41 * (2 / 8 if mode == "strong" else 1), 0.1 * 41
-    assert eight.compute_ms == pytest.approx(passes + update + rest_of(table[1]))
-    busbw = busbw_of(ranks["1x2"], 4 * PARAMETERS)
-    assert eight.communication_ms == pytest.approx(1e3 * 2 * 7 / 8 * 4 * PARAMETERS / busbw)
-    batch = 8 if mode == "strong" else 64
-    assert eight.samples_per_s == pytest.approx(1e3 * batch / eight.step_ms)
-    faster = eight.samples_per_s / table[0].values["samples_per_s"]
-    assert eight.efficiency == pytest.approx(faster / 8)
-    assert ("16 ranks are more than the samples of a step (8)" in sixteen.reason) is (
-        mode == "strong"
-    )
-
-
-def test_a_projection_updates_the_parameters_that_a_rank_would_have(build):
-    """A quarter of them among four times the ranks, if the optimizer state is sharded; more, if
-    layers grow.
-    """
-    measured = {"probe": lambda a: phases(41.0), "rates": rates("1x1", "1x2"), "device": GPU}
-
-    def at_eight(scaling, cells, settings=()):
-        study = build(scaling, cells, 50.0, **measured, settings=settings)
-        _, two = table = read_setups(study)
-        [[eight], _] = projections(study, table)
-        return eight.compute_ms - rest_of(two), two.values["parameters"]
-
-    passes, update = 0.8 * 41, 0.1 * 41
-    sharded = ["parallel.strategy=shard_optim"]
-    took, _ = at_eight(Scaling("strong", project=(8,)), worlds(1, 2), sharded)
-    assert took == pytest.approx(passes / 4 + update / 4)
-    models = [MODEL.model_copy(update={"layers": n}) for n in (4, 16)]
-    few, many = (count(model, VOCAB).total for model in models)
-    flops = [flops_per_token(model, VOCAB) for model in models]
-    grown = worlds(1, 2, model__layers=lambda n: 2 * n)
-    took, parameters = at_eight(Scaling("weak", "model", project=(8,)), grown)
-    assert parameters == few
-    assert took == pytest.approx(passes * flops[1] / flops[0] / 4 + update * many / few)
 
 
 def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):
@@ -408,14 +315,10 @@ def test_blocks_of_our_own_model_are_what_fsdp_sends(build):
 
 def test_a_model_with_spare_rows_computes_a_head_of_all_its_rows(build):
     """`model.vocab` is larger than the tokenizer's vocabulary, which the ledger has."""
-    spare, measured = ["model.vocab=4000"], rates("1x2", "1x1")
-    study = build(Scaling("strong"), worlds(1, 2), 50.0, settings=spare, rates=measured, device=GPU)
-    one, two = read_setups(study)
-    model, layout = one.recipe.model, two.work.layout
-    assert one.work.flops_per_token == flops_per_token(model, 4000)
-    assert one.work.flops_per_token > 2 * flops_per_token(model, VOCAB)
-    step = slowest(model, 4000, layout, measured_speeds(measured["1x2"], find_device(GPU), layout))
-    assert two.values["predicted_ms"] == pytest.approx(1e3 * step.total)
+    study = build(Scaling("strong"), worlds(1), 50.0, settings=["model.vocab=4000"])
+    [one] = read_setups(study)
+    assert one.work.flops_per_token == flops_per_token(one.recipe.model, 4000)
+    assert one.work.flops_per_token > 2 * flops_per_token(one.recipe.model, VOCAB)
 
 
 def test_a_model_of_transformers_is_counted_by_its_parameters(build):
@@ -434,12 +337,6 @@ def test_a_model_of_transformers_is_counted_by_its_parameters(build):
     assert (work.total, work.trained, work.block, work.blocks) == (PARAMETERS, 1000, block, 2)
     assert not row.on_cpu and row.work.layout.device == "cuda"
     assert row.missing["mfu"] == "the peak of NVIDIA X1 is unknown"
-
-
-def test_from_one_rank_nothing_is_projected(build):
-    study = build(Scaling("strong", project=(4,)), worlds(1), 50.0, rates=rates("1x1"), device=GPU)
-    [four], basis = projections(study, read_setups(study))
-    assert (four.step_ms, basis) == (None, "") and "only one rank was measured" in four.reason
 
 
 def test_a_probe_with_more_padding_counts_by_the_tokens_of_the_step(build):

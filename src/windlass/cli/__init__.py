@@ -125,15 +125,10 @@ def _root(version: Annotated[bool, VERSION] = False) -> None:
     pass
 
 
-def spin_briefly() -> None:
-    """Set SPIN, which libgomp reads when torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command line. A user's mistake gets one message, other errors keep their traceback."""
-    spin_briefly()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
     words = sys.argv[1:2] if arguments is None else arguments[:1]
     for name in [word for word in words if word in VERBS] or VERBS:  # all of them take 0.1 s
         verb = VERBS[name]

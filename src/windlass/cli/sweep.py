@@ -65,13 +65,13 @@ def sweep(
     finished cells are left alone, and interrupted cells resume. More values or another axis add
     cells to the study. A failed cell stays in the table with its reason, and the others continue.
     With --halving a cell continues at its 1st, 2nd, 4th, ... evaluation only if it is in the better
-    half of the cells that got there before it, by checkpoint.best. A cell diverges when its loss is
+    half of the cells that have got there, by checkpoint.best. A cell diverges when its loss is
     not finite or 1 nat above its first.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
     """
-    from windlass.study import sweep as studies
+    from windlass.study import runner as studies
     from windlass.study.progress import Progress
 
     options: dict[str, Any] = {

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.errors import by_text, plural
-from windlass.estimate.time import NO_PEAK, UNCALIBRATED
+from windlass.estimate.time import NO_PEAK
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import StudyView, Winner
 from windlass.reports.table import Column, Table
 from windlass.reports.text import numeric, show
 from windlass.study.grid import AT_ONE_WORLD, NODES, WORLD, Scaling
-from windlass.study.setups import Setup, baseline, projections, read_setups
-from windlass.telemetry.measures import METERS, PROJECTED, SETUP, STEP_PARTS
+from windlass.study.setups import Setup, baseline, read_setups
+from windlass.telemetry.measures import METERS, SETUP, STEP_PARTS
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -67,7 +67,6 @@ class ScalingView:
         self.rows = rows = read_setups(study, seen.results)
         self.values = setup_values(seen, rows)
         self.tables = [setup_table(study, rows), meter_table(rows, self.values)]
-        self.tables += projected(study, rows)
         self.charts = scaling_charts(self.scaling, rows)
         self.winners = winners(study, rows)  # for strategies and layouts, the recommended setup
 
@@ -154,20 +153,6 @@ def meter_table(setups: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Ta
     return Table("meters", columns, rows, "The two meters", [METERS_NOTE])
 
 
-def projected(study: Study, setups: Sequence[Setup]) -> list[Table]:
-    """A table of numbers of ranks that were not measured; empty if the study projects none."""
-    steps, basis = projections(study, setups)
-    if not steps:
-        return []
-    columns = [Column(m.name, m.title, m.kind, m.title.lower()) for m in PROJECTED.values()]
-    if any(step.reason for step in steps):
-        columns.append(Column("reason", "Reason", short="reason"))
-    cells = [step._asdict() | {"state": "projected"} for step in steps]
-    rows = [[cell[column.name] or None for column in columns] for cell in cells]
-    title, notes = "Projected, not measured", [basis] if basis else []
-    return [Table("projected", columns, rows, title, notes)]
-
-
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     """The sentences under the table: how its numbers are defined, and why some are missing."""
     scaling = study.scaling or Scaling("strategies")
@@ -189,11 +174,6 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     if len(hosts) == 1:
         text.append(
             f"All setups ran on one host, {hosts.pop()}: this says nothing about several hosts."
-        )
-    if any("predicted_ms" in row.values for row in measured):
-        text.append(
-            "Predicted: the plan's model of a step, with this machine's measured rates of matrix "
-            "products, memory and collectives."
         )
     remarks = [(row.name, f"{remark}.") for row in setups for remark in row.remarks]
     text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
@@ -223,7 +203,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
         for row in measured:
             if measure.heading and name in row.missing and measure.role not in ("optional", other):
                 why = row.missing[name]
-                why = ON_CPU if why in (NO_PEAK, UNCALIBRATED) else why
+                why = ON_CPU if why == NO_PEAK else why
                 without.setdefault(why, []).append(row.name)
         words = measure.title.partition(" (")[0]
         words = words if words.isupper() else words[0].lower() + words[1:]
@@ -232,8 +212,6 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     text = []
     for (why, *setups), columns in empty.items():
         names = "" if len(setups) == len(measured) else f" of {'; '.join(setups)}"
-        if why == ON_CPU and scaling.project:
-            columns.append(f"projection to {', '.join(map(str, scaling.project))} ranks")
         text.append(f"No {', '.join(columns)}{names}: {why}.")
     return [" ".join(text)] if text else []
 
@@ -255,11 +233,10 @@ def winners(study: Study, setups: Sequence[Setup]) -> list[Winner]:
 
 
 def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | str]:
-    """The whole study for `windlass scale`: setups, sentences, projections, and the winner."""
+    """The whole study for `windlass scale`: setups, sentences, and the winner."""
     parts: list[Group | str] = []
-    for table in (setup_table(study, setups), *projected(study, setups)):
-        title = str(study.path) if table.name == "scaling" else ""
-        parts += [table.terminal(width, title), *table.notes]
+    table = setup_table(study, setups)
+    parts += [table.terminal(width, str(study.path)), *table.notes]
     for best in winners(study, setups):
         parts.append(f"{best.text}\n  {best.command}\n  {best.remark}".rstrip())
     return parts

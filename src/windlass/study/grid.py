@@ -42,7 +42,6 @@ class Scaling:
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
     warmup: int = 5  # steps of each start that are left out
     repeats: int = 1
-    project: tuple[int, ...] = ()  # larger numbers of ranks, to predict
     preset: str = ""  # of the study, if it was made from one
 
 

@@ -1,4 +1,4 @@
-"""Measurements beside a scaling study's cells: steps without communication, and rates. No torch.
+"""Steps without communication, measured beside a scaling study's cells. No torch.
 
 `probes/<hash>/<i>` are run directories of `windlass train` processes. Each trains one rank's part
 of a cell's batch, without communication. The machine runs as many side by side as the cell has
@@ -8,27 +8,22 @@ which all of them train count (`setups._probe`). `probe.json` says how the probe
 torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
 and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
 because the communication that overlaps computing takes cores from it.
-
-`machine.json` has the measurements of `windlass check`, by `<hosts>x<all ranks>`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from windlass.errors import Stopped
-from windlass.fileio import locked, read_json, write_atomic
-from windlass.processes import WINDLASS, catch_signals, usable_cores, visible_gpus
+from windlass.fileio import read_json, write_atomic
+from windlass.processes import WINDLASS, catch_signals, visible_gpus
 from windlass.recipe import Recipe, typed
 from windlass.run import Run
 from windlass.study.grid import Cell
-from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
+from windlass.study.process import STOP_SIGNALS, CellProcess
 from windlass.study.study import ALONE, Study
 
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
@@ -38,7 +33,6 @@ ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 SECONDS = 600.0  # limit for a probe
 POLL_SECONDS = 0.05
-CHECK_BYTES = "4M"  # largest message of `windlass check` on a CPU
 
 
 def probe_recipe(cell: Cell) -> Recipe:
@@ -127,56 +121,3 @@ def _wait(
             return f"not {steps} steps within {SECONDS:.0f} s"
         time.sleep(POLL_SECONDS)
     return ""
-
-
-def measure_machine(study: Study, cell: Cell, notify: Callable[[str], None], launch: bool) -> None:
-    """Measure matrix products and collectives with a cell's ranks, unless that was done.
-
-    `launch`: on the hosts of the allocation. Without it a CPU is not measured, because the rates
-    are for predictions, and there are none for CPUs.
-    """
-    world = cell.world or 1
-    on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
-    if f"{cell.nodes}x{world}" in read_json(study.path / "machine.json") or (on_cpu and not launch):
-        return
-    ranks = f"{world} rank{'s' * (world > 1)}"
-    notify(f"measuring matrix products{' and collectives' * (world > 1)} of {ranks}")
-    command = [*WINDLASS, "check", str(study.path / "recipe.toml"), "--json"]
-    command += ["--max-size", CHECK_BYTES] if on_cpu else []
-    command = [*launch_words(cell), *command] if launch else [*command, "--world", str(world)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
-    try:
-        # A scheduler's launcher may print before and after.
-        measured, _ = json.JSONDecoder().raw_decode(done.stdout, done.stdout.index("{"))
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        notify(f"the machine could not be measured: {last}")
-        return
-    store_rates(study.path, measured["ranks"], measured["rates"])
-
-
-def store_rates(
-    study: Path, ranks: Sequence[Mapping[str, Any]], rates: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write the measurements of a check into a study's `machine.json`.
-
-    The rate of matrix products is the slowest rank's.
-    """
-    nodes = len({rank["node"] for rank in ranks})
-    names = ("collective", "size", "seconds", "algbw", "busbw")
-    dtypes = ranks[0]["tflops"]
-    entry = {
-        "device": ranks[0].get("name", "cpu"),
-        "hosts": sorted({str(rank["host"]) for rank in ranks}),
-        "cores": usable_cores(),
-        "matrix_tflops": {name: min(rank["tflops"][name] for rank in ranks) for name in dtypes},
-        "memory_gb_s": min(rank["memory_gb_s"] for rank in ranks),
-        "collectives": [
-            {name: rate[name] for name in names} for rate in rates if rate["group"] == "all ranks"
-        ],
-    }
-    with locked(study / ".machine.lock"):
-        machines = read_json(study / "machine.json") | {f"{nodes}x{len(ranks)}": entry}
-        write_atomic(study / "machine.json", json.dumps(machines, indent=1))

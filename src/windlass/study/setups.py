@@ -1,7 +1,7 @@
-"""The numbers of a scaling study: setups, efficiencies, parts of a step, projections. No torch.
+"""The numbers of a scaling study: setups, efficiencies, parts of a step. No torch.
 
-A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers, the
-probes (study/probe.py) and `machine.json`. `Setup.missing` has a reason for each missing number.
+A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers
+and the probes (study/probe.py). `Setup.missing` has a reason for each missing number.
 docs/guides/scale.md has the definitions and formulas.
 """
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from windlass.errors import plural
-from windlass.estimate.step import NotMeasured, Speeds, bus_bandwidth_at, exposed, step_of_run
-from windlass.estimate.time import NO_PEAK, UNCALIBRATED
-from windlass.estimate.work import Work, on_cpu, works
+from windlass.estimate.time import NO_PEAK
+from windlass.estimate.work import Work, on_cpu
 from windlass.fileio import read_json
-from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.run import Line, Run, last_start, timestamp
@@ -31,15 +29,13 @@ from windlass.study.grid import (
     Scaling,
     short_names,
 )
-from windlass.study.results import CellResult, run_numbers, step_medians, unsteady, windows
+from windlass.study.results import STATES, CellResult, run_numbers, step_medians, unsteady, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
-STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
-"""Of several repeats, the setup has the state that comes first here."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,9 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
         rest = {key: value for key, value in result.cell.assignment.items() if key != REPEAT}
         groups.setdefault(repr(rest), (rest, []))[1].append(result)
     table = [_setup(study, scaling, *group) for group in groups.values()]
-    machines = read_json(study.path / "machine.json")
     for setup in table:
         if setup.measured:
             _divide(setup, _probe(study, setup, scaling.warmup))
-            _predict(setup, machines)
             busy = unsteady(setup.results, scaling.warmup)
             setup.remarks.extend(filter(None, [shared_cores(setup), busy]))
     if scaling.mode in AT_ONE_WORLD:
@@ -237,28 +231,6 @@ def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
             setup.remarks.append(f"{excess}: noise, shown as no exposed communication")
 
 
-def _predict(setup: Setup, machines: Mapping[str, Any]) -> None:
-    """Predict the time of a setup's step by the measured rates of its machine, but on CPUs."""
-    values, machine = setup.values, machines.get(f"{setup.values['nodes']}x{setup.world}")
-    if setup.on_cpu:
-        why = UNCALIBRATED
-    elif setup.recipe.parallel.offload:
-        why = "copies to and from the host are not in the formula"
-    elif setup.recipe.parallel.model_ranks > 1:
-        why = "the formula has only the communication of data parallelism"
-    elif not machine:
-        why = "the rates of these hosts and ranks were not measured"
-    else:
-        try:
-            step = step_of_run(setup.recipe, setup.start, setup.work, machine)
-            values["predicted_ms"] = 1e3 * step.total
-            values["predicted_error"] = values["predicted_ms"] / values["step_ms"] - 1
-            return
-        except NotMeasured as error:
-            why = str(error)
-    setup.missing["predicted_ms"] = why
-
-
 def shared_cores(setup: Setup) -> str:
     """A remark if the CPU ranks of a host have more threads than it has cores; else empty."""
     environment = setup.finished[0].run.environment
@@ -376,125 +348,9 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         "exact_match": "eval.suites does not have squad",
         "f1": "eval.suites does not have squad",
         "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
-        "predicted_error": setup.missing.get("predicted_ms", "not measured"),
     }
     if scaling.mode in AT_ONE_WORLD:
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")
     return reasons | setup.missing
-
-
-class Projection(NamedTuple):
-    """The step at a number of ranks, or why it is unknown."""
-
-    world: int
-    compute_ms: float | None = None  # with the host's part and waiting for data
-    communication_ms: float | None = None
-    step_ms: float | None = None
-    samples_per_s: float | None = None
-    efficiency: float | None = None
-    reason: str = ""
-
-
-def projections(study: Study, table: Sequence[Setup]) -> tuple[list[Projection], str]:
-    """The step at each number of `Scaling.project`, and a sentence on the basis.
-
-    Both are empty if the study projects nothing, or ran on CPUs. The bandwidths of `estimate.step`
-    come from the largest measured setup. Host time and waiting for data stay.
-    """
-    scaling, measured = study.scaling, [setup for setup in table if setup.measured]
-    if scaling is None or not scaling.project or scaling.mode in AT_ONE_WORLD:
-        return [], ""
-    if any(setup.on_cpu for setup in measured):
-        return [], ""  # UNCALIBRATED
-    base = max(measured, key=lambda setup: setup.world, default=None)
-    if base is None or base.world == 1 or "compute_ms" not in base.values:
-        one_rank = "only one rank was measured, which does not communicate"
-        why = base.missing.get("compute_ms", one_rank) if base else "nothing is measured yet"
-        return [Projection(world, reason=why) for world in scaling.project], ""
-    hosts = len(base.hosts)
-    one_host = "one host, which says nothing about the network between several"
-    basis = (
-        f"Projected, not measured: the compute time of {base.name} scaled to a rank's FLOPs and "
-        "updated parameters, and the collectives by ring formulas at the bus bandwidth of "
-        f"{base.world} ranks on {one_host if hosts < 2 else f'{hosts} hosts'}. Nothing overlaps; "
-        "latency and the topology beyond these ranks are unknown."
-    )
-    first = baseline(table)
-    within = "within the measured numbers of ranks"
-    return [
-        _project(study, base, first, n) if n > base.world else Projection(n, reason=within)
-        for n in scaling.project
-    ], basis
-
-
-def _project(study: Study, base: Setup, first: Setup, world: int) -> Projection:
-    assert study.scaling is not None
-    scaling, values, ratio = study.scaling, base.values, world / base.world
-    # A rank's part of the largest measured step, and the growth of that step.
-    fixed = scaling.mode == "strong" or scaling.grow == "model"
-    fraction, growth = (1 / ratio, 1.0) if fixed else (1.0, ratio)
-    batch = values["global_batch"] * growth
-    if batch < world:
-        fewer = f"{world} ranks are more than the samples of a step ({batch:g})"
-        return Projection(world, reason=fewer)
-    if world % base.work.layout.model_ranks:
-        copies = f"copies of the model of {base.work.layout.model_ranks} ranks each"
-        return Projection(world, reason=f"{world} ranks cannot form {copies}")
-    machine = read_json(study.path / "machine.json").get(f"{values['nodes']}x{base.world}")
-    if not machine:
-        return Projection(world, reason="the machine's rates were not measured")
-    work = _work(base, world, fraction, ratio if scaling.grow == "model" else 1.0)
-    passes_ms = values["compute_ms"] - values["update_ms"]
-    passes_ms *= fraction * work.flops_per_token / base.work.flops_per_token
-    update_ms = values["update_ms"] * work.updated / base.work.updated
-    compute_ms = passes_ms + update_ms + values["host_ms"] + values["data_ms"]
-    # Measured bandwidths include the latency; nothing is assumed to overlap.
-    speeds = Speeds(0.0, 0.0, 0.0, partial(bus_bandwidth_at, machine.get("collectives", ())))
-    try:
-        inner, outer = exposed(work, speeds, compute_ms / 1e3)
-    except NotMeasured as error:
-        return Projection(world, reason=str(error))
-    bubble = work.layout.bubble
-    bubble_ms = (passes_ms + 1e3 * inner) * bubble / (1 - bubble)
-    communication_ms = 1e3 * (inner + outer)
-    step_ms = compute_ms + communication_ms + bubble_ms
-    speed, efficiency = batch / step_ms * 1e3, None
-    if first.measured and scaling.mode == "weak":
-        efficiency = first.values["step_ms"] / step_ms
-        if scaling.grow == "model":
-            efficiency *= work.flops_per_token / first.work.flops_per_token * first.world / world
-    elif first.measured:
-        efficiency = speed / first.values["samples_per_s"] * first.world / world
-    return Projection(world, compute_ms, communication_ms, step_ms, speed, efficiency)
-
-
-def _work(base: Setup, world: int, fraction: float, more_layers: float) -> Work:
-    """The work of `base` on `world` ranks, with `more_layers` times the layers."""
-    work, recipe = base.work, base.recipe
-    old, parallel = work.layout, recipe.parallel
-    data = old.policy.sizes(world // old.model_ranks, parallel.shard_size)
-    layout = replace(
-        old,
-        world=world,
-        shard=data.dp_shard * (old.context if old.policy.shards_optimizer else 1),
-        accumulation=max(1, round(old.accumulation * fraction)),
-    )
-    if more_layers == 1.0 and old.model_ranks == 1:
-        return replace(work, layout=layout)
-    model, vocab = recipe.model, recipe.model.vocab or base.start["data"]["vocab"]
-    grown = model.model_copy(update={"layers": round(model.layers * more_layers)})
-    if old.model_ranks > 1:
-        every = works(grown, vocab, layout, parallel.bucket_mb)
-        return max(every, key=lambda one: one.flops_per_token)
-    more = count(grown, vocab).total - count(model, vocab).total
-    growth = flops_per_token(grown, vocab) / flops_per_token(model, vocab)
-    return replace(
-        work,
-        layout=layout,
-        total=work.total + more,
-        trained=work.trained + more,
-        blocks=grown.layers,
-        flops_per_token=work.flops_per_token * growth,
-    )

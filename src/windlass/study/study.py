@@ -16,6 +16,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,10 +56,10 @@ from windlass.study.results import (
     BITS,
     TOKENIZER,
     CellResult,
-    Ledgers,
     SeedGroup,
     Winners,
     find_winners,
+    read_result,
     seed_groups,
 )
 
@@ -84,7 +85,7 @@ class Study:
     scaling: Scaling | None = None  # None: a sweep
     # How the study grew in this call.
     notes: list[str] = field(default_factory=list, repr=False, compare=False)
-    _ledgers: Ledgers = field(default_factory=Ledgers, repr=False, compare=False)
+    _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """The path, the axes, and the number of cells in each state."""
@@ -123,18 +124,14 @@ class Study:
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
 
-        def merge() -> tuple[Study | None, Study]:
-            before = Study.open(path) if Study.is_study(path) else None
-            new = Study(path, base, list(grid), scaling)
-            return before, before._grown(base, grid, scaling) if before else new
-
-        if not write:
-            return merge()[1]
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            with locked(path / ".study.lock"):
-                before, study = merge()
-                if study != before:
+            if write:
+                path.mkdir(parents=True, exist_ok=True)
+            with locked(path / ".study.lock") if write else nullcontext():
+                before = Study.open(path) if Study.is_study(path) else None
+                new = Study(path, base, list(grid), scaling)
+                study = before._grown(base, grid, scaling) if before else new
+                if write and study != before:
                     study._write()
         except OSError as error:
             remedy = f"give another {argument('path', 'DIR')}"
@@ -168,46 +165,44 @@ class Study:
                 "study.json is damaged, or this version of Windlass has other settings. "
                 f"Restore it, or give another {argument('path', 'DIR')}"
             )
-        scaling = Scaling(**options | {"project": tuple(options["project"])}) if options else None
+        scaling = Scaling(**options) if options else None
         return Study(path, recipe, cells, scaling)
 
     def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
         """This study with the grid's new cells; existing cells keep their order and directories.
 
-        New cells also set every difference between the grid's recipe and the study's. But settings
-        that change no result (how often to save or log) apply to all cells, unless they are axes.
+        Settings that change no result (how often to save or log) then apply to all cells. Other
+        changes of the recipe raise UserError: they have to be axes.
         """
         old, new = self.recipe.flat(), base.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
         if bool(self.scaling) != bool(scaling) and grid:
             kind = "a scaling study" if self.scaling else "not a scaling study"
             raise UserError(f"{self.path} is {kind}: {elsewhere}")
-        for key in ("preset", "model.kind"):
-            if new[key] != old[key]:
-                problem = f"{self.path} is a study with {key} = {old[key]}, not {new[key]}"
-                raise UserError(f"{problem}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
-        own = {k: v for k, v in differ.items() if k in self.keys or not k.startswith(NON_SEMANTIC)}
-        recipe = self.recipe.replace(**{k: v for k, v in differ.items() if k not in own})
+        own = {k: value for k, value in differ.items() if k in self.keys}
+        shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
+        others = [key for key in differ if key not in own and key not in shared]
+        if others:
+            key = "preset" if "preset" in others else others[0]
+            problem = (
+                f"{self.path} is a study with {key} = {typed(old[key])}, not {typed(new[key])}"
+            )
+            raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
+        recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
         given = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
-        shared = recipe.flat() | ONE
+        usual = recipe.flat() | ONE
         keys = dict.fromkeys(key for one in (*before.values(), *given) for key in one)
         cells: dict[str, Cell] = {}
         for place, assignment in [*before.items(), *(("", one) for one in given)]:
-            full = {key: assignment.get(key, shared.get(key)) for key in keys}
+            full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        notes, added = list[str](), len(cells) - len(self.cells)
-        if added:
-            new_cells = f"{added} new cell{'s' * (added > 1)}"
-            notes.append(f"the study grows by {new_cells} beside the existing {len(self.cells)}")
-        for key, value in differ.items():
-            now, earlier = f"{key} = {typed(value)}", typed(old[key])
-            if key not in own:
-                notes.append(f"{now} from here on (before: {earlier}); it makes no new cells")
-            elif added:
-                notes.append(f"{now} makes other cells than {key} = {earlier}")
+        notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
+        if added := len(cells) - len(self.cells):
+            there = f"beside the existing {len(self.cells)}"
+            notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
         return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
 
     @staticmethod
@@ -260,20 +255,18 @@ class Study:
 
     def results(self) -> list[CellResult]:
         statuses = self.statuses()
-        return [self._result(cell, statuses.get(cell.key)) for cell in self.cells]
+        return [self._result(cell, statuses) for cell in self.cells]
 
     def result(self, cell: Cell) -> CellResult:
-        return self._result(cell, self.statuses().get(cell.key))
+        return self._result(cell, self.statuses())
 
-    def _result(self, cell: Cell, status: Mapping[str, str] | None) -> CellResult:
-        return self._ledgers.read(cell, self.run_of(cell), self.measure, status)
+    def _result(self, cell: Cell, statuses: Mapping[str, Mapping[str, str]]) -> CellResult:
+        status = statuses.get(cell.key, {})
+        return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
 
     def statuses(self) -> dict[str, dict[str, str]]:
         """`state` (diverged, pruned, failed or interrupted) and `reason` by a cell's key."""
         return read_json(self.path / "statuses.json")
-
-    def status(self, cell: Cell) -> str:
-        return self.statuses().get(cell.key, {}).get("state", "")
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
         """Store a decision about a cell; an empty state removes it."""
@@ -381,10 +374,6 @@ class StudyPreset(BaseModel):
     """With `scale`: this and the following are the options of `windlass scale`."""
     grow: str = ""
     worlds: list[int] = []
-    repeats: int = 1
-    warmup: int = 5
-    project: list[int] = []
-    precisions: list[str] = []
 
 
 def load_study(

@@ -357,9 +357,6 @@ exposed_ms | rate | comm. | Exposed communication (ms)\
  | communication in a step that computing does not hide | communication | part
 data_ms | rate | data | Waiting for data (ms) | | waiting for data | part
 host_ms | rate | host | Host (ms) | the rest of a step | the host | part
-predicted_ms | rate | predicted | Predicted step (ms) | step by the machine's measured rates
-predicted_error | share | error | Prediction's error | predicted over measured step, less 1\
- | | optional
 train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
 runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
 startup_s | rate | start-up s | Start-up (s) | time from the process's start to its first step
@@ -391,21 +388,6 @@ rss_mb | Trainer: resident memory of a rank (MB) | mb
 """,
 )
 """What driver, wall clock and trainer say of a setup; `rss_mb` is for setups on a CPU."""
-
-PROJECTED = _table(
-    "name heading kind",
-    """
-world | Ranks | count
-state | State
-compute_ms | Without communication (ms) | rate
-communication_ms | Communication (ms) | rate
-step_ms | Projected step (ms) | rate
-samples_per_s | Projected samples/s | rate
-efficiency | Projected efficiency | share
-""",
-    kind="",
-)
-"""Numbers of a projection."""
 
 STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
 

@@ -19,13 +19,12 @@ from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
-from windlass.study import probe
-from windlass.study import sweep as sweeps
+from windlass.study import probe, runner
 from windlass.study.progress import Progress
-from windlass.study.results import DONE_STATES
+from windlass.study.results import DONE_STATES, halved
+from windlass.study.runner import RETRIES, Sweep
 from windlass.study.scale import create_study
 from windlass.study.study import Study
-from windlass.study.sweep import RETRIES, Halving, Sweep
 
 STEPS = 4
 TRAINING = textwrap.dedent(
@@ -175,26 +174,26 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     alone.
     """
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
-    real = sweeps.prepare
+    real = runner.prepare
 
     def prepare(recipe, resuming):
         real(recipe)
         prepared.extend(data_dirs(recipe))
 
-    monkeypatch.setattr(sweeps, "prepare", prepare)
+    monkeypatch.setattr(runner, "prepare", prepare)
     monkeypatch.setattr(Sweep, "run", lambda self, cells: begun.append(cells))
     recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
     missing = str(tmp_path / "missing.txt")
     with refused("missing.txt"):
-        sweeps.sweep(recipe.replace({"data.source": missing}), seeds, path=tmp_path / "none")
+        runner.sweep(recipe.replace({"data.source": missing}), seeds, path=tmp_path / "none")
     assert not begun and not prepared
-    study = sweeps.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
+    study = runner.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
     assert {cell.recipe.train.steps for cell in study.cells} == {3}
     assert prepared[0].parent == tmp_path / "data" and Index.load(prepared[0])
     assert len(prepared) == len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
-    sweeps.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
+    runner.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
     assert len(begun) == 2 and len(prepared) == 2
 
 
@@ -223,7 +222,6 @@ def test_halving_leaves_the_worse_half_behind(play):
     """One after the other: the first is alone at each rung, the better one passes it, the worst
     does not get far.
     """
-    pytest.importorskip("optuna")
     plans = [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "pause": 0.5}]
     code, study, _ = play(plans, halving=True)
     assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
@@ -233,12 +231,11 @@ def test_halving_leaves_the_worse_half_behind(play):
 
 
 def test_halving_after_a_kill_decides_as_before(play):
-    pytest.importorskip("optuna")
     killed = {"losses": [3.0], "killed": 9, "steps": 9}
     _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, killed])
     assert states(study)[2] == "interrupted"
     last = study.cells[2]
-    assert Halving(study).prune(study.result(last))
+    assert halved(study.results()).keys() == {last.key}
     before = study.run_of(last).metrics_path.read_bytes()
     code, study, _ = play([{}, {}, {}], halving=True)
     assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])

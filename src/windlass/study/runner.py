@@ -7,12 +7,10 @@ their state and reason.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,24 +24,16 @@ from windlass.errors import (
     HostLost,
     Stopped,
     UserError,
-    argument,
     plural,
-    require,
 )
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell
-from windlass.study.probe import measure_machine, run_probe
-from windlass.study.process import (
-    STOP_SIGNALS,
-    CellProcess,
-    ForkServer,
-    cell_environment,
-    launch_words,
-)
+from windlass.study.probe import run_probe
+from windlass.study.process import STOP_SIGNALS, CellProcess, launch_words
 from windlass.study.progress import Progress
-from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, Evaluation
+from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, halved
 from windlass.study.study import Axes, Study, load_study
 from windlass.training.stop import StopSignals
 
@@ -78,19 +68,17 @@ def sweep(
         world: Ranks of each cell that does not set `parallel.world`; default 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
         stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
-        halving: Asynchronous successive halving by `checkpoint.best`.
+        halving: Asynchronous successive halving by `checkpoint.best` (`results.halved`).
         retry_failed: Train failed and diverged cells again.
         only: The number of the one cell to train.
         launch: A cell has all ranks of the allocation (`windlass launch`).
-        progress: Shows the cells; None: on standard output, or in the notebook.
+        progress: Shows the cells; None: on standard output.
 
     Raises:
         UserError: The directory has another preset's study, or a cell's recipe is invalid, or no
             cell has usable data.
         Stopped: A signal stopped the sweep, and everything is saved.
     """
-    if halving:
-        require("optuna", argument("halving"))
     study, preset_world = create_sweep(recipe, axes, overrides, path)
     if study.over_hosts and only is None:
         how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
@@ -163,7 +151,7 @@ class Sweep:
     halving: bool = False
     retry_failed: bool = False
     launch: bool = False
-    probes: bool = True  # of a scaling study: measure the machine and steps without communication
+    probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
     command: Callable[[Study, Cell], list[str]] = train_command
     poll_seconds: float = 0.5
@@ -171,7 +159,6 @@ class Sweep:
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     lost: str = ""  # why a cell lost a host
-    server: ForkServer | None = None  # starts the cells
 
     def __post_init__(self) -> None:
         self.launch = self.launch or self.study.over_hosts
@@ -188,43 +175,21 @@ class Sweep:
         # A cell that another process trains is left to it, and resumed here if that process dies.
         again = FAILED_STATES if self.retry_failed else ()
         self.open_states = {*OPEN_STATES, "running", *again}
-        self.pruner = Halving(self.study) if self.halving else None
 
     def start(self) -> None:
         """Prepare the data, and train every open cell; a scaling study adds its probes."""
         for note in self.study.notes:
             self.progress.notify(note)
-        cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
-        with self._fork_server(cells):
-            self._train(cells)
-
-    @contextlib.contextmanager
-    def _fork_server(self, cells: list[Cell]) -> Iterator[None]:
-        """Let cells of one CPU process start from a process that has imported torch.
-
-        A scaling study measures its cells as they are, and CUDA does not survive a fork.
-        """
-        alone = max(cell.world or self.world for cell in self.cells) == 1
-        cpu = alone and not (self.devices or self.launch or self.study.scaling)
-        if cpu and len(cells) > 1 and hasattr(os, "pidfd_open"):
-            self.server = ForkServer(cell_environment(self._threads(self.cells)))
-        try:
-            yield
-        finally:
-            if self.server:
-                self.server.close()
-
-    def _train(self, cells: list[Cell]) -> None:
-        prepare_data(self.study, cells)
+        prepare_data(
+            self.study, [c for c in self.cells if self.study.result(c).state in self.open_states]
+        )
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return
-        notify = self.progress.notify
         for cell in self.cells:
-            measure_machine(self.study, cell, notify, self.launch)
             self.run([cell])
             if cell.repeat == 1 and self.study.result(cell).state == "finished":
-                run_probe(self.study, cell, notify, self.retry_failed)
+                run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
     def run(self, cells: list[Cell]) -> None:
         """Train these cells until none is open; raises Stopped after a signal and their saves."""
@@ -248,21 +213,22 @@ class Sweep:
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
-            if self.study.status(cell) in FAILED_STATES:
+            if self.study.statuses().get(cell.key, {}).get("state") in FAILED_STATES:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         threads = self._threads(cells)
         while queue or self.running:
             every = self.study.results()  # reads the study's files once for each poll
             results = {result.cell.key: result for result in every}
-            self._start_cells(queue, threads, results)
+            pruned = halved(every) if self.halving else {}
+            self._start_cells(queue, threads, results, pruned)
             if self.stopping:
                 self._stop()
                 return
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process, results[process.cell.key])
+                    self._watch(process, results[process.cell.key], pruned)
                     continue
                 self.running.remove(process)
                 if self._ended(process, code):
@@ -290,7 +256,11 @@ class Sweep:
             time.sleep(0.1)
 
     def _start_cells(
-        self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
+        self,
+        queue: list[Cell],
+        threads: int,
+        results: Mapping[str, CellResult],
+        pruned: Mapping[str, str],
     ) -> None:
         """Start the next cells while workers are free; a cell of another process stays queued."""
         for cell in list(queue):
@@ -302,9 +272,8 @@ class Sweep:
             queue.remove(cell)
             if result.state not in self.open_states:
                 continue
-            # A killed sweep may have pruned it without a record.
-            if reason := self.pruner.prune(result) if self.pruner else "":
-                self.study.set_status(cell, "pruned", reason)
+            if cell.key in pruned:  # a killed sweep may have pruned it without a record
+                self.study.set_status(cell, "pruned", pruned[cell.key])
                 continue
             world = cell.world or self.world
             used = {name for process in self.running for name in process.devices}
@@ -316,27 +285,24 @@ class Sweep:
                 command = [*command, "--world", str(world)]
             devices = free if len(free) == world else []
             directory = self.study.run_of(cell).path
-            self.running.append(
-                CellProcess(cell, command, directory, threads, devices, self.server)
-            )
+            self.running.append(CellProcess(cell, command, directory, threads, devices))
 
-    def _watch(self, process: CellProcess, result: CellResult) -> None:
+    def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, at_end = process.cell, result.steps is not None and result.last_step >= result.steps
+        cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
         if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
-        pruned = self.pruner.prune(result) if self.pruner else ""
-        diverged = result.divergence if self.stop_diverged else ""
-        if diverged or pruned:
-            self.study.set_status(cell, "diverged" if diverged else "pruned", diverged or pruned)
+        if self.stop_diverged and result.divergence:
+            self.study.set_status(cell, "diverged", result.divergence)
+            process.terminate()
+        elif cell.key in pruned:
+            self.study.set_status(cell, "pruned", pruned[cell.key])
             process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> bool:
         """Record why a cell ended, if its ledger does not; returns whether to start it again."""
         cell, result = process.cell, self.study.result(process.cell)
-        if self.pruner:  # later cells are compared with its last evaluations
-            self.pruner.prune(result)
-        if self.study.status(cell) not in ("", "interrupted"):
+        if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
             return False
         reason = process.failure(code)
         if code == LOST:  # its job starts it again, on other hosts
@@ -354,40 +320,3 @@ class Sweep:
         elif result.divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", result.divergence)
         return False
-
-
-class Halving:
-    """Asynchronous successive halving (arXiv 1810.05934): Optuna's pruner stops the worse cells.
-
-    At each rung (the 1st, 2nd, 4th, ... evaluation) a cell continues only if it is in the better
-    half of the cells that reached the rung before it. Evaluations of earlier sweeps are reported in
-    the order in which they happened, so that a repeated command decides alike.
-    """
-
-    def __init__(self, study: Study):
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)
-        trials = optuna.create_study(direction="minimize", pruner=pruner)
-        self._trials = {cell.key: trials.ask() for cell in study.cells}
-        self._reported = dict.fromkeys(self._trials, 0)
-        self._reasons: dict[str, str] = {}
-        past = [(result, each) for result in study.results() for each in result.evaluations]
-        for result, evaluation in sorted(past, key=lambda pair: pair[1].time):
-            self._report(result, evaluation)
-
-    def prune(self, result: CellResult) -> str:
-        """Report a cell's new evaluations; why it is pruned, or empty if it continues."""
-        for evaluation in result.evaluations[self._reported[result.cell.key] :]:
-            self._report(result, evaluation)
-        return self._reasons.get(result.cell.key, "")
-
-    def _report(self, result: CellResult, evaluation: Evaluation) -> None:
-        key = result.cell.key
-        rung = self._reported[key] = self._reported[key] + 1
-        sign = 1 if result.lower else -1
-        self._trials[key].report(sign * evaluation.score, rung)
-        if self._trials[key].should_prune() and key not in self._reasons:
-            score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
-            self._reasons[key] = f"not in the better half after evaluation {rung} ({score})"
