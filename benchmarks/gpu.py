@@ -324,7 +324,7 @@ def verify(bench: Bench) -> None:
         bench.add("verify", name, problem, command)
 
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(prove, ("order", "kills", "export") if SMALL else PROOFS))
+        list(pool.map(prove, ("kills", "export") if SMALL else PROOFS))
 
 
 def versions(bench: Bench) -> None:

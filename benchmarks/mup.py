@@ -1,13 +1,10 @@
-"""muP (model.mup) measured: the change of activations and the best learning rate over widths, beside
-the standard parametrisation.
+"""muP (model.mup) measured: the best learning rate over widths, beside the standard parametrisation.
 
     python benchmarks/mup.py rates input.txt RESULTS.json     # about 5 minutes on one core
-    python benchmarks/mup.py coordinates RESULTS.json         # about a minute
     python benchmarks/mup.py pictures RESULTS.json [--to docs/images]
 
-`rates` trains four widths with three seeds and each learning rate on a text; `coordinates` makes
-the check of `windlass verify --mup` over five widths. Both continue a file of results that a stop
-left incomplete. `pictures` draws both and prints the table.
+`rates` trains four widths with three seeds and each learning rate on a text. It continues a file of
+results that a stop left incomplete. `pictures` draws them and prints the table.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ from matplotlib.figure import Figure
 import windlass
 from windlass.recipe import Recipe
 from windlass.reports.plots import DPI, PALETTE, SHAPES, STYLE
-from windlass.verification.bench import Bench
-from windlass.verification.mup import BASE, exponents, sizes_at
 
 WIDTHS, SEEDS = (16, 32, 64, 128), (1, 2, 3)
 RATES = [2.0**power for power in range(-10, -3)]
@@ -50,7 +45,6 @@ MODEL = {
     "zero_init_output": True,
     "tie_head": False,
 }
-COORDINATES = (64, 96, 128, 192, 256)
 KINDS = ("standard", "muP")
 
 
@@ -100,20 +94,6 @@ def rates(options: argparse.Namespace, results: dict[str, Any]) -> None:
         print(f"{number + 1}/{len(cells)} {key}: {losses[key]} ({seconds:.1f} s)", flush=True)
 
 
-def coordinates(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Changes of activations in some steps, of the check's model at more widths than it has."""
-    sizes = results.setdefault("coordinates", {})
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), worlds=(1,), overrides=["train.threads=1"])
-        for kind, base in {"standard": 0, "muP": BASE}.items():
-            for width in COORDINATES:
-                key = f"{kind} {width}"
-                if key not in sizes:
-                    sizes[key] = sizes_at(bench, width, base)
-                    options.results.write_text(json.dumps(results, indent=1))
-                    print(key, {at: round(size, 4) for at, size in sizes[key].items()}, flush=True)
-
-
 def medians(results: dict[str, Any], kind: str, width: int) -> list[float]:
     """The median over seeds of the loss of each learning rate; infinite if one seed failed."""
     own = "standard" if width == WIDTHS[0] else kind
@@ -122,10 +102,9 @@ def medians(results: dict[str, Any], kind: str, width: int) -> list[float]:
 
 
 def pictures(options: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Draw both measurements, and print the best learning rate of each width."""
+    """Draw the measurements, and print the best learning rate of each width."""
     with style.context(STYLE, after_reset=True):
         draw(options.to / "mup-lr.png", (8.0, 3.4), lambda *at: rate_curves(results, *at))
-        draw(options.to / "mup-coordinates.png", (8.0, 3.4), lambda *at: size_curves(results, *at))
     print("| width | standard: best optim.lr | loss | muP: best optim.lr | loss |")
     for width in WIDTHS:
         cells = [f"{width}"]
@@ -164,23 +143,10 @@ def rate_curves(results: dict[str, Any], axes: Any, kind: str) -> None:
         axes.plot(RATES[best], losses[best], "o", color=colour, markersize=11, fillstyle="none")
 
 
-def size_curves(results: dict[str, Any], axes: Any, kind: str) -> None:
-    axes.set_title("standard parametrisation" if kind == "standard" else f"muP, base width {BASE}")
-    axes.set(xlabel="model.width", ylabel="mean |change|" if kind == "standard" else "")
-    ticks(axes.xaxis, COORDINATES)
-    ticks(axes.yaxis, (0.1, 0.2, 0.5, 1, 2, 5))
-    sizes = [results["coordinates"][f"{kind} {width}"] for width in COORDINATES]
-    powers = exponents(COORDINATES, sizes)
-    for place, colour, shape in zip(sizes[0], PALETTE, SHAPES, strict=False):
-        label = f"{place}: power {powers[place]:+.2f}"
-        values = [one[place] for one in sizes]
-        axes.plot(COORDINATES, values, color=colour, marker=shape, label=label)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     verbs = parser.add_subparsers(required=True)
-    for verb in (rates, coordinates, pictures):
+    for verb in (rates, pictures):
         one = verbs.add_parser(verb.__name__)
         if verb is rates:
             one.add_argument("text")

@@ -20,8 +20,6 @@ from windlass.reports.view import RunView
 from windlass.run import Run
 from windlass.telemetry import measures
 from windlass.telemetry.trackers import point
-from windlass.verification.bench import Bench
-from windlass.verification.mixture import mixture_exact
 
 __all__ = ["corpus"]
 
@@ -180,10 +178,3 @@ def test_the_numbers_of_the_sources_are_shown(texts, tmp_path, capsys):
     assert scalars["train/source/short/loss"] == last["source.short.loss"]
     assert point(run.lines("eval")[-1]).scalars["eval/source/long/loss"] > 0
     assert measures.of_eval("source.long.loss").better == "lower"
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_the_proof_of_mixtures(tmp_path):
-    passed, measured = mixture_exact(Bench(tmp_path, overrides=["train.threads=1"], worlds=(1, 2)))
-    assert passed, measured

@@ -76,9 +76,7 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
     proofs = [verification.Proof(name, "a claim", one, "so") for name, one in names]
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
     assert (
-        train_verbs.verify(
-            "", overrides=[], world=0, kills=1, only="", mup=False, json_=False, keep=""
-        )
+        train_verbs.verify("", overrides=[], world=0, kills=1, only="", json_=False, keep="")
         == code
     )
     output = capsys.readouterr().out.splitlines()
@@ -96,10 +94,7 @@ def test_verify_names_the_parts_that_need_more_ranks(tmp_path, monkeypatch, caps
     strategies = {"strategies": verification.PROOFS["strategies"]}
     monkeypatch.setattr(verification, "PROOFS", strategies)
     assert (
-        train_verbs.verify(
-            "", overrides=[], world=2, kills=1, only="", mup=False, json_=False, keep=""
-        )
-        == 0
+        train_verbs.verify("", overrides=[], world=2, kills=1, only="", json_=False, keep="") == 0
     )
     output = capsys.readouterr().out
     assert output.count("hybrid_shard (needs 4 ranks)") == 2  # at the proof, and at the end

@@ -2,13 +2,11 @@
 
 import io
 import json
-import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from helpers import in_notebook, write_ledger
+from helpers import write_ledger
 from windlass.cli.runs import show_study
 from windlass.estimate.optimum import resolve_steps
 from windlass.recipe import Recipe
@@ -82,28 +80,6 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
         for _ in range(2):
             progress.show(study)
     assert out.getvalue() == "[1/4] lr=0.01 seed=1: running, step 300/400, 1s left\n"
-
-
-def test_a_notebook_shows_one_table_that_changes(study, monkeypatch):
-    shown = []
-    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
-
-    def display(data, raw, display_id):
-        handle.update(data, raw)
-        return handle
-
-    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-    outputs = in_notebook(monkeypatch)
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    out = io.StringIO()
-    with Progress(out) as progress:
-        for number in (0, 0, 1):
-            finish(study, number, 2.5) if not study.results()[number].step else None
-            progress.show(study)
-        progress.show_end(study)
-    assert [text.count("finished") for text in shown] == [1, 2] and out.getvalue() == ""
-    assert not outputs, "an output for each refresh"
 
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):

@@ -15,7 +15,7 @@ from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
 from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
 from windlass.study.probe import probe_recipe
-from windlass.study.scale import assignments, create_study, scaling_of, too_few_cores
+from windlass.study.scale import assignments, create_study, scaling_of
 from windlass.study.setups import read_setups
 from windlass.study.study import Study, load_study
 
@@ -102,8 +102,7 @@ def test_strategies_leave_out_what_cannot_be():
     for world in (2, 3):  # a sharding group of 1, or of all ranks, is another strategy
         names = {one["parallel.strategy"] for one in assignments(base, mode, [world])}
         assert "hybrid_shard" not in names
-    alone = assignments(base, mode, [1], precisions=["fp32", "bf16"])
-    assert {one["train.precision"] for one in alone} == {"fp32", "bf16"}
+    alone = assignments(base, mode, [1])
     assert alone[0]["parallel.strategy"] == "single"
     sized = base.replace(["parallel.strategy=hybrid_shard", "parallel.shard_size=2"])
     listed = assignments(sized, mode, [4])
@@ -123,9 +122,6 @@ def test_layouts_are_all_that_model_and_batch_allow_and_the_others_have_reasons(
         "tp 4: 4 ranks" in stages + heads
         and "pp 4: 4 stages need 4 or more layers" in stages + heads
     )
-    several = assignments(base, Scaling("layouts"), [2], precisions=["fp32", "bf16"])
-    assert {one["train.precision"] for one in several} == {"fp32", "bf16"}
-    assert {one["parallel.tensor"] for one in several} == {1, 2}
 
 
 def test_layouts_have_probes_only_if_one_rank_has_a_whole_model(tmp_path, monkeypatch):
@@ -182,8 +178,6 @@ def test_cells_share_threads_and_log_often_enough(tmp_path):
     seldom = study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50")
     assert seldom.recipe.telemetry.every == 1
     assert study_of(tmp_path / "often", "telemetry.every=2").recipe.telemetry.every == 2
-    many = study_of(tmp_path / "many", "train.threads=3", worlds=(4,))
-    assert "4 ranks of 3 threads" in too_few_cores(many)
 
 
 def test_a_study_is_continued_and_grows(tmp_path):
@@ -204,6 +198,20 @@ def test_a_study_is_continued_and_grows(tmp_path):
         study_of(path, "train.threads=7")
     with refused("scaling study", "path=DIR"):
         Study.create(recipe(), ["optim.lr=1e-2,1e-3"], path)
+
+
+def test_ranks_that_a_study_gains_keep_the_layers_of_a_rank(tmp_path):
+    path, layers = tmp_path / "study", {"model.layers": 4, "train.global_batch": 8}
+    options = {"path": path, "mode": "weak", "grow": "model"}
+    create_study(recipe().replace(layers), (2, 4), **options)
+    for more in ((1,), (1, 8)):
+        study = create_study(recipe().replace(layers), more, **options)
+    assert [(c.world, c.recipe.model.layers) for c in study.cells] == [
+        (2, 4),
+        (4, 8),
+        (1, 2),
+        (8, 16),
+    ]
 
 
 def test_a_study_over_hosts_is_shown_and_not_trained_here(tmp_path):
@@ -232,9 +240,8 @@ def test_every_preset_of_studies_is_one(name):
     base, options, _ = load_study(name, verb)
     worlds = options.pop("worlds", [])
     if verb == "scale":
-        precisions, preset = options.pop("precisions", ()), options.pop("preset")
-        scaling = scaling_of(None, options, preset)
-        assert cells_of(base, assignments(base, scaling, worlds, precisions=precisions))
+        scaling = scaling_of(None, options, options.pop("preset"))
+        assert cells_of(base, assignments(base, scaling, worlds))
     else:
         assert expand(base, map(parse_axis, options["axes"]))
 

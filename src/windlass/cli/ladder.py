@@ -28,11 +28,8 @@ def ladder(
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
-    add: list[str] = Option([], "--add", metavar="RUN", help="A run that joins the law."),
     flops: float = Option(0.0, metavar="C", help="Budget: the best size and tokens for it."),
     hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
-    money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
-    price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
     json_: Json = False,
 ) -> int:
@@ -46,11 +43,11 @@ def ladder(
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
     saved.
     """
-    from windlass.run import Run
     from windlass.study import ladder as ladders
     from windlass.study.progress import Progress
 
-    _check_budget(flops, hours, money, price)
+    if flops and hours:
+        raise UserError("give one budget: --flops or --hours")
     words = [word.strip() for word in sizes.split(",") if word.strip()]
     study = ladders.create_ladder(recipe, words, _ratios(tokens), overrides, dir_)
     if create:
@@ -60,27 +57,22 @@ def ladder(
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
     ladders.ladder(study, progress=progress, **options)
-    added = [Run.open(path) for path in add]
-    seen = ladders.open_ladder(study, added)
-    if hours or money:
-        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
+    seen = ladders.open_ladder(study)
+    if hours:
+        flops = hours * ladders.flops_per_hour(study.recipe, device)
     if json_:
         print_json(_as_json(seen, flops))
     else:
         _show(seen, flops, progress)
-    if added:
-        ladders.join(study, added)
     return exit_code(study)
 
 
 def _show(seen: Ladder, flops: float, progress: Progress) -> None:
-    """Print the law, the runs beside it, and the best size for `flops`, if there is a budget."""
-    from windlass.reports.law import error_table, law_table, predicted_table
+    """Print the law, its runs, and the best size for `flops`, if there is a budget."""
+    from windlass.reports.law import error_table, law_table
     from windlass.telemetry.measures import short
 
-    tables = [law_table(seen), error_table(seen)]
-    tables += [predicted_table(seen)] if seen.further else []
-    for table in tables:
+    for table in (law_table(seen), error_table(seen)):
         progress.console.print(table.terminal(progress.console.width, table.title))
         for note in table.notes:
             progress.console.print(note)
@@ -102,14 +94,6 @@ def _ratios(text: str) -> list[float]:
     if not values or min(values) <= 0:
         raise UserError(f"--tokens {text}: write tokens per parameter with commas, as 5,10,20")
     return values
-
-
-def _check_budget(flops: float, hours: float, money: float, price: float) -> None:
-    """UserError if there are several budgets, or money without a price."""
-    if sum(map(bool, (flops, hours, money))) > 1:
-        raise UserError("give one budget: --flops, --hours or --money")
-    if bool(money) != bool(price):
-        raise UserError("--money and --price, of an hour of the device, belong together")
 
 
 def _as_json(seen: Ladder, flops: float) -> dict[str, Any]:

@@ -30,9 +30,9 @@ Modes, and what they keep as the ranks grow:
                    model.layers grows with the ranks
     strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
                    full_shard, hybrid_shard, with and without offload and
-                   activation checkpointing, --precisions
+                   activation checkpointing
     layouts        at one --worlds: every valid parallel.tensor,
-                   parallel.context and parallel.pipeline, --precisions
+                   parallel.context and parallel.pipeline
 The smallest of --worlds is the baseline.
 """
 
@@ -46,7 +46,6 @@ def scale(
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
     warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
-    precisions: str = Option("", metavar="P,P", help="With strategies or layouts: as fp32,bf16."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/<preset>-<mode>-<hash>."),
     retry_failed: RetryFailed = False,
@@ -79,7 +78,7 @@ def scale(
         remedy = f"leave {' '.join(overrides)} out, or add --worlds"
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
-    options |= {"path": dir_, "precisions": list(filter(None, precisions.split(",")))}
+    options["path"] = dir_
     if nodes:
         asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
         asked |= {"min_busbw": min_busbw, "max_size": max_size}

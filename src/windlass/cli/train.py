@@ -119,8 +119,7 @@ def verify(
     overrides: Overrides,
     world: int = Option(0, min=0, help="Most ranks; default: 4 on a CPU, else one per GPU."),
     kills: int = Option(10, min=1, help="How often to kill a saving run."),
-    only: str = Option("", metavar="NAMES", help="These proofs alone, as order,layouts."),
-    mup: bool = Option(False, "--mup", help="The proof of muP alone, as --only mup."),
+    only: str = Option("", metavar="NAMES", help="These proofs alone, as resume,layouts."),
     json_: Json = False,
     keep: str = Option("", metavar="DIR", help="Keep the runs of the proofs in this directory."),
 ) -> int:
@@ -130,11 +129,8 @@ def verify(
     All proofs take a few minutes. Each also shows that it sees an injected error.
     resume: every step resumes bit-exactly. strategies, layouts: data parallelism, and tensor,
     context and pipeline parallelism, agree with one process. world: world size and accumulation
-    change nothing but rounding (with dropout: for equal micro-batches). order: the sample sequence
-    has no repeat and no gap for any world size. kills: kills at random moments of a save lose no
-    checkpoint. export: the logits are equal. mixture: each source has its share of the samples.
-    average: averaged weights are those of all steps, over a kill and other ranks. mup: with muP
-    (model.mup), training changes activations equally at three widths.
+    change nothing but rounding (with dropout: for equal micro-batches). kills: kills at random
+    moments of a save lose no checkpoint. export: the logits are equal.
 
     Exit codes: 0 no proof failed (the output names a proof that was impossible here), 1 a proof
     failed, 2 bad input.
@@ -146,7 +142,6 @@ def verify(
     from windlass.telemetry.terminal import pairs, rich_console
 
     console, names = rich_console(sys.stdout), list(filter(None, only.split(",")))
-    names += ["mup"] * mup
 
     def show(proof: Proof) -> None:
         if json_:

@@ -7,8 +7,6 @@ A ladder is an ordinary study whose cells differ in `model.width`, `model.layers
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,13 +18,12 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.plan import plan
 from windlass.estimate.subject import subject_of
-from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, Recipe
 from windlass.run import Run, last_start
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import Judged, Law, Observation, fit_law, judge
-from windlass.study.results import BITS, CellResult, Ledgers, common_measure
+from windlass.study.results import BITS, CellResult, common_measure, read_result
 from windlass.study.runner import sweep
 from windlass.study.study import Study, load_study
 
@@ -34,7 +31,6 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
-JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
 
@@ -114,12 +110,8 @@ def create_ladder(
         raise UserError("eval.every = 0 measures no validation loss, which the law needs")
     # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
     base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
-    path = (
-        Path(path)
-        if path
-        else place or Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
-    )
-    return Study.create(base, assignments(base, sizes, tokens), path)
+    usual = Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
+    return Study.create(base, assignments(base, sizes, tokens), Path(path or place or usual))
 
 
 def assignments(recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float]) -> list[Assignment]:
@@ -205,17 +197,15 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     """
     study = source if isinstance(source, Study) else Study.open(source)
     given = {run.path.resolve() for run in runs}
-    joined = [_result(run, study) for run in joined_runs(study) if run.exists]
-    left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
-    rows = list[tuple[CellResult, bool]]()
-    for result in (*study.results(), *joined):
+    rows, left_out = list[tuple[CellResult, bool]](), list[str]()
+    for result in study.results():
         if result.run.path.resolve() in given:
             continue
         if result.state == "finished" and result.evaluations:
             rows.append((result, True))
         else:
             reason = result.reason or "it has no evaluation" * (result.state == "finished")
-            left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
+            left_out.append(f"{result.cell.label}: {reason or result.state}")
     for run in runs:
         result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
@@ -231,21 +221,9 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     return Ladder(study, [_observe(r, measure, fit) for r, fit in rows], left_out, measure)
 
 
-def join(study: Study, runs: Sequence[Run]) -> None:
-    """Add finished runs from elsewhere to a ladder, for every later fit of its law."""
-    new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
-    paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
-    write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
-
-
-def joined_runs(study: Study) -> list[Run]:
-    paths = read_json(study.path / JOINED).get("runs", [])
-    return [Run(Path(os.path.normpath(study.path / path))) for path in paths]
-
-
 def _result(run: Run, study: Study) -> CellResult:
     """The result of a run from elsewhere."""
-    return Ledgers().read(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, None)
+    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
 
 
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:

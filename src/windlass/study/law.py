@@ -140,11 +140,9 @@ class Law:
         )
         sizes = [one.size(self.embeddings) for one in self.fitted]
         amounts = [one.effective_tokens for one in self.fitted]
-        beyond = max(
-            *(max(x / max(seen), min(seen) / x) for x, seen in ((size, sizes), (tokens, amounts))),
-            1.0,
-        )
-        return Range(self.loss(size, tokens), float(low), float(high), beyond)
+        beyond = [max(size / max(sizes), min(sizes) / size)]
+        beyond.append(max(tokens / max(amounts), min(amounts) / tokens))
+        return Range(self.loss(size, tokens), float(low), float(high), max(1.0, *beyond))
 
     def _logs(self, values: Numbers, size: float, tokens: float) -> float:
         n, d = math.log(size) - self.centre[0], math.log(tokens) - self.centre[1]
@@ -159,10 +157,8 @@ class Law:
         ratio = (math.sqrt(5) - 1) / 2
         while high - low > 1e-6:
             left, right = high - ratio * (high - low), low + ratio * (high - low)
-            better = self.loss(math.exp(left), flops / 6 / math.exp(left)) < self.loss(
-                math.exp(right), flops / 6 / math.exp(right)
-            )
-            low, high = (low, right) if better else (left, high)
+            losses = [self.loss(math.exp(n), flops / 6 / math.exp(n)) for n in (left, right)]
+            low, high = (low, right) if losses[0] < losses[1] else (left, high)
         size = math.exp((low + high) / 2)
         return size, flops / 6 / size
 
@@ -238,12 +234,10 @@ def check(runs: Sequence[Observation], form: str) -> None:
     if len(runs) <= constants:
         problem = f"{plural(len(runs), 'finished run')} for {constants} constants ({form})"
         raise UserError(f"the law needs more runs than constants: {problem}; add sizes or tokens")
-    for name, values in (
-        ("size", {r.parameters for r in runs}),
-        ("amount of tokens", {r.tokens for r in runs}),
-    ):
-        if len(values) < 2:
-            raise UserError(f"all finished runs have one {name}: add another, so that a law shows")
+    sizes, amounts = {r.parameters for r in runs}, {r.tokens for r in runs}
+    if min(len(sizes), len(amounts)) < 2:
+        same = "size" if len(sizes) < 2 else "amount of tokens"
+        raise UserError(f"all finished runs have one {same}: add another, so that a law shows")
 
 
 def _starts(form: str, y: Numbers) -> list[Numbers]:

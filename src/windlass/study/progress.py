@@ -1,4 +1,4 @@
-"""Shows a study while its cells train: a table in a terminal or notebook, else lines. No torch."""
+"""Shows a study while its cells train: a table in a terminal, else lines. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 EVERY_SECONDS = 30.0  # between two lines of a cell that trains, without a table
-NOTEBOOK_WIDTH = 140
 
 
 class Progress:
@@ -31,8 +30,6 @@ class Progress:
         self.console = terminal.rich_console(stream or sys.stdout)
         self._live = Live(console=self.console, auto_refresh=False)
         self._lines: dict[str, tuple[str, float]] = {}  # by cell its last line's state and time
-        self._notebook: Any = None  # the output of a notebook's cell
-        self._table = ""
 
     def __enter__(self) -> Progress:
         if self.console.is_interactive:
@@ -57,27 +54,13 @@ class Progress:
         if self.console.is_interactive:
             self.console.width = terminal.size(self.console.file).columns
             self._live.update(cells_table(study, results, self.console.width), refresh=True)
-        elif "ipykernel" in sys.modules:
-            self._show_in_notebook(study, results)
         else:
             self._print_lines(results)
 
     def show_end(self, study: Study) -> None:
-        """Print the final table; a terminal and a notebook show it already."""
-        if not self.console.is_interactive and self._notebook is None:
+        """Print the final table; a terminal shows it already."""
+        if not self.console.is_interactive:
             self.console.print(cells_table(study, study.results(), self.console.width))
-
-    def _show_in_notebook(self, study: Study, results: Sequence[CellResult]) -> None:
-        from IPython.display import display
-
-        with self.console.capture() as text:
-            self.console.print(cells_table(study, results, NOTEBOOK_WIDTH))
-        if self._table != (table := text.get()):
-            self._table, shown = table, {"text/plain": table}
-            if self._notebook is None:
-                self._notebook = display(shown, raw=True, display_id=True)
-            else:
-                self._notebook.update(shown, raw=True)
 
     def _print_lines(self, results: Sequence[CellResult]) -> None:
         for number, result in enumerate(results, 1):

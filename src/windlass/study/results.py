@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,8 @@ RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
 FAILED_STATES = ("failed", "diverged")
+STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+"""All states; several repeats together have the one that comes first here."""
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -95,36 +97,30 @@ def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]
     runs = [one for one in measured if one is not None]
     keys = [k for k in HELD_OUT + VALIDATION if len({repr(one.data.get(k)) for one in runs}) > 1]
     tokens, texts = sorted({one.tokens for one in runs}), sorted({one.text for one in runs} - {""})
+    several = len({one.tokenizer for one in runs}) > 1
+    sizes = sorted(one.bytes for one in runs if one.bytes is not None)
+    why = "The tokenizers differ, so losses per token do not compare"
     problem = ""
     if keys:
         problem = f"The runs were evaluated on different data ({', '.join(keys)})"
     elif len(texts) > 1:
         problem = f"The runs were evaluated on different texts (hashes {', '.join(texts)})"
-    elif len({one.tokenizer for one in runs}) > 1:
-        return _common_bits(runs)
-    elif len(tokens) > 1:
+    elif several and len(sizes) < len(runs):
+        problem = f"{why}. Some runs lack their bits per byte"
+    elif several and not all(one.text for one in runs):
+        problem = f"{why}. It is unknown whether all runs have the same validation text"
+    elif several and sizes[-1] > 1.01 * sizes[0]:
+        amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
+        problem = f"{why}. Bits per byte cover {amounts} of the validation text"
+        problem += " (set eval.batches = 0)"
+    elif len(tokens) > 1 and not several:
         amounts = f"{tokens[0]:,} to {tokens[-1]:,} tokens"
         cause = "eval.batches x train.global_batch x model.context"
         problem = f"The runs were evaluated on {amounts} of the validation data ({cause})"
-    return ("", f"{problem}, so there is no best run.") if problem else (LOSS, "")
-
-
-def _common_bits(runs: Sequence[ValidationData]) -> tuple[str, str]:
-    """The result of `common_measure` for runs with different tokenizers."""
-    why = "The tokenizers differ, so losses per token do not compare"
-    sizes = sorted(one.bytes for one in runs if one.bytes is not None)
-    problem = ""
-    if len(sizes) < len(runs):
-        problem = "Some runs lack their bits per byte"
-    elif not all(one.text for one in runs):
-        problem = "It is unknown whether all runs have the same validation text"
-    elif sizes[-1] > 1.01 * sizes[0]:
-        amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
-        problem = f"Bits per byte cover {amounts} of the validation text (set eval.batches = 0)"
     if problem:
-        return "", f"{why}. {problem}, so there is no best run."
+        return "", f"{problem}, so there is no best run."
     formula = "loss / ln 2 x tokens / bytes of the validation data"
-    return BITS, f"{why}; bits per byte do ({formula})."
+    return (BITS, f"{why}; bits per byte do ({formula}).") if several else (LOSS, "")
 
 
 def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
@@ -210,8 +206,7 @@ class CellResult:
     measure: str  # that ranks cells: `loss`, or as `squad.f1`
     state: str = "waiting"  # of OPEN_STATES, DONE_STATES, or `running`, `failed`
     reason: str = ""
-    step: int = 0  # of the last `train` line
-    last_step: int = 0  # of the last line: some evaluations have no `train` line at their step
+    step: int = 0  # of the last `train` or `eval` line
     steps: int | None = None
     loss: float | None = None
     first_loss: float | None = None
@@ -239,40 +234,42 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "last_step", "first_loss", "lower"}
-        left_out |= {"evaluations", "validation"}
+        left_out = {"cell", "run", "measure", "first_loss", "lower", "evaluations", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
 
-@dataclass
-class Ledgers:
-    """Reads the results of cells; a ledger that did not change is not parsed again."""
+def read_result(
+    cell: Cell,
+    run: Run,
+    measure: str,
+    status: Mapping[str, str],
+    cache: dict[Path, tuple[Any, ...]],
+) -> CellResult:
+    """A cell's result. A ledger that did not change is not parsed again.
 
-    _cache: dict[Path, tuple[Any, ...]] = field(default_factory=dict)
-
-    def read(
-        self, cell: Cell, run: Run, measure: str, status: Mapping[str, str] | None
-    ) -> CellResult:
-        """A cell's result; `status`: what a sweep decided about it."""
-        version: tuple[int, ...] = ()
-        with suppress(OSError):
-            stat = run.metrics_path.stat()
-            version = stat.st_size, stat.st_mtime_ns
-        if run.path not in self._cache or self._cache[run.path][0] != version:
-            raw = list(read_lines(run.metrics_path))
-            lines, events = effective(raw), [line for line in raw if line["kind"] == "event"]
-            train = [line for line in lines if line["kind"] == "train"][-RECENT:]
-            values = summarize(lines, measure)
-            values["validation"] = validation_data(run, cell.recipe, lines)
-            self._cache[run.path] = version, events, train, values
-        _, events, train, values = self._cache[run.path]
-        state, reason = cell_state(run.state_by(events), events, status)
-        if values["steps"] is None:
-            with suppress(UserError):  # it may depend on data that is not prepared yet
-                values["steps"] = resolve_steps(cell.recipe)
-        left = time_left(train, values["steps"]) if state == "running" else None
-        return CellResult(cell, run, measure, state, reason, left_s=left, **values)
+    Args:
+        status: what a sweep decided about the cell.
+        cache: what was read of each run's ledger.
+    """
+    version: tuple[int, ...] = ()
+    with suppress(OSError):
+        stat = run.metrics_path.stat()
+        version = stat.st_size, stat.st_mtime_ns
+    if run.path not in cache or cache[run.path][0] != version:
+        raw = list(read_lines(run.metrics_path))
+        lines, events = effective(raw), [line for line in raw if line["kind"] == "event"]
+        train = [line for line in lines if line["kind"] == "train"][-RECENT:]
+        values = summarize(lines, measure)
+        values["validation"] = validation_data(run, cell.recipe, lines)
+        cache[run.path] = version, events, train, values
+    _, events, train, values = cache[run.path]
+    state, reason = cell_state(run.state_by(events), events, status)
+    if values["steps"] is None:
+        with suppress(UserError):  # it may depend on data that is not prepared yet
+            values["steps"] = resolve_steps(cell.recipe)
+    left = time_left(train, values["steps"]) if state == "running" else None
+    return CellResult(cell, run, measure, state, reason, left_s=left, **values)
 
 
 def halved(results: Sequence[CellResult]) -> dict[str, str]:
@@ -302,10 +299,10 @@ def halved(results: Sequence[CellResult]) -> dict[str, str]:
 
 
 def cell_state(
-    run_state: str, events: Sequence[Line], status: Mapping[str, str] | None
+    run_state: str, events: Sequence[Line], status: Mapping[str, str]
 ) -> tuple[str, str]:
     """A cell's state and its reason, from its run's state and events and a sweep's decision."""
-    decided = (status["state"], status["reason"]) if status else ("", "")
+    decided = status.get("state", ""), status.get("reason", "")
     if run_state == "finished":
         return run_state, ""
     if decided[0] not in ("", "interrupted"):
@@ -343,8 +340,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     top, last = scores.best, train[-1] if train else {}
     summaries = [x for x in lines if x["kind"] == "summary"]
     return {
-        "step": last.get("step", 0),
-        "last_step": max((x["step"] for x in (*train, *evals)), default=0),
+        "step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
         "loss": last.get("loss"),
         "first_loss": train[0].get("loss") if train else None,
@@ -369,8 +365,13 @@ class SeedGroup:
     results: list[CellResult]
 
     @property
+    def scored(self) -> list[tuple[float, CellResult]]:
+        """The finished cells with their scores."""
+        return [(r.score, r) for r in self.results if r.state == "finished" and r.score is not None]
+
+    @property
     def scores(self) -> list[float]:
-        return [r.score for r in self.results if r.state == "finished" and r.score is not None]
+        return [score for score, _ in self.scored]
 
     @property
     def median(self) -> float | None:
@@ -379,11 +380,10 @@ class SeedGroup:
     @property
     def best(self) -> CellResult | None:
         """The finished cell with the best score."""
-        scored = [
-            (r.score if r.lower else -r.score, r) for r in self.results if r.score is not None
-        ]
-        finished = [pair for pair in scored if pair[1].state == "finished"]
-        return min(finished, key=lambda pair: pair[0])[1] if finished else None
+        best = min(
+            self.scored, key=lambda pair: pair[0] if pair[1].lower else -pair[0], default=None
+        )
+        return best[1] if best else None
 
     @property
     def label(self) -> str:
@@ -435,7 +435,7 @@ def find_winners(
     if measure in (LOSS, BITS):
         finished = [r.validation for r in results if r.state == "finished"]
         common, remark = common_measure(finished)
-        if not common:
+        if not common or (measure, common) == (LOSS, BITS):
             return Winners([], remark)
     varied = [key for key in values if len(values[key]) > 1 and key != SEED]
     choices = [key for key in varied if not key.startswith(NO_CHOICE)]

@@ -72,7 +72,7 @@ def sweep(
         retry_failed: Train failed and diverged cells again.
         only: The number of the one cell to train.
         launch: A cell has all ranks of the allocation (`windlass launch`).
-        progress: Shows the cells; None: on standard output, or in the notebook.
+        progress: Shows the cells; None: on standard output.
 
     Raises:
         UserError: The directory has another preset's study, or a cell's recipe is invalid, or no
@@ -213,7 +213,7 @@ class Sweep:
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
-            if self.study.status(cell) in FAILED_STATES:
+            if self.study.statuses().get(cell.key, {}).get("state") in FAILED_STATES:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         threads = self._threads(cells)
@@ -289,7 +289,7 @@ class Sweep:
 
     def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, at_end = process.cell, result.steps is not None and result.last_step >= result.steps
+        cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
         if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
         if self.stop_diverged and result.divergence:
@@ -302,7 +302,7 @@ class Sweep:
     def _ended(self, process: CellProcess, code: int) -> bool:
         """Record why a cell ended, if its ledger does not; returns whether to start it again."""
         cell, result = process.cell, self.study.result(process.cell)
-        if self.study.status(cell) not in ("", "interrupted"):
+        if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
             return False
         reason = process.failure(code)
         if code == LOST:  # its job starts it again, on other hosts

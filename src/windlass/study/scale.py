@@ -50,7 +50,6 @@ def scale(
     nodes: Sequence[int] = (),
     repeats: int | None = None,
     warmup: int | None = None,
-    precisions: Sequence[str] = (),
     path: str | Path | None = None,
     probes: bool = True,
     retry_failed: bool = False,
@@ -70,11 +69,10 @@ def scale(
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: Runs of each setup; default 1.
         warmup: First steps of each start that do not count; default 5.
-        precisions: With `strategies` or `layouts`, values of `train.precision`.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: Measure steps without communication.
         retry_failed: Train failed and diverged cells again.
-        progress: Shows the cells; None: on standard output, or in the notebook.
+        progress: Shows the cells; None: on standard output.
 
     Raises:
         UserError: A cell is impossible.
@@ -82,7 +80,7 @@ def scale(
     """
     given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
     given |= {"repeats": repeats, "warmup": warmup, "path": path}
-    base, options = merge_preset(recipe, overrides, precisions=precisions, **given)
+    base, options = merge_preset(recipe, overrides, **given)
     if options.get("worlds") and not nodes:
         prepare(base)  # the number of steps may depend on it
     study = create_study(base, **options)
@@ -154,7 +152,6 @@ def create_study(
     worlds: Sequence[int] = (),
     *,
     nodes: Sequence[int] = (),
-    precisions: Sequence[str] = (),
     path: str | Path | None = None,
     threads: int = 0,
     preset: str = "",
@@ -179,9 +176,11 @@ def create_study(
     if worlds:
         recipe.check_packages()
         recipe = with_threads(recipe, max(worlds), before, threads)
-        there = [cell.world or 1 for cell in before.cells] if before else []
-        smallest = min([*worlds, *there])
-        listed = assignments(recipe, scaling, worlds, nodes, precisions, smallest, left_out)
+        smallest = min(worlds)
+        if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
+            cell, layers = before.cells[0], before.recipe.model.layers
+            smallest = layers * (cell.world or 1) // cell.recipe.model.layers
+        listed = assignments(recipe, scaling, worlds, nodes, smallest, left_out)
         every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
         study = Study.create(recipe, listed, path, scaling=scaling, write=write)
@@ -193,7 +192,7 @@ def create_study(
     else:
         listed = [cell.assignment for cell in before.cells]
         study = Study.create(before.recipe, listed, path, scaling=scaling, write=write)
-    study.notes.extend(filter(None, [*left_out, too_few_cores(study)]))
+    study.notes.extend(left_out)
     return study
 
 
@@ -233,15 +232,14 @@ def assignments(
     scaling: Scaling,
     worlds: Sequence[int],
     nodes: Sequence[int] = (),
-    precisions: Sequence[str] = (),
     smallest: int = 0,
     left_out: list[str] | None = None,
 ) -> list[Assignment]:
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `smallest`: the baseline; 0: of `worlds`. `left_out` gets a message for each
-    reason that rules out layouts.
+    no number of ranks. `left_out` gets a message for each reason that rules out layouts.
+    `smallest`: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
@@ -252,9 +250,9 @@ def assignments(
     places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
     if scaling.mode in AT_ONE_WORLD:
         if scaling.mode == "strategies":
-            kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1, precisions)
+            kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
         else:
-            kinds = layouts(recipe, worlds[0], precisions, [] if left_out is None else left_out)
+            kinds = layouts(recipe, worlds[0], [] if left_out is None else left_out)
         listed = [places[0] | kind for kind in kinds]
     else:
         first = smallest or min(worlds)
@@ -307,10 +305,8 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
     return grown
 
 
-def strategies(
-    recipe: Recipe, world: int, nodes: int, precisions: Sequence[str]
-) -> list[Assignment]:
-    """The valid combinations of strategy, offload, activation checkpointing and precision."""
+def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
+    """The valid combinations of strategy, offload and activation checkpointing."""
     several = [strategy.name for strategy in STRATEGIES.values() if strategy.distributed]
     kinds = several if world > 1 else ["single", "shard_grad_op", "full_shard"]
     group = world // nodes if nodes > 1 else STRATEGIES["hybrid_shard"].sizes(world).dp_shard
@@ -320,10 +316,8 @@ def strategies(
     checkpointing = recipe.parallel.activation_checkpointing
     modes = ("none", "full" if checkpointing == "none" else checkpointing)
     possible, problems = list[Assignment](), list[UserError]()
-    options = (precisions or [""], kinds, (False, True), modes)
-    for precision, kind, offload, mode in itertools.product(*options):
-        one: Assignment = {"train.precision": precision} if precision else {}
-        one |= {"parallel.strategy": kind, "parallel.offload": offload}
+    for kind, offload, mode in itertools.product(kinds, (False, True), modes):
+        one: Assignment = {"parallel.strategy": kind, "parallel.offload": offload}
         one["parallel.activation_checkpointing"] = mode
         if size:
             one["parallel.shard_size"] = size if kind == "hybrid_shard" else 0
@@ -337,9 +331,7 @@ def strategies(
     return possible
 
 
-def layouts(
-    recipe: Recipe, world: int, precisions: Sequence[str], left_out: list[str]
-) -> list[Assignment]:
+def layouts(recipe: Recipe, world: int, left_out: list[str]) -> list[Assignment]:
     """The valid combinations of tensor, context and pipeline ranks, data parallelism alone first.
 
     They have the recipe's strategy. `left_out` gets a message for each reason against the others.
@@ -350,9 +342,8 @@ def layouts(
     if recipe.parallel.shard_size:
         strategy["parallel.shard_size"] = recipe.parallel.shard_size
     possible, problems = list[Assignment](), dict[str, list[str]]()
-    for precision, counts in itertools.product(precisions or [""], sorted(combinations, key=sum)):
-        one: Assignment = {"train.precision": precision} if precision else {}
-        one |= strategy | dict(zip(NO_LAYOUT, counts, strict=True))
+    for counts in sorted(combinations, key=sum):
+        one = strategy | dict(zip(NO_LAYOUT, counts, strict=True))
         tensor, context, pipeline = counts
         sizes = Sizes(pipeline, world // math.prod(counts), cp=context, tp=tensor)
         try:
@@ -370,26 +361,14 @@ def layouts(
 
 def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
     """Steps of the shortest cell, 1 if they are unknown before the data is prepared."""
-    steps = list[int]()
-    for one in (one for one in listed if one.get(REPEAT, 1) == 1):
-        cell = Cell.of(recipe, one).recipe
-        if isinstance(cell.train.steps, int):
-            steps.append(cell.train.steps)
-            continue
-        subject = subject_of(cell, world=one[WORLD])
-        try:
-            steps.append(subject.resolve_steps())
-        except UserError:
-            return 1
-    return min(steps)
-
-
-def too_few_cores(study: Study) -> str:
-    """A warning if the ranks' threads exceed this machine's cores, on which the cells train."""
-    threads, cores = study.recipe.train.threads, usable_cores()
-    on_cpu = study.recipe.parallel.device == "cpu" or not visible_gpus()
-    worlds = [n for n in study.values[WORLD] if n * threads > cores]
-    if study.over_hosts or not on_cpu or not worlds or not threads:
-        return ""
-    ranks = f"{' and '.join(map(str, worlds))} ranks of {plural(threads, 'thread')}"
-    return f"{ranks} share {cores} cores: they take turns, and say nothing about more machines"
+    first = [one for one in listed if one.get(REPEAT, 1) == 1]
+    cells = [(one[WORLD], Cell.of(recipe, one).recipe) for one in first]
+    try:
+        return min(
+            cell.train.steps
+            if isinstance(cell.train.steps, int)
+            else subject_of(cell, world=world).resolve_steps()
+            for world, cell in cells
+        )
+    except UserError:
+        return 1

@@ -29,15 +29,13 @@ from windlass.study.grid import (
     Scaling,
     short_names,
 )
-from windlass.study.results import CellResult, run_numbers, step_medians, unsteady, windows
+from windlass.study.results import STATES, CellResult, run_numbers, step_medians, unsteady, windows
 from windlass.study.study import Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
-STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
-"""Of several repeats, the setup has the state that comes first here."""
 
 
 @dataclass(frozen=True)

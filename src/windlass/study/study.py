@@ -16,6 +16,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -55,10 +56,10 @@ from windlass.study.results import (
     BITS,
     TOKENIZER,
     CellResult,
-    Ledgers,
     SeedGroup,
     Winners,
     find_winners,
+    read_result,
     seed_groups,
 )
 
@@ -84,7 +85,7 @@ class Study:
     scaling: Scaling | None = None  # None: a sweep
     # How the study grew in this call.
     notes: list[str] = field(default_factory=list, repr=False, compare=False)
-    _ledgers: Ledgers = field(default_factory=Ledgers, repr=False, compare=False)
+    _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """The path, the axes, and the number of cells in each state."""
@@ -123,18 +124,14 @@ class Study:
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
 
-        def merge() -> tuple[Study | None, Study]:
-            before = Study.open(path) if Study.is_study(path) else None
-            new = Study(path, base, list(grid), scaling)
-            return before, before._grown(base, grid, scaling) if before else new
-
-        if not write:
-            return merge()[1]
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            with locked(path / ".study.lock"):
-                before, study = merge()
-                if study != before:
+            if write:
+                path.mkdir(parents=True, exist_ok=True)
+            with locked(path / ".study.lock") if write else nullcontext():
+                before = Study.open(path) if Study.is_study(path) else None
+                new = Study(path, base, list(grid), scaling)
+                study = before._grown(base, grid, scaling) if before else new
+                if write and study != before:
                     study._write()
         except OSError as error:
             remedy = f"give another {argument('path', 'DIR')}"
@@ -200,7 +197,7 @@ class Study:
             cells.setdefault(cell.key, cell)
         notes, added = list[str](), len(cells) - len(self.cells)
         if added:
-            new_cells = f"{added} new cell{'s' * (added > 1)}"
+            new_cells = plural(added, "new cell")
             notes.append(f"the study grows by {new_cells} beside the existing {len(self.cells)}")
         for key, value in differ.items():
             now, earlier = f"{key} = {typed(value)}", typed(old[key])
@@ -260,20 +257,18 @@ class Study:
 
     def results(self) -> list[CellResult]:
         statuses = self.statuses()
-        return [self._result(cell, statuses.get(cell.key)) for cell in self.cells]
+        return [self._result(cell, statuses) for cell in self.cells]
 
     def result(self, cell: Cell) -> CellResult:
-        return self._result(cell, self.statuses().get(cell.key))
+        return self._result(cell, self.statuses())
 
-    def _result(self, cell: Cell, status: Mapping[str, str] | None) -> CellResult:
-        return self._ledgers.read(cell, self.run_of(cell), self.measure, status)
+    def _result(self, cell: Cell, statuses: Mapping[str, Mapping[str, str]]) -> CellResult:
+        status = statuses.get(cell.key, {})
+        return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
 
     def statuses(self) -> dict[str, dict[str, str]]:
         """`state` (diverged, pruned, failed or interrupted) and `reason` by a cell's key."""
         return read_json(self.path / "statuses.json")
-
-    def status(self, cell: Cell) -> str:
-        return self.statuses().get(cell.key, {}).get("state", "")
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
         """Store a decision about a cell; an empty state removes it."""
@@ -381,9 +376,6 @@ class StudyPreset(BaseModel):
     """With `scale`: this and the following are the options of `windlass scale`."""
     grow: str = ""
     worlds: list[int] = []
-    repeats: int = 1
-    warmup: int = 5
-    precisions: list[str] = []
 
 
 def load_study(

@@ -71,9 +71,7 @@ class Bench:
         """The base recipe with changes for a run, as `train__micro_batch=4`."""
         changes = {key.replace("__", "."): value for key, value in settings.items()}
         place = {"run.dir": str(self.folder / run)}
-        replaced = ("data.source", "data.eval_source") if "data.mix" in changes else ()
-        base = {key: value for key, value in self.base.items() if key not in replaced}
-        return Recipe.load(self.recipe, base | dotted(changes) | place)
+        return Recipe.load(self.recipe, self.base | dotted(changes) | place)
 
     def start(
         self, run: str, world: int, task: Task | None = None, **settings: Any

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +15,8 @@ import numpy as np
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.load import open_checkpoint
 from windlass.data.open import open_data
-from windlass.data.order import Order
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
-from windlass.verification.average import average_exact
 from windlass.verification.bench import (
     BATCH,
     FLOAT64,
@@ -32,8 +28,6 @@ from windlass.verification.bench import (
     Bench,
     Outcome,
 )
-from windlass.verification.mixture import mixture_exact
-from windlass.verification.mup import coordinates_flat
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 
@@ -242,31 +236,6 @@ def world_changes_nothing(bench: Bench) -> Outcome:
     return within_rounding("; ".join(parts), differences, wrong)
 
 
-def sequence_whole(bench: Bench) -> Outcome:
-    """A run that moves over worlds reads every sample once, in the defined order."""
-    worlds = [1, 2, 4, 1] if 4 in bench.worlds else [1, 2, 1, 2] if 2 in bench.worlds else [1] * 4
-    steps, read = STEPS // len(worlds), list[int]()
-    for part, world in enumerate(worlds):
-        record = str(bench.folder / f"reads-{part}")
-        task = {"stop_at": steps * (part + 1), "record": record}
-        bench.train("moving", world, task, train__micro_batch=1)
-        ranks = [json.loads(Path(f"{record}-{rank}.json").read_text()) for rank in range(world)]
-        # The loader reads ahead: only the samples of steps that were done count.
-        turns = list(zip(*ranks, strict=False))[: steps * BATCH // world]
-        read += [micro[0] for turn in turns for micro in turn]
-    recipe = bench.settings("moving")
-    samples, seed = len(open_data(recipe).train), recipe.run.seed
-    places = (divmod(number, samples) for number in range(STEPS * BATCH))
-    expected = [int(Order(recipe.data.order, seed, epoch, samples)[i]) for epoch, i in places]
-    epochs = [read[i : i + samples] for i in range(0, len(read), samples)]
-    repeats = sum(len(epoch) - len(set(epoch)) for epoch in epochs)
-    text = f"{len(read)} samples over worlds {' -> '.join(map(str, worlds))}: {repeats} repeated"
-    swapped = [*read[:-2], read[-1], read[-2]]
-    if swapped == expected and len(set(swapped[-2:])) == 2:
-        return False, f"{UNSEEN}two samples in the wrong order"
-    return not repeats and read == expected, f"{text}, order as defined: {read == expected}{SEEN}"
-
-
 def kills_lose_nothing(bench: Bench) -> Outcome:
     """SIGKILL at random moments of saving; each committed checkpoint or a later one stays good."""
     run, draw = bench.folder / "killed", random.Random(0)
@@ -340,16 +309,6 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
         "world size, micro-batch and accumulation change nothing but rounding",
         world_changes_nothing,
     ),
-    "order": ("the sample sequence has no repeat and no gap over worlds", sequence_whole),
-    "mixture": (
-        "a mixture keeps its shares and its sequence over worlds, a kill and a branch",
-        mixture_exact,
-    ),
-    "average": (
-        "averaged weights are those of every step, over a kill and other ranks",
-        average_exact,
-    ),
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
-    "mup": ("with muP, training changes activations equally at any width", coordinates_flat),
 }

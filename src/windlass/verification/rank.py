@@ -10,14 +10,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import windlass
 from windlass import processes
 from windlass.data.open import open_data
-from windlass.errors import Stopped
 from windlass.launch.local import launch
 from windlass.parallel import collectives
 from windlass.parallel.context import TokenPart
@@ -29,10 +27,8 @@ Task = dict[str, Any]
 def run_rank(task: Task) -> None:
     """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
 
-    The task may have `faults`: for each recipe the name of an error to inject, or ""; `stop_at`, a
-    step; `branch_from`, RUN@STEP; `kill_after`, a step; `module`: give `train` the model as a
-    user's own module; `record`: write the indices of the samples of each micro-batch to
-    `RECORD-RANK.json`.
+    The task may have `faults`: for each recipe the name of an error to inject, or "";
+    `kill_after`, a step; `module`: give `train` the model as a user's own module.
     """
     faults = task.get("faults") or [""] * len(task["recipes"])
     for path, fault in zip(task["recipes"], faults, strict=True):
@@ -50,30 +46,15 @@ def train(recipe: Recipe, task: Task) -> None:
     model = build_model(recipe, data.vocab, "cpu") if task.get("module") else None
     if model is not None:
         initialise(model, recipe.run.seed)
-    reads, read = list[list[int]](), data.train.read
-
-    def recorded(indices: Any) -> Any:
-        reads.append([int(i) for i in indices])
-        return read(indices)
-
-    def write_record() -> None:
-        if "record" in task:
-            path = Path(f"{task['record']}-{os.environ.get('RANK', '0')}.json")
-            path.write_text(json.dumps(reads))
 
     class AtStep(windlass.Callback):
         def on_step(self, now: Any) -> None:
             if now.step == task.get("kill_after"):
                 while not any((recipe.run_dir / "checkpoints").glob("step-????????")):
                     time.sleep(0.01)
-                write_record()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    data.train.read = recorded  # type: ignore[method-assign]
-    how = {key: task[key] for key in ("stop_at", "branch_from") if key in task}
-    with contextlib.suppress(Stopped):
-        windlass.train(recipe, model, data, callbacks=[AtStep()], **how)
-    write_record()
+    windlass.train(recipe, model, data, callbacks=[AtStep()])
 
 
 @contextlib.contextmanager
