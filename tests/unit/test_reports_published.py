@@ -12,12 +12,11 @@ from scaling_fixtures import build_scaling, phases, worlds
 from helpers import refused
 from windlass import report
 from windlass.recipe import Recipe, settings
-from windlass.reports.published import of_study, published, specifications
+from windlass.reports.published import heading_of, of_study, published, specifications
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView, views
 from windlass.study.grid import WORLD, Scaling
-from windlass.telemetry.measures import EPOCH_LOSS, PUBLISHED, RUN, of_published
-from windlass.telemetry.measures import SETUP as SETUP_MEASURES
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP
 
 BASELINE = (
     "Train Loss (Final)|Eval Loss (Epoch 1)|Eval Loss (Epoch 2)|Eval Loss (Epoch 3)|"
@@ -66,9 +65,9 @@ def test_every_column_of_a_table_has_a_value_that_exists():
     assert list(columns["gpt-squad-scaling"]) == GPT
     assert list(columns["bloom-squad-scaling"]) == SCALING
     assert list(columns["gpt-squad-weak"])[:-1] == WEAK
-    kinds = {of_published(name).kind for name in ("eval_loss_epoch_2", "train_loss_mean")}
+    kinds = {heading_of("", name).kind for name in ("eval_loss_epoch_2", "train_loss_mean")}
     assert kinds == {"loss"}, "as many digits"
-    known = {*RUN, *settings(), *SETUP_MEASURES, *PUBLISHED, "setup"}
+    known = {*RUN, *settings(), *SETUP, "setup"}
     for name, own in columns.items():
         unknown = [x for x in own.values() if x not in known and not x.startswith(EPOCH_LOSS)]
         assert not unknown, name
@@ -127,51 +126,32 @@ def test_a_sweep_of_the_learning_rate_alone_has_a_row_a_cell(tmp_path):
         published(seen.views, seen, "nothing")
 
 
-SETUP = {
-    "setup": "1 x 4",
-    "world": 4,
-    "samples_per_s": 60.0,
-    "samples_per_s_whole_run": 41.0,
-    "samples_factor": 3.5,
-    "runtime_factor": 0.9,
-    "runtime_s": 123.4,
-    "train_loss_mean": 1.25,
-    "mem_alloc_mb": 1510.0,
-    "driver_mem_mb": 2750.0,
-    "util_pct": 91.7,
-    "layers": 6,
-    "batch_per_device": 4.0,
-    "parameters": 400_000_000,
-    "efficiency": 0.875,
-    "ratio": 8 / 7,
-    "state": "finished",
-    "reasons": {},
-}
+def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(tmp_path):
+    """Layers double with the ranks; of the third setup a cell failed, the fourth waits."""
 
+    def step(a):
+        return phases(100 if a[WORLD] == 1 else 125) | {"peak_mb": 500}
 
-def test_a_setup_of_a_scaling_study_in_the_units_of_its_headings(baseline, tmp_path):
-    on_gpus, on_cpu = map(RunView, baseline)
-    seen = StudyView(build_study(tmp_path / "study", rates=(1e-3,), seeds=(1,)))
+    def build(name, preset, **options):
+        scaling = Scaling("weak", "model", preset=preset)
+        cells = worlds(1, 2, 4, 8, model__layers=lambda n: 2 * n)
+        return build_scaling(
+            tmp_path / name, scaling, cells, step, failed=[2], waiting=[3], **options
+        )
 
-    def row(name, view, setup):
-        (row,) = rows(published([view], seen, name, [setup]))
-        return row
-
-    filled = row("gpt-squad-scaling", on_gpus, SETUP)
-    numbers = ["60.0", "2.750", "1.510", "91.7", "1.2500", "123.4"]
-    assert [*filled] == GPT and [*filled.values()] == ["1 x 4", "4", "41.0", *numbers]
-    filled = row("gpt-squad-weak", on_gpus, SETUP)
-    assert [*filled.values()] == "4 6 4 400,000,000 60.0 1.510 91.7 1.2500 123.4 87.5 114.3".split()
-    filled = row("gpt-squad-scaling", on_cpu, SETUP)
-    assert [*filled.values()] == ["1 x 4", "4 CPU ranks", "41.0", "60.0", "1.2500", "123.4"]
-    waiting = {"setup": "1 x 8", "world": 8, "state": "waiting"}
-    waiting["reasons"] = {"samples_factor": "the baseline has no numbers"}
-    filled = row("bloom-squad-scaling", on_gpus, waiting)
-    numbers = ["not run yet", "the baseline has no numbers", *["not run yet"] * 4]
-    assert [*filled.values()] == ["1 x 8", "8", *numbers]
-    waiting |= {"state": "failed", "reasons": {"efficiency": "no communication on one rank"}}
-    filled = row("gpt-squad-weak", on_gpus, waiting)
-    assert (filled["Loss"], filled["Efficiency (%)"]) == ("failed", "no communication on one rank")
+    study = build("gpu", "gpt-squad-weak", device="NVIDIA X1")
+    for run in study.runs():
+        place = json.dumps({"ranks": [{"device": "cuda:0"}]})
+        (run.path / "environment.json").write_text(place)
+    table = of_study(study)
+    assert [column.name for column in table.columns] == [*WEAK, "Published Ratio (%)"]
+    one, two, failed, waiting = rows(table)
+    assert [two[x] for x in ("GPUs", "Num Layers", "Per-GPU Batch")] == ["2", "4", "4"]
+    assert two["Samples/s (Callback)"] == "64.0" and 62 < float(two["Efficiency (%)"]) < 80
+    assert one["Efficiency (%)"] == one["Published Ratio (%)"] == "100.0"
+    assert "out of memory" in failed["Loss"] and waiting["Loss"] == "not run yet"
+    on_cpu = rows(of_study(build("cpu", "gpt-squad-weak")))
+    assert [row["GPUs"] for row in on_cpu][:2] == ["1 CPU rank", "2 CPU ranks"]
 
 
 def test_the_report_writes_it_for_people_and_programs_and_shows_it(baseline, call):

@@ -10,7 +10,13 @@ from scaling_fixtures import build_scaling, phases, worlds
 from windlass.reports.contents import Contents
 from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import ScalingView, sentences, terminal
+from windlass.reports.scaling import (
+    recommended,
+    scaling_charts,
+    sentences,
+    setup_table,
+    terminal,
+)
 from windlass.reports.study import StudyView
 from windlass.reports.write import report
 from windlass.study.grid import WORLD, Scaling
@@ -57,6 +63,10 @@ def strategies(tmp_path_factory):
     return build_scaling(path, Scaling("strategies"), cells, step, device="NVIDIA A100")
 
 
+def charts_of(study):
+    return scaling_charts(study.scaling, read_setups(study))
+
+
 def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     first, _, drawn = (report(strong.path, tmp_path / name, plots=name == "c") for name in "abc")
     for path in (first.page, first.markdown, *first.tables):
@@ -64,8 +74,7 @@ def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
     again = strong.report(tmp_path / "d", plots=False)
     assert again.page.read_bytes() == first.page.read_bytes()
     names = {path.name for path in first.tables}
-    for name in ("scaling", "meters"):
-        assert {f"{name}.csv", f"{name}.tex"} <= names
+    assert {"scaling.csv", "scaling.tex"} <= names
     pictures = {"scaling-throughput", "scaling-efficiency", "scaling-memory", "step-parts"}
     assert pictures <= set(drawn.plots) and first.plots == {}
     assert all(drawn.plots[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
@@ -101,7 +110,7 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
 
 
 def test_charts_have_the_ideal_line_and_the_spread(strong):
-    throughput, efficiency, memory, _ = ScalingView(StudyView(strong.path)).charts
+    throughput, efficiency, memory, _ = charts_of(strong)
     measured, ideal = throughput.series
     assert list(ideal.y) == pytest.approx([64 / 0.084 * n for n in (1, 2, 4)])
     assert throughput.x.names == ["1", "2", "4"]
@@ -111,19 +120,6 @@ def test_charts_have_the_ideal_line_and_the_spread(strong):
     # a proportional line is straight, without a kink, if both scales are logarithmic
     assert throughput.x.log and throughput.y.log and draw(throughput).axes[0].get_yscale() == "log"
     assert draw(throughput).axes[0].get_legend_handles_labels()[1] == ["measured", "ideal"]
-
-
-def test_values_of_setups_for_published_tables(strong):
-    one, two, _, failed = ScalingView(StudyView(strong.path)).values
-    # what it was, or is to be
-    assert (one["train.precision"], failed["train.precision"]) == ("fp32", "auto")
-    assert one["setup"] == "1 host, 1 rank" and one["reasons"]["exposed_ms"]
-    assert two["efficiency"] == pytest.approx(84 / 112)
-    assert two["runtime_factor"] == pytest.approx(1 / two["ratio"])
-    expected = {"world": 2, "peak_mem_mb": 450, "train.global_batch": 64, "eval_loss": 2.5}
-    assert two | expected == two
-    assert failed["state"] == "failed" and "samples_per_s" not in failed
-    assert "out of memory" in failed["reasons"]["samples_per_s"]
 
 
 def test_the_terminals_table_leaves_no_setup_out(strong):
@@ -139,17 +135,14 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
     assert sentences(strong, table)[0].startswith("Step: the median")
 
 
-def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
+def test_the_ideal_throughput_of_layers_that_double_counts_their_flops(tmp_path):
     cells = worlds(1, 2, model__layers=lambda n: 2 * n)
     scaling, step = Scaling("weak", "model"), lambda a: phases(50.0 + 10 * a[WORLD])
     study = build_scaling(tmp_path / "s", scaling, cells, step)
-    one, two = table = read_setups(study)
+    one, two = read_setups(study)
     more = two.values["parameters"] / one.values["parameters"]
     assert 1 < more < 2
-    said = " ".join(sentences(study, table))
-    assert f"2 times the layers are {more:.3g} times the parameters" in said
-    assert "FLOPs of a rank" in said
-    throughput = ScalingView(StudyView(study.path)).charts[0]
+    throughput = charts_of(study)[0]
     ideal = throughput.series[1].y
     flops = two.values["flops_per_device"] / one.values["flops_per_device"]
     assert ideal[1] == pytest.approx(ideal[0] / flops), "the batch of a step stays"
@@ -157,14 +150,14 @@ def test_layers_that_double_are_said_to_be_no_doubled_parameters(tmp_path):
 
 def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp_path):
     written = report(strategies.path, tmp_path, plots=False)
-    html, scaled = written.page.read_text(), ScalingView(StudyView(strategies.path))
-    [best] = scaled.winners
+    html, table = written.page.read_text(), read_setups(strategies)
+    [best] = recommended(strategies, table)
     assert best.text.startswith("shard_grad_op: 79.2 samples/s, 500 MB")
     assert "44 % less memory" in best.text
     assert "parallel.strategy=shard_grad_op" in best.command and best.command.endswith("--world 4")
     assert "Recommended" in html and best.command.split()[-4] in html
-    assert best.command in "".join(str(part) for part in terminal(strategies, scaled.rows, 120))
-    [pareto] = scaled.charts
+    assert best.command in "".join(str(part) for part in terminal(strategies, table, 120))
+    [pareto] = charts_of(strategies)
     front = next(one for one in pareto.series if one.name == "Pareto front")
     assert list(front.x) == [280, 350, 500, 900]
     assert pareto.x.values == sorted({280, 350, 400, 500, 630, 900})
@@ -189,16 +182,17 @@ def test_layouts_are_compared_with_data_parallelism_alone(tmp_path):
     study = build_scaling(
         tmp_path / "s", Scaling("layouts"), cells, step, probe=lambda a: phases(90.0)
     )
-    scaled = ScalingView(StudyView(study.path))
-    rows = rows_of(scaled.tables[0], shown=True)
+    setups = read_setups(study)
+    table = setup_table(study, setups)
+    rows = rows_of(table, shown=True)
     assert [row["Setup"] for row in rows] == ["dp 4", "tp 2 · dp 2", "tp 2 · pp 2"]
     assert [row["Speed-up"] for row in rows] == ["1.000", "0.800", "1.250"]
     assert [row["Samples of a rank in a step"] for row in rows] == ["2", "4", "8"]
     assert [row["Exposed communication (ms)"] for row in rows] == ["10.0", "–", "–"]
     assert rows[2]["Tokens/s"] == "3,200.0" and "Efficiency" not in rows[0]
-    notes = " ".join(scaled.tables[0].notes)
+    notes = " ".join(table.notes)
     assert "of tp 2 · dp 2; tp 2 · pp 2: no rank can do its part of the step alone." in notes
-    [best] = scaled.winners
+    [best] = recommended(study, setups)
     assert best.text.startswith("tp 2 · pp 2: 100.0 samples/s, 300 MB")
     assert "parallel.tensor=2 parallel.pipeline=2 --world 4" in best.command
     html = report(study.path, tmp_path / "out", plots=False).page.read_text()
@@ -222,13 +216,13 @@ def test_other_studies_name_the_layout_of_their_setups(tmp_path):
 
 def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategies, tmp_path):
     def shown(study):
-        table = ScalingView(StudyView(study.path)).tables[0]
+        table = setup_table(study, read_setups(study))
         return rows_of(table, shown=True), " ".join(table.notes)
 
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
     assert "Each setup ran once" in notes and "--repeats 3" in notes
-    assert "each setup ran once" in ScalingView(StudyView(strategies.path)).charts[0].note
+    assert "each setup ran once" in charts_of(strategies)[0].note
     cells = [
         {WORLD: 2, "repeat": r, "parallel.strategy": kind}
         for kind in ("ddp", "full_shard")
@@ -241,7 +235,7 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
         lambda a: phases(100.0 + a["repeat"]),
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
     )
-    ids = [chart.id for chart in ScalingView(StudyView(scored.path)).charts]
+    ids = [chart.id for chart in charts_of(scored)]
     assert "scaling-pareto" not in ids, "resident memory of a CPU decides nothing"
     (first, second), notes = shown(scored)
     assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5", "25.0")] * 2
@@ -252,9 +246,8 @@ def test_a_study_whose_cells_all_wait_is_still_a_table(tmp_path):
     scaling, step = Scaling("strong"), lambda a: phases(50.0)
     study = build_scaling(tmp_path / "s", scaling, worlds(1, 2), step, waiting=[1])
     seen = StudyView(study.path)
-    scaled = ScalingView(seen)
-    assert [row.state for row in scaled.rows] == ["finished", "waiting"]
-    assert [chart.id for chart in scaled.charts] == ["step-parts"]
-    assert "not run yet" in scaled.tables[0].csv()
+    assert [row.state for row in seen.setups] == ["finished", "waiting"]
+    assert [chart.id for chart in charts_of(study)] == ["step-parts"]
+    assert "not run yet" in setup_table(study, seen.setups).csv()
     assert "waiting" in page(Contents(seen.views, seen))
     assert sentences(study, read_setups(study))

@@ -14,7 +14,7 @@ from windlass.telemetry.console import Console
 from windlass.training import trainer
 
 STEP = (
-    "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | epoch 2.93 | grad norm 0.91 | MFU 41.2% | GPU mem 1.23 GB"
+    "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | epoch 2.93 | grad norm 0.91 | MFU 41.2 % | GPU mem 1.23 GB"
     " | dt 100.0 | dtf 31.2 | dtb 62.5 | sps 952.1 | mtps 0.0152"
 )
 
@@ -110,7 +110,7 @@ def test_a_live_line_in_a_terminal_and_all_lines_in_the_log(tmp_path, columns):
         (40, "10s left"),
         (60, " | 10s left | 15.2k tok/s"),
         (80, "epoch 2.93"),
-        (120, "MFU 41.2%"),
+        (120, "MFU 41.2 %"),
         (130, "GPU mem 1.23 GB"),
     ],
 )

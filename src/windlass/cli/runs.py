@@ -43,8 +43,7 @@ def runs(
     from rich.text import Text
 
     from windlass.reports.overview import SORTS, overview
-    from windlass.reports.text import show
-    from windlass.telemetry.measures import duration, short
+    from windlass.telemetry.measures import show
     from windlass.telemetry.terminal import print_table
 
     if sort not in SORTS:
@@ -60,9 +59,9 @@ def runs(
         state = Text(row.state, STYLES.get(row.state, ""))
         done = "" if row.cells is None else f"{row.cells_done}/{row.cells}"
         step = "" if row.step is None else f"{row.step}/{'?' if row.steps is None else row.steps}"
-        left = "" if row.left_s is None else duration(row.left_s)
+        left = "" if row.left_s is None else show(row.left_s, "duration")
         losses = ("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.best_loss))
-        speed = "" if row.tokens_per_s is None else short(row.tokens_per_s)
+        speed = "" if row.tokens_per_s is None else show(row.tokens_per_s, "short")
         hours = "" if row.device_hours is None else show(row.device_hours, "hours")
         cells.append((row.run, state, done, step, left, *losses, speed, hours))
     if not cells:
@@ -153,7 +152,7 @@ def report(
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        results(view, brief=True).print()
+        results(view).print()
         for each in evaluations(view).values():
             typer.echo(f"\n{each.title}")
             each.print()

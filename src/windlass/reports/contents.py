@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from windlass.reports import tables
-from windlass.reports.answers import BEST, divergence, head_of
 from windlass.reports.charts import Chart, looks
-from windlass.reports.law import is_ladder, ladder_view, prediction_view
+from windlass.reports.head import BEST, divergence, head_of
+from windlass.reports.law import LawView, is_ladder, ladder_view, prediction_view
 from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
-from windlass.reports.scaling import ScalingView
+from windlass.reports.scaling import recommended, scaling_charts, setup_table
 from windlass.reports.study import StudyView, study_tables, sweep_charts
 from windlass.reports.table import Table, stacked
 from windlass.reports.view import RunView, first
@@ -41,32 +41,43 @@ class Contents:
         law: str = "",
     ):
         self.views, self.study = views, study
-        self.scaled = scaled = ScalingView(study) if study and study.study.scaling else None
-        self.published = published(views, study, table, scaled.values if scaled else ())
-        self.winners = scaled.winners if scaled else study.winners if study else []
+        self.single = len(views) == 1 and not study
+        self.published = published(views, study, table)
         self.looks = looks(views, ranking(views, study))
         # Bounded, because each takes a tenth of a second and 100 kB.
         self.cell_pages = list(views[:CELL_PAGES]) if study else []
         self.run_charts, self.time = charts(views), time_chart(views)
-        self.study_charts = scaled.charts if scaled else sweep_charts(study) if study else []
         self.settings = tables.all_settings(views)
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
         self.changed = [row for row in self.settings if row.changed and not row.differs]
-        self.law = ladder_view(study.study) if study and is_ladder(study.study) else None
-        self.law = prediction_view(law, [view.run for view in views]) if law else self.law
-        self.study_charts = self.law.charts if self.law else self.study_charts
-        self.head = head_of(views, study, scaled)
-        single = len(views) == 1 and not study
-        total = tables.results(views[0]) if single else tables.comparison(views, self.settings)
-        above = scaled or self.law
-        shown = study_tables(study) if study else []
-        shown = shown or [tables.results(views[0], brief=True) if single else total]
-        shown = [*(above.tables if above else ()), *shown]
-        keys, evals = [] if single else ["run"], [tables.evaluations(view) for view in views]
+        self.scaled: Table | None = None  # the table of setups
+        self.law: LawView | None = None
+        self.winner_title = "The recommended setup" if study and study.setups else "The best"
+        self.study_charts, self.winners = list[Chart](), study.winners if study else []
+        shown = list[Table]()
+        if study and study.study.scaling:
+            self.scaled = setup_table(study.study, study.setups)
+            self.study_charts = scaling_charts(study.study.scaling, study.setups)
+            self.winners = recommended(study.study, study.setups)
+            shown = [self.scaled]
+        elif law or (study and is_ladder(study.study)):
+            runs = [view.run for view in views]
+            self.law = ladder_view(study.study) if study else prediction_view(law, runs)
+            self.study_charts, shown = self.law.charts, list(self.law.tables)
+        elif study:
+            self.study_charts = sweep_charts(study)
+        self.head = head_of(views, study, self.winners)
+        if self.single:
+            total = tables.results(views[0])
+            shown.append(tables.results(views[0], brief=True))
+        else:
+            total = tables.comparison(views, self.settings)
+            shown += study_tables(study) if study else [total]
+        keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
         for view, suites in zip(views, evals, strict=True):
-            own = () if single else (view.label,)
+            own = () if self.single else (view.label,)
             trains[own] = tables.curves(view.train)
             parts |= {(*own, suite): one for suite, one in suites.items()}
         csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
@@ -74,7 +85,7 @@ class Contents:
         # for people, in the order of report.md; the rest, as CSV alone; of a single run, by suite
         self.tables = {each.name: each for each in shown}
         self.csv = {each.name: each for each in (*csv, total)}
-        self.evaluations = evals[0] if single else {}
+        self.evaluations = evals[0] if self.single else {}
         times = [self.time] if self.time else []
         self.pictures: list[Chart] = [*self.study_charts, *self.run_charts, *times]
 

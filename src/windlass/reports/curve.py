@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from windlass.errors import plural
-from windlass.reports.text import show
 from windlass.reports.view import RunView
+from windlass.telemetry.measures import show
 from windlass.telemetry.terminal import printable
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))

@@ -148,65 +148,59 @@ def decades(values: Sequence[float], label: str) -> Axis:
     )
 
 
+def by_size(runs: Sequence[Observation]) -> dict[int, list[Observation]]:
+    """The runs of each number of parameters, both rising."""
+    sizes: dict[int, list[Observation]] = {}
+    for one in sorted(runs, key=lambda one: (one.parameters, one.tokens)):
+        sizes.setdefault(one.parameters, []).append(one)
+    return sizes
+
+
+def flops_of(runs: Sequence[Observation]) -> np.ndarray:
+    """6 N D of each run."""
+    return np.array([6.0 * one.parameters * one.tokens for one in runs])
+
+
 def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     """The loss against compute: the runs, the law of each size, and the compute-optimal envelope."""
     series = []
-    for number, size in enumerate(sorted({one.parameters for one in runs})):
-        own = sorted((o for o in runs if o.parameters == size), key=lambda o: o.tokens)
-        x = np.array([6.0 * size * one.tokens for one in own])
-        y = np.array([one.loss for one in own])
+    for number, (size, own) in enumerate(by_size(runs).items()):
+        x, y = flops_of(own), np.array([one.loss for one in own])
         look = pattern(number)
         series.append(Series(f"{short(size)} parameters", y, {"x": x}, points="only", **look))
         flops = np.geomspace(x.min(), x.max(), POINTS)
         n = own[0].size(law.embeddings)
         curve = np.array([law.loss(n, c / 6 / size) for c in flops])
         series.append(Series("", curve, {"x": flops}, minor=True, **look))
-    every = [6.0 * one.parameters * one.tokens for one in runs]
-    flops = np.geomspace(min(every), max(every) * FAR, POINTS)
+    every = flops_of(runs)
+    flops = np.geomspace(every.min(), every.max() * FAR, POINTS)
     best = np.array([law.loss(*law.optimum(c)) for c in flops])
     series.append(Series("best size for the compute", best, {"x": flops}, grey=True))
     axis = decades([*every, flops[-1]], "FLOPs (6 N D)")
-    return Chart(
-        "law-compute",
-        "Loss against compute",
-        unit,
-        series,
-        x=axis,
-        note="points: runs; lines: the law",
-    )
+    note = "points: runs; lines: the law"
+    return Chart("law-compute", "Loss against compute", unit, series, x=axis, note=note)
 
 
 def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     """The law along sizes at equal compute; the lowest point is the best size."""
-    every = [6.0 * one.parameters * one.tokens for one in runs]
-    series, sizes = [], [float(one.size(law.embeddings)) for one in runs]
-    n = np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
-    for number, flops in enumerate(np.geomspace(min(every), max(every), 4)):
+    every, sizes = flops_of(runs), [float(one.size(law.embeddings)) for one in runs]
+    series, n = [], np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
+    for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
         y = np.array([law.loss(size, flops / 6 / size) for size in n])
         series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, points="", **pattern(number)))
     counted = "parameters" if law.embeddings else "parameters without embeddings"
-    return Chart(
-        "law-slices", "Equal compute, different sizes", unit, series, x=decades(n.tolist(), counted)
-    )
+    axis = decades(n.tolist(), counted)
+    return Chart("law-slices", "Equal compute, different sizes", unit, series, x=axis)
 
 
 def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
     """How far the law is from each run, in percent."""
     series = []
-    for number, size in enumerate(sorted({one.parameters for one in runs})):
-        own = sorted((o for o in runs if o.parameters == size), key=lambda o: o.tokens)
-        x = np.array([6.0 * size * one.tokens for one in own])
-        y = [
-            100 * (law.loss(one.size(law.embeddings), one.effective_tokens) / one.loss - 1)
-            for one in own
-        ]
-        name = f"{short(size)} parameters"
-        series.append(Series(name, np.array(y), {"x": x}, points="line", **pattern(number)))
-    every = [6.0 * one.parameters * one.tokens for one in runs]
-    return Chart(
-        "law-residuals",
-        "The law minus the measured loss",
-        "% of the loss",
-        series,
-        x=decades(every, "FLOPs (6 N D)"),
-    )
+    for number, (size, own) in enumerate(by_size(runs).items()):
+        fitted = [law.loss(one.size(law.embeddings), one.effective_tokens) for one in own]
+        y = 100 * (np.array(fitted) / [one.loss for one in own] - 1)
+        name, at = f"{short(size)} parameters", {"x": flops_of(own)}
+        series.append(Series(name, y, at, points="line", **pattern(number)))
+    axis = decades(flops_of(runs).tolist(), "FLOPs (6 N D)")
+    title = "The law minus the measured loss"
+    return Chart("law-residuals", title, "% of the loss", series, x=axis)

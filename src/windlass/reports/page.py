@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -27,8 +28,8 @@ from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports.charts import BEST, FEW, Chart, Look, Series, smoothing
 from windlass.reports.contents import Contents
-from windlass.reports.text import MISSING, show
 from windlass.reports.view import RunView
+from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
@@ -54,7 +55,7 @@ def page(report: Contents) -> str:
         str, tuple[str, Any]
     ] = {  # the sections that can be: the heading, and what is in it
         "published": (report.published.title if report.published else "", report.published),
-        "winner": ("The recommended setup" if report.scaled else "The best", report.winners),
+        "winner": (report.winner_title, report.winners),
         "scaling": ("Scaling", report.scaled),
         "law": ("The law of scaling", report.law),
         "swept": (
@@ -194,8 +195,12 @@ class Fact(NamedTuple):
 
 
 def _environment(views: Sequence[RunView]) -> list[Fact]:
-    environments = (flatten(scrub(view.run.environment)) for view in views)
-    facts = [{key: show(value) for key, value in one.items()} for one in environments]
+    facts = []
+    for view in views:
+        own = flatten(scrub(view.run.environment))
+        if isinstance(own.get("command"), list):
+            own["command"] = shlex.join(own["command"])
+        facts.append({key: show(value) for key, value in own.items()})
     listed = []
     for name in dict.fromkeys(name for one in facts for name in one):
         texts = [one.get(name, MISSING) for one in facts]

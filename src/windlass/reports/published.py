@@ -6,22 +6,46 @@ GPUs, but a line that names them; the CSV has them, with "no GPU" in every row.
 
 from __future__ import annotations
 
+import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument, plural
-from windlass.reports.scaling import ScalingView
 from windlass.reports.study import StudyView
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, numeric
 from windlass.reports.view import RunView
+from windlass.study.setups import Setup
 from windlass.study.study import Study
-from windlass.telemetry.measures import EPOCH_LOSS, of_published
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_result
 
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
+COUNTS = ("world", "batch_per_device")  # known without a GPU
 SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}
 """What a table is filled from, by the `rows` of its specification."""
+
+
+class Heading(NamedTuple):
+    """A published column: its heading, which has the unit, and the measure or setting below it."""
+
+    text: str
+    name: str
+    kind: str  # of its number
+    factor: float  # to the heading's unit: MB as GB, fractions as %
+    on_gpu: bool  # whether only a GPU has it
+
+
+def heading_of(text: str, name: str) -> Heading:
+    measure = (RUN | SETUP).get(name) or Measure(name, kind="")
+    measure = of_result(name) if name.startswith(EPOCH_LOSS) else measure
+    kind, factor = measure.kind, 1.0
+    if kind == "mb" and "GB" in text:
+        kind, factor = "hours", 1e-3
+    elif kind == "share":
+        kind, factor = "rate", 100.0
+    on_gpu = measure.gpu or ("GPU" in text and name not in COUNTS)
+    return Heading(text, name, kind, factor, on_gpu)
 
 
 class Row(NamedTuple):
@@ -32,25 +56,24 @@ class Row(NamedTuple):
     gpus: bool | None  # None: not known yet
     reasons: Mapping[str, str] = {}  # why a measure is missing
 
-    def cell(self, name: str) -> Any:
+    def cell(self, heading: Heading) -> Any:
         """The value of a measure or setting, or why there is none."""
-        measure, reason = of_published(name), self.reason(name)
-        value, ranks = self.values.get(measure.of or name), self.values.get("world")
-        if name == "gpus" and not self.gpus and ranks:
-            return plural(ranks, "CPU rank")
-        if reason or value is None:
+        value = self.values.get(heading.name)
+        if heading.name == "world" and not self.gpus and value:
+            return plural(value, "CPU rank")
+        if reason := self.reason(heading):
             return reason
-        return value if measure.factor == 1 else measure.factor * value
+        return value if value is None or heading.factor == 1 else heading.factor * value
 
-    def reason(self, name: str) -> str:
+    def reason(self, heading: Heading) -> str:
         """Why a measure is missing; empty if it is there."""
-        measure = of_published(name)
-        if self.gpus is False and measure.gpu:
+        name = heading.name
+        if self.gpus is False and heading.on_gpu:
             return "no GPU"
-        if self.values.get(measure.of or name) is not None:
+        if self.values.get(name) is not None:
             return ""
-        if reason := self.reasons.get(measure.of or name):
-            return reason
+        if name in self.reasons:
+            return self.reasons[name]
         if self.state != "finished":
             return WAITING.get(self.state, self.state)
         if name.startswith(EPOCH_LOSS):
@@ -64,15 +87,11 @@ def specifications() -> dict[str, dict[str, Any]]:
 
 
 def published(
-    views: Sequence[RunView],
-    study: StudyView | None = None,
-    name: str = "",
-    setups: Sequence[Mapping[str, Any]] = (),
+    views: Sequence[RunView], study: StudyView | None = None, name: str = ""
 ) -> Table | None:
     """The published table of a study's or all runs' preset, or the table called `name`.
 
     None if the preset has no table, or if the study varies settings that the table does not have.
-    `setups`: for a scaling study the result of `scaling.setup_values`.
 
     Raises:
         UserError: no table is called `name`, or it is a table of something else than these sources.
@@ -84,39 +103,42 @@ def published(
     if wanted not in specs:
         return None
     spec = specs[wanted]
-    columns, rows = dict[str, str](spec["columns"]), list[Row]()
+    headings = [heading_of(*column) for column in spec["columns"].items()]
+    rows = list[Row]()
     if spec["rows"] == "run" and not study:
         rows = list(map(_run_row, views))
-        columns = {"Run": "run", **columns} if len(views) > 1 else columns
+        headings = [heading_of("Run", "run"), *headings] if len(views) > 1 else headings
     elif spec["rows"] == "cell" and study:
-        varied = {key for key, values in study.study.values.items() if len(values) > 1}
         # the table cannot tell the cells apart if the study varies another setting
-        rows = _cell_rows(study) if name or varied <= {*columns.values()} else []
-    elif spec["rows"] == "setup":
-        gpus = any(map(_on_gpus, views)) if views else None
-        rows = [Row(values, values["state"], gpus, values["reasons"]) for values in setups]
+        if name or set(study.varied) <= {heading.name for heading in headings}:
+            rows = _cell_rows(study)
+    elif spec["rows"] == "setup" and study:
+        gpus = any(map(_on_gpus, study.views)) if study.views else None
+        rows = [_setup_row(study, setup, gpus) for setup in study.setups]
     if not rows:
         if name:
             what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    empty = [x for x in spec.get("optional", ()) if all(r.values.get(x) is None for r in rows)]
-    columns = {heading: x for heading, x in columns.items() if x not in empty}
-    cells = [[row.cell(x) for x in columns.values()] for row in rows]
-    measures = {heading: of_published(x) for heading, x in columns.items()}
+    return _fill(wanted, spec, headings, rows)
+
+
+def _fill(name: str, spec: Mapping[str, Any], headings: list[Heading], rows: list[Row]) -> Table:
+    """The table; a note replaces a column that has the same reason in every row."""
     on_cpus = any(row.gpus is False for row in rows) and not any(row.gpus for row in rows)
-    hidden = {x: "not measured without a GPU" for x, m in measures.items() if m.gpu and on_cpus}
-    for heading, x in columns.items():  # one reason for the whole column is a note
-        reasons = {row.reason(x) for row in rows if row.state == "finished"}
+    hidden = {h: "not measured without a GPU" for h in headings if h.on_gpu and on_cpus}
+    for heading in headings:
+        reasons = {row.reason(heading) for row in rows if row.state == "finished"}
         if len(rows) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
             hidden.setdefault(heading, reason)
-    heads = [Column(x, x, m.kind, shown=x not in hidden) for x, m in measures.items()]
+    columns = [Column(h.text, h.text, h.kind, shown=h not in hidden) for h in headings]
     notes = [
-        f"{', '.join(x for x in hidden if hidden[x] == reason)}: {reason}."
+        f"{', '.join(h.text for h in hidden if hidden[h] == reason)}: {reason}."
         for reason in dict.fromkeys(hidden.values())
     ]
     notes += [spec["note"]] if "note" in spec else []
-    return Table(wanted, heads, cells, spec["title"], notes)
+    cells = [[row.cell(heading) for heading in headings] for row in rows]
+    return Table(name, columns, cells, spec["title"], notes)
 
 
 def of_study(study: Study) -> Table | None:
@@ -124,8 +146,7 @@ def of_study(study: Study) -> Table | None:
     if _preset((), study) not in specifications():
         return None  # without reading the runs
     seen = StudyView(study.path)
-    setups = ScalingView(seen).values if study.scaling else ()
-    return published(seen.views, seen, setups=setups)
+    return published(seen.views, seen)
 
 
 def _preset(views: Sequence[RunView], study: Study | None) -> str:
@@ -156,3 +177,17 @@ def _cell_rows(study: StudyView) -> list[Row]:
         values = {**row.values, **result.cell.assignment}
         rows.append(row._replace(values=values, state=result.state))
     return rows
+
+
+def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:
+    """A setup of a scaling study, with the medians of its finished runs' measures."""
+    paths = {result.run.path for result in setup.finished}
+    finished = [view.values for view in study.views if view.run.path in paths]
+    medians: dict[str, Any] = {}
+    for name in dict.fromkeys(name for run in finished for name in run):
+        values: list[Any] = [run[name] for run in finished if name in run]
+        medians[name] = statistics.median(values) if numeric(values) else values[0]
+    own = {**setup.recipe.flat(), **setup.assignment, **medians, **setup.values}
+    if "precision" in setup.start:
+        own["train.precision"] = setup.start["precision"]  # what `auto` was
+    return Row(own | {"setup": setup.name}, setup.state, gpus, setup.missing)

@@ -12,11 +12,11 @@ import numpy as np
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import plural
 from windlass.reports.charts import COLOURS, Axis, Chart, Series, is_spread, pattern
-from windlass.reports.text import show, slug
+from windlass.reports.table import slug
 from windlass.reports.tracks import Numbers, Track, interpolate, thin
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged
-from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source
+from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
@@ -107,45 +107,52 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
 
 
 def _source_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The training and validation loss of a mixture's sources; several runs have one per source."""
+    """The training and validation loss of a mixture's sources."""
     drawn, loss = list[Chart](), SOURCE["loss"]
-    every = {"training": [view.train for view in views]}
-    every["validation"] = [view.evals.get(LOSS) for view in views]  # type: ignore[misc]
+    every: dict[str, list[Track | None]] = {"training": [view.train for view in views]}
+    every["validation"] = [view.evals.get(LOSS) for view in views]
     for kind, tracks in every.items():
         fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
-        names = {
-            name: name.split(".")[1]
-            for name in fields
-            if of_source(name) and name.endswith(".loss")
-        }
-        parts = [{name: text} for name, text in names.items()] if len(views) > 1 else [names]
-        for number, columns in enumerate(parts):
-            look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
-            title = ", ".join([loss.heading, kind, *columns.values()][: 3 if len(views) > 1 else 2])
-            key = f"source-{kind}-{number}" if len(views) > 1 else f"source-{kind}"
-            drawn.append(Chart(key, title, loss.unit, _columns(views, tracks, columns, **look)))
+        losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
+        columns = {name: name.split(".")[1] for name in losses}
+        look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
+        key, title = f"source-{kind}", f"{loss.heading}, {kind}"
+        drawn += _by_column(views, tracks, Chart(key, title, loss.unit, ()), columns, **look)
     return drawn
 
 
 def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The scores of other suites than the loss; several runs have a chart for each score.
-
-    For one run the table alone shows a suite of more than COLOURS scores.
-    """
-    drawn = []
+    """The scores of other suites than the loss; a table alone shows one run's many scores."""
+    drawn = list[Chart]()
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
-        words = {name: name.replace("_", " ") for name in names}
-        key, parts = f"suite-{slug(suite)}", [(suite, "", words)]
-        if len(views) > 1:
-            parts = [(f"{suite}, {x}", f"-{slug(name)}", {name: x}) for name, x in words.items()]
-        for title, end, columns in parts:
-            if len(columns) > COLOURS:
-                continue
-            lines = _columns(views, tracks, columns, points="line")
-            drawn.append(Chart(key + end, title, "", lines))
+        if len(views) > 1 or len(names) <= COLOURS:
+            columns = {name: name.replace("_", " ") for name in names}
+            chart = Chart(f"suite-{slug(suite)}", suite, "", ())
+            drawn += _by_column(views, tracks, chart, columns, points="line")
     return drawn
+
+
+def _by_column(
+    views: Sequence[RunView],
+    tracks: Sequence[Track | None],
+    chart: Chart,
+    columns: Mapping[str, str],
+    **look: Any,
+) -> list[Chart]:
+    """One chart with a line for each column; for several runs a chart for each column."""
+    if len(views) == 1:
+        return [replace(chart, series=_columns(views, tracks, columns, **look))]
+    return [
+        replace(
+            chart,
+            id=f"{chart.id}-{slug(text)}",
+            title=f"{chart.title}, {text}",
+            series=_columns(views, tracks, {name: text}, **look),
+        )
+        for name, text in columns.items()
+    ]
 
 
 def _columns(

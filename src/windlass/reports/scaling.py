@@ -6,7 +6,6 @@ the table; scaling.csv has the reasons in the column `reasons`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,41 +14,32 @@ import numpy as np
 from windlass.errors import by_text, plural
 from windlass.estimate.time import NO_PEAK
 from windlass.reports.charts import Axis, Chart, Series, pattern
-from windlass.reports.study import StudyView, Winner
+from windlass.reports.study import Winner
 from windlass.reports.table import Column, Table
-from windlass.reports.text import numeric, show
 from windlass.study.grid import AT_ONE_WORLD, NODES, WORLD, Scaling
-from windlass.study.setups import Setup, baseline, read_setups
-from windlass.telemetry.measures import METERS, SETUP, STEP_PARTS
+from windlass.study.setups import Setup, baseline
+from windlass.telemetry.measures import SETUP, STEP_PARTS, show
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from windlass.study.study import Study
 
-METERS_NOTE = (
-    "The driver's numbers come from NVML (none without a GPU), and the wall clock's samples/s from the "
-    "whole run without its start-up. The trainer measures the memory that its allocator holds, and the "
-    "samples/s of its steps after the warm-up."
-)
 ON_CPU = "not measured on a CPU"
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 RECOMMENDED = (
     "Recommended: the setup with the least memory among those within 2 % of the fastest, or within "
     "the spread of its repeats."
 )
 FORMULAS = {
-    "strong": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; "
-    f"speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
-    "fixed-data": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample (the time of a "
-    f"step ÷ its samples), N0 the fewest ranks; speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
-    "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; "
-    "speed-up = efficiency · N ÷ N0.",
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
+    "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
-    "in a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
+    f"in a step, {RANKS}.",
     "strategies": RECOMMENDED,
-    "layouts": "Speed-up = T(dp) ÷ T, T the time of a step, T(dp) that of data parallelism alone. "
-    f"{RECOMMENDED}",
+    "layouts": f"Speed-up = T(dp) ÷ T, T the time of a step, dp data parallelism. {RECOMMENDED}",
 }
 LEDES = {
     "strong": "strong scaling: the batch of a step stays",
@@ -61,40 +51,10 @@ LEDES = {
 }
 
 
-class ScalingView:
-    def __init__(self, seen: StudyView):
-        study, self.scaling = seen.study, seen.study.scaling or Scaling("strategies")
-        self.rows = rows = read_setups(study, seen.results)
-        self.values = setup_values(seen, rows)
-        self.tables = [setup_table(study, rows), meter_table(rows, self.values)]
-        self.charts = scaling_charts(self.scaling, rows)
-        self.winners = winners(study, rows)  # for strategies and layouts, the recommended setup
-
-    @property
-    def lede(self) -> str:
-        """What the study compares, in a line."""
-        text = LEDES[f"{self.scaling.mode} {self.scaling.grow}".strip()]
-        return f"{text}; {self.scaling.repeats} repeats" if self.scaling.repeats > 1 else text
-
-
-def setup_values(seen: StudyView, setups: Sequence[Setup]) -> list[dict[str, Any]]:
-    """Everything about each setup by name, for the published tables.
-
-    It has the setup's settings, the medians of its finished runs' measures, its numbers in SETUP,
-    `setup`, `state`, and `reasons`: why a number is missing, by name.
-    """
-    runs, everything = {view.run.path: view.values for view in seen.views}, []
-    for row in setups:
-        finished = [runs[r.run.path] for r in row.finished if r.run.path in runs]
-        medians: dict[str, Any] = {}
-        for name in dict.fromkeys(name for run in finished for name in run):
-            values: list[Any] = [run[name] for run in finished if name in run]
-            medians[name] = statistics.median(values) if numeric(values) else values[0]
-        head = {"setup": row.name, "state": row.state, "reasons": row.missing}
-        if "precision" in row.start:
-            head["train.precision"] = row.start["precision"]  # what `auto` was
-        everything.append({**row.recipe.flat(), **row.assignment, **medians, **row.values, **head})
-    return everything
+def lede(scaling: Scaling) -> str:
+    """What the study compares, in a line."""
+    text = LEDES[f"{scaling.mode} {scaling.grow}".strip()]
+    return f"{text}; {scaling.repeats} repeats" if scaling.repeats > 1 else text
 
 
 def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
@@ -138,21 +98,6 @@ def _cells(row: Setup) -> dict[str, Any]:
     return cells
 
 
-def meter_table(setups: Sequence[Setup], values: Sequence[dict[str, Any]]) -> Table:
-    """What driver and wall clock report of each setup beside the trainer's own measurements."""
-    on_cpu = any(row.on_cpu for row in setups)
-    no_gpus = all(row.on_cpu for row in setups if row.start)
-    shown = [m for m in METERS.values() if on_cpu or m.name != "rss_mb"]
-    rows = []
-    for row, numbers in zip(setups, values, strict=True):
-        state, no_gpu = "not measured" if row.start else row.state, "no GPU" * row.on_cpu
-        cells = ((no_gpu if m.gpu else "") or numbers.get(m.name) or state for m in shown)
-        rows.append((row.name, *cells))
-    columns = [Column(m.name, m.heading, m.kind, shown=not (m.gpu and no_gpus)) for m in shown]
-    columns.insert(0, Column("setup", "Setup"))
-    return Table("meters", columns, rows, "The two meters", [METERS_NOTE])
-
-
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     """The sentences under the table: how its numbers are defined, and why some are missing."""
     scaling = study.scaling or Scaling("strategies")
@@ -163,8 +108,6 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
         "Step: the median over the lines of the ledger that begin after "
         f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
     ]
-    if scaling.grow == "model" and len(measured) > 1:
-        text.append(_growth(measured[0], measured[-1]))
     if scaling.mode in AT_ONE_WORLD and scaling.repeats == 1 and len(measured) > 1:
         text.append(
             "Each setup ran once, so a difference may be noise, and the next study may recommend "
@@ -179,19 +122,6 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
     text += by_text((row.name, row.reason) for row in setups if row.reason)
     return text + _reasons(scaling, measured)
-
-
-def _growth(low: Setup, high: Setup) -> str:
-    """How the model of a weak scaling study grew from its first to its last setup."""
-    names = ("layers", "parameters", "flops_per_device")
-    layers, parameters, flops = (high.values[name] / low.values[name] for name in names)
-    sizes = f"{low.values['parameters']:,} to {high.values['parameters']:,}"
-    return (
-        f"{layers:g} times the layers are {parameters:.3g} times the parameters ({sizes}), because "
-        f"embedding and head do not grow, and {flops:.3g} times the FLOPs of a rank in a step. "
-        "The efficiency counts these FLOPs, so that perfect scaling is 100 %. Runtime ÷ baseline's "
-        "is the ratio that the exercise prints as its efficiency."
-    )
 
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
@@ -216,7 +146,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     return [" ".join(text)] if text else []
 
 
-def winners(study: Study, setups: Sequence[Setup]) -> list[Winner]:
+def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
     """The recommended setup of strategies or layouts, with the command that trains with it."""
     for row in setups:
         if row.values.get("recommended"):
@@ -225,19 +155,18 @@ def winners(study: Study, setups: Sequence[Setup]) -> list[Winner]:
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
             why = next(text for text in row.remarks if text.startswith("recommended"))
-            text = f"{row.name}: {speed} samples/s, {memory} MB on the fullest rank; {why}"
+            why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Winner(text, command, remark, cells)]
+            return [Winner(row.name, why, command, remark, cells)]
     return []
 
 
 def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | str]:
     """The whole study for `windlass scale`: setups, sentences, and the winner."""
-    parts: list[Group | str] = []
     table = setup_table(study, setups)
-    parts += [table.terminal(width, str(study.path)), *table.notes]
-    for best in winners(study, setups):
+    parts: list[Group | str] = [table.terminal(width, str(study.path)), *table.notes]
+    for best in recommended(study, setups):
         parts.append(f"{best.text}\n  {best.command}\n  {best.remark}".rstrip())
     return parts
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,24 +19,29 @@ import numpy as np
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text
 from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, numeric
 from windlass.reports.tables import measure_column
-from windlass.reports.text import numeric, show
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
+from windlass.study.setups import Setup, read_setups
 from windlass.study.study import Study
-from windlass.telemetry.measures import title_of
+from windlass.telemetry.measures import show, title_of
 from windlass.variables import scrub
 
 
 class Winner(NamedTuple):
     """A recommended choice of settings."""
 
-    text: str  # what it sets, and its score
+    name: str  # what it sets
+    why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
     remark: str
     rows: list[int]  # its rows in the table of cells, if it is the best of all
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}: {self.why}" if self.why else self.name
 
 
 class StudyView:
@@ -67,6 +73,11 @@ class StudyView:
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
 
+    @cached_property
+    def setups(self) -> list[Setup]:
+        """The setups of a scaling study; empty for another one."""
+        return read_setups(self.study, self.results) if self.study.scaling else []
+
     @property
     def heading(self) -> str:
         """The measure's name at the start of a heading; another name than the loss stays as is."""
@@ -81,11 +92,8 @@ class StudyView:
             best = self.found.cell if group is self.best[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
-            score = f"best {self.title}"
-            if group.seeds:
-                score = f"median of the {score} over {group.seeds}"
-            text = f"{settings or 'the recipe as it is'}, {score}: {show(group.median, 'loss')}"
-            winners.append(Winner(text, command, remark, rows))
+            name = settings or "the recipe as it is"
+            winners.append(Winner(name, "", command, remark, rows))
         return winners
 
 

@@ -1,24 +1,46 @@
-"""A table of raw values, written five ways: Markdown, LaTeX, CSV, the terminal, the page."""
+"""A table of raw values, written five ways: Markdown, LaTeX, CSV, the terminal, the page.
+
+A report is made to be shown, so all text passes through `scrub` before it enters a file.
+"""
 
 from __future__ import annotations
 
 import csv
+import html
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from windlass.reports.text import latex_cell, markdown_cell, numeric, show
-from windlass.telemetry.terminal import rich_console, table
+from windlass.telemetry.measures import show
+from windlass.telemetry.terminal import printable, rich_console, table
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
     from rich.console import Group
 
 
+LATEX = str.maketrans(
+    {c: f"\\{c}" for c in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "–": "--",
+        "−": "$-$",
+        "∞": r"$\infty$",
+        "·": r"$\cdot$",
+        "…": r"\dots{}",
+    }
+)
+
+
 class Column(NamedTuple):
-    """A column: its name in CSV, its heading, and the kind of number (see `text.show`)."""
+    """A column: its name in CSV, its heading, and the kind of number (see `measures.show`)."""
 
     name: str
     heading: str = ""  # empty: the name
@@ -116,3 +138,23 @@ def stacked(name: str, keys: Sequence[str], parts: Mapping[tuple[str, ...], Tabl
         names = [column.name for column in part.columns]
         rows += [(*key, *map(dict(zip(names, row, strict=True)).get, columns)) for row in part.rows]
     return Table(name, [*map(Column, keys), *columns.values()], rows)
+
+
+def markdown_cell(text: Any) -> str:
+    """Text made safe for a cell of a Markdown table."""
+    cleaned = html.escape(" ".join(printable(scrub(str(text))).split()), quote=False)
+    return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
+
+
+def latex_cell(text: Any) -> str:
+    """Text made safe for a cell of a LaTeX table."""
+    return " ".join(printable(scrub(str(text))).split()).translate(LATEX)
+
+
+def numeric(values: Iterable[Any]) -> bool:
+    return all(type(value) in (int, float) for value in values)
+
+
+def slug(text: str) -> str:
+    """A text as a part of a file's name."""
+    return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)

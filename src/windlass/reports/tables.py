@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from windlass.checkpoint.retention import LOSS
-from windlass.recipe import Recipe, settings
+from windlass.recipe import Recipe, presets, settings
 from windlass.reports.table import Column, Table
 from windlass.reports.tracks import Track
-from windlass.reports.view import RunView, evaluation_names
-from windlass.telemetry.measures import EPOCH_LOSS, RUN, of_eval, of_result
+from windlass.reports.view import RunView
+from windlass.telemetry.measures import RUN, of_eval, of_result
 
-FINAL_AND_BEST = (
-    ("eval_loss", "best_eval_loss", "best_eval_step"),
-    ("eval_bits_per_byte", "best_bits_per_byte"),
-)
-"""Final measures, each with its best value and the step of that value."""
+ELSEWHERE = {
+    *("state", "steps", "tokens", "parameters", "trainable", "network", "layout", "world"),
+    *("best_eval_loss", "best_eval_step", "best_bits_per_byte", "best_measure", "best_score"),
+    *("best_score_step", "train_tokens_per_s", "train_steps_per_s", "mfu", "runtime_s"),
+    *("device_hours", "energy_kwh", "goodput", "starts", "ended_early"),
+    *(name for name, measure in RUN.items() if measure.source.startswith("eval.")),
+}
+"""Measures that stand in the first lines of a run's report, or in its tables of evaluations."""
 PLACE = ("run.dir", "run.base")
 NAMING = ("preset", "run.name", "run.notes", "data.dir")
 """Settings that always differ between runs, and explain nothing."""
@@ -29,19 +33,11 @@ def measure_column(name: str) -> Column:
 
 
 def results(view: RunView, brief: bool = False) -> Table:
-    """A row for each measure; `brief`: each number once, without what the evaluations' table has."""
-    values, titles = dict(view.values), dict[str, str]()
+    """A row for each measure; `brief`: without the ones that the report has elsewhere."""
+    values = dict(view.values)
     if brief:
-        values = {n: x for n, x in values.items() if not n.startswith(EPOCH_LOSS)}
-        suite = str(values.get("best_measure")).replace(".", "_")  # such as squad_f1
-        for final, *best in (
-            *FINAL_AND_BEST,
-            (suite, "best_score", "best_score_step", "best_measure"),
-        ):
-            if final in values and values[final] == values.get(best[0]):
-                titles[final] = f"{of_result(final).title}, also the best"
-                values = {name: x for name, x in values.items() if name not in best}
-    rows = [(name, titles.get(name) or of_result(name).title, x) for name, x in values.items()]
+        values = {n: x for n, x in values.items() if n in RUN and n not in ELSEWHERE}
+    rows = [(name, of_result(name).title, value) for name, value in values.items()]
     columns = [Column("name", shown=False), Column("measure", "Measure"), Column(view.label)]
     kinds = [of_result(name).kind for name in values]
     return Table("results", columns, rows, "Results", kinds=kinds)
@@ -69,15 +65,11 @@ def evaluations(view: RunView) -> dict[str, Table]:
         columns = [column for column in place if track.has(column.name)]
         for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
             columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
-        names = evaluation_names(track, view.settings.get("eval.every"))
-        lines = [x for x in view.lines("eval") if x.get("suite", LOSS) == suite]
-        rows = list[tuple[Any, ...]]()
-        for i, (name, line) in enumerate(zip(names, lines, strict=True)):
+        rows = list[list[Any]]()
+        for i, line in enumerate(x for x in view.lines("eval") if x.get("suite", LOSS) == suite):
             numbers = [(column.name, float(track[column.name][i])) for column in columns]
             # a field that the line lacks is missing; NaN in the line is a score
-            known = (x if key in line or math.isfinite(x) else None for key, x in numbers)
-            rows.append((name, *known))
-        columns.insert(0, Column("evaluation", "Evaluation"))
+            rows.append([x if key in line or math.isfinite(x) else None for key, x in numbers])
         tables[suite] = Table(suite, columns, rows, f"Evaluations: {suite}")
     return tables
 
@@ -96,21 +88,29 @@ class SettingRow(NamedTuple):
     values: tuple[Any, ...]
     meaning: str
     differs: bool  # between the runs
-    changed: bool  # from the default, in a run
+    changed: bool  # from the preset that the run was made from, in a run
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
     """Every setting, but for the run's place: first if it differs between the runs, then if it is not
-    the default.
+    the preset's.
     """
-    defaults, fields = Recipe(preset="custom").flat(), settings()
-    rows = []
+    fields, rows = settings(), []
+    bases = [_base(str(view.settings["preset"])) for view in views]
     for key in dict.fromkeys(key for view in views for key in view.settings if key not in PLACE):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
-        differs, changed = (any(x != y for x in values) for y in (values[0], defaults.get(key)))
+        differs = any(value != values[0] for value in values)
+        changed = any(x != base.get(key) for x, base in zip(values, bases, strict=True))
         rows.append(SettingRow(key, values, meaning, differs, changed))
     return sorted(rows, key=lambda row: (not row.differs, not row.changed))
+
+
+@cache
+def _base(preset: str) -> Mapping[str, Any]:
+    """The settings of a preset; the defaults for a recipe that was made from none."""
+    known = preset in presets()
+    return (Recipe.load(preset) if known else Recipe(preset="custom")).flat() | {"preset": preset}
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:

@@ -13,18 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS, comparable
+from windlass.checkpoint.retention import LOSS, scores_by_step
 from windlass.errors import plural
-from windlass.estimate.time import predicted_and_actual
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
-from windlass.recipe.units import epochs_in
-from windlass.reports.text import show
 from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_tracks, track_of
 from windlass.run import Line, Run, effective, last_start, read_lines
-from windlass.study.results import validation_data
-from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure, lower_is_better
+from windlass.study.results import BITS, validation_data
+from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure
 from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
@@ -80,7 +77,6 @@ class RunView:
         self.speed = throughput(every)
         self.wall = wall_time(raw)  # seconds by phase over all starts, and their `total`
         self.device_hours = device_hours(raw) or None
-        self.outcome = predicted_and_actual(run, raw)
 
     def lines(self, kind: str) -> list[Line]:
         return [line for line in self.ledger if line["kind"] == kind]
@@ -104,23 +100,18 @@ def views(runs: Sequence[Run]) -> list[RunView]:
     return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]
 
 
-def _with_tokens(track: Track, train: Track, **more: Any) -> Track:
+def _with_tokens(track: Track, train: Track) -> Track:
     """A track whose `tokens` are the trained ones; an `eval` line's own count what it evaluated."""
     tokens = interpolate(train, "step", track["step"], "tokens")
-    return Track({**track.columns, **more, "tokens": tokens})
+    return Track({**track.columns, "tokens": tokens})
 
 
 def _evals(evaluations: Sequence[Line], train: Track, clock: Clock) -> dict[str, Track]:
-    """The evaluations by suite; `comparable` is 1 if a line has the items of the last one."""
+    """The evaluations by suite."""
     suites: dict[str, list[Line]] = {}
     for line in evaluations:
         suites.setdefault(line.get("suite", LOSS), []).append(line)
-    tracks = {}
-    for suite, lines in suites.items():
-        alike = comparable(lines)
-        same = np.array([float(line in alike) for line in lines])
-        tracks[suite] = _with_tokens(track_of(lines, clock), train, comparable=same)
-    return tracks
+    return {name: _with_tokens(track_of(own, clock), train) for name, own in suites.items()}
 
 
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
@@ -133,36 +124,28 @@ def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restar
         step, before = float(start["step"]), start.get("extended_from")
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
         own = [x for x in events if x.get("attempt") == attempt.number]
-        changes = [(key, old, new) for _, key, old, new in changed_settings(own)]
+        changed = [x["settings"] for x in own if x.get("event") == "settings_changed"]
+        changes = {key: values for one in changed for key, values in one.items()}
         what = text = STARTS[start["event"]]
         if before:
             what, text = "extended", f"extended from {before:,} to {plural(start['steps'], 'step')}"
         elif changes:
             what = "settings changed"
-        for key, old, new in changes:
+        for key, (old, new) in changes.items():
             text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
-
-
-def changed_settings(events: Sequence[Line]) -> list[tuple[int, str, Any, Any]]:
-    """Step, key, old and new value of each setting that a resume changed."""
-    changes = (x for x in events if x.get("event") == "settings_changed")
-    return [(x["step"], key, *pair) for x in changes for key, pair in x["settings"].items()]
 
 
 def _values(v: RunView) -> dict[str, Value]:
     """Every measure of a run, speeds over the whole run; `SUITE_SCORE` for other suites' scores."""
     start, loss, speed = v.start, v.evals.get(LOSS), v.speed
     measure = str(v.settings["checkpoint.best"])
-    suite, _, field = measure.partition(".")
-    score, score_step = best(v, suite, field)
-    best_loss, best_step = best(v, LOSS, LOSS)
+    score, score_step = best(v, measure) if measure != LOSS else (None, None)
+    best_loss, best_step = best(v, LOSS)
     total, trained = start.get("parameters"), start.get("trained")
     batch = max(1, start.get("global_batch", 1))
     per_epoch = first((start.get("samples_per_epoch") or math.nan) / batch)
-    changes = changed_settings(v.events)
-    texts = (f"{key} {show(a)} -> {show(b)} after step {step:,}" for step, key, a, b in changes)
     peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
     computed: dict[str, Value] = {
         "state": v.state,
@@ -172,7 +155,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "layout": v.sizes.layout or None,
         "best_eval_loss": best_loss,
         "best_eval_step": best_step,
-        "best_bits_per_byte": best(v, LOSS, "bits_per_byte")[0],
+        "best_bits_per_byte": best(v, BITS)[0],
         "best_measure": measure if score is not None else None,
         "best_score": score,
         "best_score_step": score_step,
@@ -182,17 +165,12 @@ def _values(v: RunView) -> dict[str, Value]:
         "eval_samples_per_s": evaluation_speed(v.ledger).get("eval_samples_per_s"),
         "steps_per_epoch": per_epoch,
         "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
-        "device_mem_mb": first((v.outcome.device_bytes or math.nan) / 1e6),
-        "util_std_pct": on_ranks(v, "util_pct", "std"),
         "mfu": speed and speed.mfu,
         "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
         "runtime_s": v.wall["total"] or None,
-        "predicted_s": v.outcome.predicted_seconds,
-        "actual_s": v.outcome.actual_seconds,
         "device_hours": v.device_hours,
         "energy_kwh": energy_kwh(v),
         "starts": 1 + len(v.restarts),
-        "changed": "; ".join(texts) or None,
     }
     values = {m.name: _read(v, m) if m.source else computed[m.name] for m in RUN.values()}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
@@ -240,20 +218,11 @@ def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[
     return losses
 
 
-def best(view: RunView, suite: str, column: str) -> tuple[float | None, int | None]:
-    """The best value of an evaluation, and its step: the lowest loss, or the best score.
-
-    If a resume changed the evaluated items, only the evaluations since then compare.
-    """
-    track = view.evals.get(suite)
-    if track is None:
-        return None, None
-    finite = np.where(np.isfinite(track[column]) & (track["comparable"] > 0), track[column], np.nan)
-    if np.isnan(finite).all():
-        return None, None
-    lower = lower_is_better(LOSS if suite == LOSS else f"{suite}.{column}", view.ledger)
-    place = int(np.nanargmin(finite) if lower else np.nanargmax(finite))
-    return float(finite[place]), int(track["step"][place])
+def best(view: RunView, measure: str) -> tuple[float | None, int | None]:
+    """The best value of a measure (`loss` or `SUITE.NAME`), and its step."""
+    scores = scores_by_step(view.lines("eval"), measure)
+    step = scores.best
+    return (None, None) if step is None else (scores[step], step)
 
 
 def first(*values: Any) -> float | None:
@@ -268,13 +237,13 @@ def last_value(track: Track | None, name: str) -> float | None:
     return float(track[name][-1])
 
 
-def on_ranks(view: RunView, name: str, statistic: str = "avg") -> float | None:
-    """Mean or deviation (`std`) of a device field over all ranks' samples in training steps."""
+def on_ranks(view: RunView, name: str) -> float | None:
+    """The mean of a device field over all ranks' samples in training steps."""
     names = ("gpu_util_pct", "cpu_util_pct") if name == "util_pct" else (name,)
     parts = [t[name][np.isfinite(t[name]) & (t["training"] > 0)] for t in view.ranks]
     values = np.concatenate([[], *parts])
-    measured = (values.mean() if statistic == "avg" else values.std()) if len(values) else None
-    return first(*(view.summary.get(f"{statistic}_{name}") for name in names), measured)
+    measured = values.mean() if len(values) else None
+    return first(*(view.summary.get(f"avg_{name}") for name in names), measured)
 
 
 def energy_kwh(view: RunView) -> float | None:
@@ -284,19 +253,3 @@ def energy_kwh(view: RunView) -> float | None:
     if not len(measured) or not view.device_hours:
         return None
     return float(measured.mean()) * view.device_hours / 1e3
-
-
-def evaluation_names(track: Track, every: Any) -> list[str]:
-    """A name for each evaluation: `epoch 2` if `eval.every` is in epochs, else `step 250`."""
-    period = float(epochs_in(every)) if isinstance(every, str) else 0.0
-    names = []
-    for step, epoch in zip(track["step"], track["epoch"], strict=True):
-        nearest = round(epoch / period) * period if period and math.isfinite(epoch) else 0.0
-        if step == 0:
-            names.append("before training")
-        # the first step at or past the epoch
-        elif nearest and 0 <= epoch - nearest <= epoch / step * (1 + 1e-6):
-            names.append(f"epoch {nearest:g}")
-        else:
-            names.append(f"step {step:,.0f}")
-    return names

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.answers import text_of
 from windlass.reports.contents import Contents
+from windlass.reports.head import text_of
 from windlass.reports.page import cell_page, page
 from windlass.reports.study import StudyView
-from windlass.reports.table import Column, Table
+from windlass.reports.table import Column, Table, markdown_cell, slug
 from windlass.reports.tables import settings_table
-from windlass.reports.text import markdown_cell, slug
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
@@ -153,14 +152,12 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     text += (
         f"\n{Table('answers', [Column('', 'Question'), Column('', 'Answer')], answers).markdown()}"
     )
-    for view in computed.views if head.state else ():
+    for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
-    winners = ""
+    winners = f"\n## {computed.winner_title}\n" * bool(computed.winners)
     for best in computed.winners:
-        is_best = best is computed.winners[0] and not computed.scaled
-        what = f"The best: {best.text}" if is_best else best.text
-        winners += f"\n{markdown_cell(what)}. {best.remark}\n\n```\n{best.command}\n```\n"
+        winners += f"\n{markdown_cell(best.text)}. {best.remark}\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
     for name, table in computed.tables.items():
         text += winners * (name == "cells") + section(table)
@@ -171,7 +168,7 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
     settings = {"differ between the runs": computed.differing}
-    settings["are not the default"] = computed.changed
+    settings["differ from the preset"] = computed.changed
     for which, rows in settings.items():
         if rows:
             shown = settings_table(computed.views, rows).markdown()

@@ -2,7 +2,7 @@
 
 The console, trackers, tables, charts, the page, scaling studies, published tables, the model card
 and the documentation select their numbers here. A new number is one line of a table below, and
-one more if a run's results show it.
+one more if a run's results show it. `show` is the one formatter of numbers.
 
 A field that a callback, lm-eval or a user's own suite writes is not declared; `of_eval` gives it
 the properties of a score.
@@ -10,12 +10,14 @@ the properties of a score.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import PLACE
+from windlass.variables import scrub
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Measure:
 
     name: str  # the field of its ledger line, or the name in tables and CSV
     heading: str = ""  # the title of a column or chart; empty: the name in words
-    # the format in tables (see `reports.text.show`): `loss`, `score`, `count`, `rate`, `share`,
+    # the format in tables (see `show`): `loss`, `score`, `count`, `rate`, `share`,
     # `mb`, `hours`, `duration`, `amount`, `giga`; empty: text
     kind: str = "score"
     unit: str = ""  # of the raw value, or of a chart's axis
@@ -35,7 +37,7 @@ class Measure:
     better: str = ""  # the better direction of a score, `higher` or `lower`
     words: str = ""  # the name in a sentence, a legend, and an evaluation's line of the terminal
     short: str = ""  # the heading in the terminal; empty: the heading
-    # the text in a step's line of the terminal, with a format that `Shown` knows; a text that ends
+    # the text in a step's line of the terminal, with a format or a kind of `show`; a text that ends
     # in ` *` leaves the live line room for its bar
     console: str = ""
     tracker: str = ""  # the name in the trackers
@@ -43,8 +45,6 @@ class Measure:
     principal: bool = False  # whether people see it in a table of several runs, beside the CSV
     gpu: bool = False  # whether only a GPU has it
     source: str = ""  # `LINE.FIELD` in the ledger or `devices/`; the first with a value counts
-    of: str = ""  # the measure that it is converted from,
-    factor: float = 1.0  # and by what
     meaning: str = ""  # a definition for the documentation; empty: the heading says it
 
     @property
@@ -71,21 +71,57 @@ class Measure:
 
 
 class Shown(float):
-    """A number with the formats of the console besides Python's own."""
+    """A number whose format, as in `{:share}`, may be a kind of `show`."""
 
-    def __format__(self, spec: str) -> str:
-        match spec:
-            case "short":
-                return short(self)
-            case "duration":
-                return duration(self)
-            case "share":
-                return f"{100 * self:.1f}%"
-            case "gb":  # from MB
-                return f"{self / 1e3:.2f} GB"
-            case "epoch":
-                return f"{self:.2f}" if self >= 0.1 else f"{self:.2g}"
-        return super().__format__(spec)
+    def __format__(self, kind: str) -> str:
+        return show(float(self), kind) if kind.isalpha() else super().__format__(kind)
+
+
+MISSING = "–"
+DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}
+"""Digits after the point by kind of number."""
+
+
+def show(value: Any, kind: str = "") -> str:
+    """A value of a recipe or a ledger for a reader; a dash for None.
+
+    `kind`: a key of DECIMALS, `count`, `short` (15.2k), `amount` (with a fraction), `share` (a
+    fraction, shown as %), `gb` (from MB), `giga` (in units of 10^9), `duration` (seconds); empty:
+    six significant digits.
+    """
+    if value is None or value == "":
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(show(v) for v in value) or "none"
+    if isinstance(value, dict):
+        return " ".join(f"{key} {show(v)}" for key, v in value.items())
+    if not isinstance(value, (int, float)):
+        return str(scrub(str(value)))
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
+    match kind:
+        case "gb":
+            return f"{value / 1e3:.2f} GB"
+        case "giga":
+            return show(value / 1e9, "hours")
+        case "duration":
+            return f"{value:.1f}s" if value < 10 else duration(value)
+        case "share":
+            return f"{100 * value:.1f} %"
+        case "short":
+            return short(value)
+        case "count":
+            return f"{value:,.0f}"
+        case "amount":
+            return f"{value:,.3f}".rstrip("0").rstrip(".")
+    if kind in DECIMALS:
+        decimals = DECIMALS[kind]
+        if 0 < abs(value) < 10**-decimals * 100 or abs(value) >= 1e12:
+            return f"{value:.3g}"
+        return f"{value:,.{decimals}f}" if value else "0"
+    return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
 def short(number: float) -> str:
@@ -115,7 +151,6 @@ def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
     for row in text.strip().splitlines():
         cells: dict[str, Any] = dict(zip(names, map(str.strip, row.split("|")), strict=False))
         cells |= {name: bool(cells[name]) for name in ("principal", "gpu") if name in cells}
-        cells |= {"factor": float(cells["factor"])} if "factor" in cells else {}
         measures[cells["name"]] = Measure(**(same | cells))
     return measures
 
@@ -128,7 +163,7 @@ left_s | time left | duration | | {:duration} left
 tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput\
  | Throughput | tokens/s, all ranks
 lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
-epoch | epochs done | amount | train/epoch | epoch {:epoch}
+epoch | epochs done | amount | train/epoch | epoch {:.3g}
 grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm\
  | Gradient norm | before clipping
 mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
@@ -204,7 +239,7 @@ examples | count | count
         for name in (
             *(*PLACE, "samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
             *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
-            *("event", "index", "hours", "comparable", "lower"),
+            *("event", "index", "hours", "lower"),
         )
     },
 }
@@ -244,20 +279,6 @@ startup | start-up
     role="other",
 )
 """The parts of a run's wall time."""
-
-SUMMARY = _table(
-    "name tracker",
-    """
-final_loss | final_train_loss
-final_eval_loss | final_val_loss
-best_eval_loss | best_val_loss
-tokens_per_s_mean | tokens_per_s
-mfu_mean | mfu
-runtime_s | duration_s
-samples | samples_trained
-""",
-)
-"""Fields of the `summary` line with another name in the trackers, which get all of them."""
 
 RUN = _table(
     "name kind source heading principal gpu",
@@ -300,22 +321,17 @@ mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (
 driver_mem_mb | mb | device.mem_used_mb |\
  Memory in use by the driver's count, per device, mean (MB) | | GPU
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
-device_mem_mb | mb | | Memory of the device (MB)
 rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
 util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
-util_std_pct | rate | | Device utilisation while training, deviation (%)
 mfu | share | | Model FLOPs utilisation | yes
 goodput | share | | Goodput | yes
 runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
  Start-up (s): from the process's start to its first evaluation or step
-predicted_s | duration | | Time to finish, predicted after 5 % of the steps
-actual_s | duration | | Time it took, without repeated steps and restarts
 device_hours | hours | | Device-hours | yes
 energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
 starts | count | | Starts
 ended_early | | finished.reason | Ended early
-changed | | | Settings changed
 """,
 )
 """Numbers of a whole run by the name in CSV; `reports.view` computes those without a source."""
@@ -376,35 +392,7 @@ strategies or layouts, and `compared` ones for the studies with a baseline; the 
 sum to `step_ms`; a missing `optional` one needs no explanation.
 """
 
-METERS = _table(
-    "name heading kind gpu",
-    """
-driver_mem_mb | Driver: memory of a rank's GPU (MB) | mb | GPU
-util_pct | Driver: utilisation (%) | rate | GPU
-samples_per_s_whole_run | Wall clock: samples/s | rate
-mem_alloc_mb | Trainer: memory allocated (MB) | mb | GPU
-samples_per_s | Trainer: samples/s | rate
-rss_mb | Trainer: resident memory of a rank (MB) | mb
-""",
-)
-"""What driver, wall clock and trainer say of a setup; `rss_mb` is for setups on a CPU."""
-
 STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
-
-PUBLISHED = _table(
-    "name kind of factor gpu",
-    """
-gpus | count | world | 1
-gpu_hours | hours | device_hours | 1 | GPU
-gpu_util_pct | rate | util_pct | 1 | GPU
-mem_alloc_gb | hours | mem_alloc_mb | 1e-3 | GPU
-driver_mem_gb | hours | driver_mem_mb | 1e-3 | GPU
-peak_mem_gb | hours | peak_mem_mb | 1e-3 | GPU
-efficiency_pct | rate | efficiency | 100
-ratio_pct | rate | ratio | 100
-""",
-)
-"""Measures of runs and setups in the units of published tables."""
 
 
 def of_result(name: str) -> Measure:
@@ -413,13 +401,6 @@ def of_result(name: str) -> Measure:
         epoch = name.removeprefix(EPOCH_LOSS)
         return Measure(name, f"Validation loss, epoch {epoch}", "loss", principal=True)
     return RUN.get(name) or Measure(name, name.replace("_", " "), principal=True)
-
-
-def of_published(name: str) -> Measure:
-    """A column of a published table, whose own heading has the unit: seconds stay seconds."""
-    if name.startswith(EPOCH_LOSS):
-        return of_result(name)
-    return (RUN | SETUP | PUBLISHED).get(name) or Measure(name, kind="")
 
 
 def of_source(name: str) -> Measure | None:

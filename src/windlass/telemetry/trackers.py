@@ -173,8 +173,7 @@ def point(line: Line) -> Point:
             scalars[path] = value
         elif line["kind"] == "summary":
             if key != "best_score" or line.get("best_measure", "loss") != "loss":
-                summary = measures.SUMMARY.get(key)
-                scalars[f"summary/{summary.tracker if summary else path}"] = value
+                scalars[f"summary/{path}"] = value
         elif line["kind"] == "eval" and measure.role not in ("count", "place"):
             scalars[f"{'eval' if sequence == 'eval/loss' else sequence}/{path}"] = value
     return Point(line["step"], timestamp(line), sequence, scalars, texts)

@@ -21,11 +21,6 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert worked.text == "Yes: finished 400 of 400 steps" and worked.mark == "good"
     assert worked.remark == "2 starts, 1 kill"
     assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
-    before = one.evals["loss"]["loss"][0]
-    assert (
-        f"loss {before:.4f} before training" in good.remark and "perplexity" in good.remark.lower()
-    )
-    assert "hellaswag acc norm 0.3100 (0.2600 at step 0)" in good.remark
     assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
     assert "2 ranks" in fast.remark and "MFU" in fast.remark
     # 240 W of two devices, in the time that counts
@@ -33,7 +28,7 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert one.values["energy_kwh"] == pytest.approx(0.24 * one.device_hours, rel=0.01)
     assert "kWh" in cost.remark and "goodput" in cost.remark
     assert wrong.text == "1 kill" and wrong.mark == "warn"
-    assert "after step 260; 60 steps were done again" in wrong.remark
+    assert wrong.remark.endswith("after step 260")
 
 
 def event(name, step, seconds, **fields):
@@ -89,13 +84,12 @@ def test_skipped_steps_spikes_rewinds_and_warnings_are_counted_and_listed(tmp_pa
     assert "0 kills" in worked.remark, "a rewind is no kill"
 
 
-def test_a_comparison_names_the_best_run_and_its_margin(one, tmp_path):
+def test_a_comparison_names_the_best_run(one, tmp_path):
     other = RunView(build_run(tmp_path / "other", lr=1e-2, steps=300, ranks=1))
     worked, good, fast, cost, wrong = answers([one, other])
     assert worked.text == "2 of 2 runs finished"
-    best, second = (view.values["best_eval_loss"] for view in (one, other))
+    best = one.values["best_eval_loss"]
     assert good.text == f"Best validation loss {best:.4f} nats per token: one"
-    assert good.remark == f"{second - best:.4f} better than the next, other"
     assert "(other)" in fast.remark
     assert cost.text == f"{one.device_hours + other.device_hours:.3f} device-hours"
     assert wrong.text == "1 kill" and wrong.remark.startswith("one: start 1")
@@ -105,7 +99,7 @@ def test_a_study_counts_its_cells_and_says_what_failed(study):
     worked, good, fast, _, wrong = answers(study.views, study)
     assert worked.text == "10 of 12 cells finished" and worked.remark == "1 failed, 1 waiting"
     assert good.text == f"Best validation loss {study.best[0].median:.4f} nats per token"
-    assert good.remark.startswith("lr=0.001 kind=cosine, 2 seeds, ") and "next" in good.remark
+    assert good.remark == "lr=0.001 kind=cosine, median of 2 seeds"
     assert fast.text.endswith("tokens/s, median of the runs")
     assert wrong.text == "1 failed cell"
     assert "loss not finite on rank 0" in wrong.remark

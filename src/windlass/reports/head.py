@@ -1,0 +1,336 @@
+"""What a report says first: did it work, how good, how fast, what did it cost, what went wrong."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from windlass.checkpoint.retention import LOSS
+from windlass.errors import by_text, plural
+from windlass.reports.scaling import lede
+from windlass.reports.study import StudyView, Winner
+from windlass.reports.view import RunView
+from windlass.run import ENDINGS, Line
+from windlass.study.results import BITS, FAILED_STATES, common_measure, diverged
+from windlass.telemetry.measures import SETUP, show, title_of
+
+WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
+COST, WRONG = "What did it cost?", "What went wrong?"
+
+BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
+"""The measure of the best of several runs, by what they have in common."""
+
+TROUBLES = {
+    "failed": "failure",
+    "preempted": "unsaved stop",  # a stop with a save loses nothing
+    "stopped": "unsaved stop",
+    "save_failed": "failed save",
+    "rewound": "rewind",
+    "skipped": "skipped step",
+    "spike": "loss spike",
+    "out_of_memory": "out-of-memory error",
+    "warning": "warning",
+}
+"""Events of the ledger that are troubles, each with its name."""
+
+
+class Answer(NamedTuple):
+    question: str
+    text: str
+    remark: str = ""
+    mark: str = ""  # `good`, `bad`, `warn` or `open`
+    more: Sequence[str] = ()  # a line for each trouble
+
+
+class Trouble(NamedTuple):
+    name: str
+    text: str
+    times: int = 1
+    label: str = ""  # of the run or cell, if there are several
+
+
+@dataclass(frozen=True)
+class Head:
+    kicker: str
+    title: str
+    lede: str
+    answers: list[Answer]
+    place: str  # the directory of the run or study
+    notes: str = ""  # `run.notes`
+
+
+def head_of(views: Sequence[RunView], study: StudyView | None, winners: Sequence[Winner]) -> Head:
+    if study:
+        return _study_head(study, winners)
+    return _comparison_head(views) if len(views) > 1 else _run_head(views[0])
+
+
+def text_of(answer: Answer) -> str:
+    return "; ".join(filter(None, [answer.text, answer.remark]))
+
+
+def _sentence(*parts: str) -> str:
+    """The parts that are not empty, with a capital letter."""
+    text = ", ".join(filter(None, parts))
+    return text[:1].upper() + text[1:]
+
+
+# ---------------------------------------------------------------- one run
+
+
+def _run_head(view: RunView) -> Head:
+    values, parts = view.values, list[str]()
+    if "network" in values:
+        parts.append(str(values["network"]))
+    if "trainable" in values:
+        parts.append(f"{values['trainable']} trained")
+    elif "parameters" in values:
+        parts.append(f"{show(values['parameters'], 'count')} parameters")
+    if "tokens" in values:
+        parts.append(f"{show(values['tokens'], 'count')} tokens")
+    parts += [restart.text for restart in view.restarts if restart.what == "extended"]
+    answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
+    place, notes = str(view.run.path.resolve()), view.settings["run.notes"]
+    return Head("A run", view.label, ", ".join(parts), answers, place, notes)
+
+
+def worked(view: RunView) -> Answer:
+    done = f"{view.step:,} of {plural(int(view.start.get('steps', view.step)), 'step')}"
+    killed = kills(view)
+    last_was_killed = killed[-1:] == [max(view.reached, default=0)]
+    match view.state:
+        case "finished" if divergence(view):
+            text, mark = f"No: the loss diverged, {done}", "bad"
+        case "finished":
+            text, mark = f"Yes: finished {done}", "good"
+        case "failed":
+            how = "killed" if last_was_killed else "failed"
+            text, mark = f"No: {how} after {done}", "bad"
+        case "running":
+            text, mark = f"Not yet: running, {done}", "open"
+        case "new":
+            text, mark = "Not yet: no step", "open"
+        case state:
+            text, mark = f"Not yet: {state} after {done}", "open"
+    reason = str(view.values.get("ended_early") or "")
+    starts = 1 + sum(restart.what != "rewound" for restart in view.restarts)
+    remark = _sentence(reason, plural(starts, "start"), plural(len(killed), "kill"))
+    return Answer(WORKED, text, remark, mark)
+
+
+def kills(view: RunView) -> list[int]:
+    """The attempts that ended without an event: they were killed, or their machine was."""
+    events: dict[int, set[str]] = {}
+    for event in view.events:
+        events.setdefault(int(event.get("attempt", 0)), set()).add(str(event["event"]))
+    running = max(events, default=0) if view.state == "running" else None
+    return [
+        number
+        for number, own in sorted(events.items())
+        # a rewind is a new attempt of the same process
+        if not own & set(ENDINGS)
+        and "rewound" not in events.get(number + 1, ())
+        and number != running
+    ]
+
+
+def divergence(view: RunView) -> str:
+    """How the training loss diverged; empty if it did not."""
+    losses = view.train["loss"].tolist()
+    if not losses or not diverged(losses[0], losses[-1]):
+        return ""
+    first, last = show(losses[0], "loss"), show(losses[-1], "loss")
+    return f"the training loss went from {first} to {last}"
+
+
+def good(view: RunView) -> Answer:
+    values, track, parts = view.values, view.evals.get(LOSS), list[str]()
+    if track is None or "eval_loss" not in values:
+        if "train_loss" not in values:
+            return Answer(GOOD, "Not known: no step is in the ledger")
+        loss = show(values["train_loss"], "loss")
+        return Answer(GOOD, f"Training loss {loss} nats per token", "No evaluation")
+    text = f"validation loss {show(values['eval_loss'], 'loss')} nats per token"
+    measure, score = str(values.get("best_measure", LOSS)), values.get("best_score")
+    if measure != LOSS:
+        parts, step = [text], values["best_score_step"]
+        text = f"best {title_of(measure)} {show(score, 'score')} at step {step:,}"
+    if track["step"][-1] == 0 < view.step:
+        parts.append("evaluated before training only")
+    if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
+        lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
+        parts.append(f"lowest loss {lowest} at step {step:,}")
+    return Answer(GOOD, _sentence(text), _sentence(*parts))
+
+
+def fast(view: RunView) -> Answer:
+    if not view.speed:
+        return Answer(FAST, "Not known: no step was timed")
+    ms = 1e3 / view.speed.steps_per_s
+    step = f"{show(ms, 'rate')} ms a step" if ms < 1e4 else f"{show(ms / 1e3, 'duration')} a step"
+    device = f" on {view.start['device']}" if "device" in view.start else ""
+    ranks = plural(int(view.start.get("world", 1)), "rank") + device
+    mfu = f"MFU {show(view.speed.mfu, 'share')}" if view.speed.mfu is not None else ""
+    profiles = [" and ".join(e["files"]) for e in view.events if e.get("files")]
+    profile = f"profile in {profiles[-1]}" if profiles else ""
+    text = f"{show(view.speed.tokens_per_s, 'count')} tokens/s"
+    return Answer(FAST, text, _sentence(step, ranks, view.sizes.layout, mfu, profile))
+
+
+def cost(views: Sequence[RunView]) -> Answer:
+    """The cost of all runs together."""
+    wall, hours, kwh, tokens = (
+        sum(float(view.values.get(name) or 0) for view in views)
+        for name in ("runtime_s", "device_hours", "energy_kwh", "tokens")
+    )
+    if not wall:
+        return Answer(COST, "Not known: no time is in the ledger")
+    goodput = show(sum(view.wall["train"] for view in views) / wall, "share")
+    parts = [f"{show(kwh, 'hours')} kWh of the devices" * (kwh > 0)]
+    parts.append(f"goodput {goodput} (time in training steps)")
+    text, more = f"{show(wall, 'duration')} of wall time", f"{show(hours, 'hours')} device-hours"
+    if len(views) == 1:
+        return Answer(COST, text, _sentence(more, *parts))
+    # runs that shared the time count twice in the sum of their wall times
+    parts.append(f"{show(tokens, 'count')} tokens")
+    return Answer(COST, more, _sentence(f"{text} in all runs together", *parts))
+
+
+def troubles_of(view: RunView) -> list[Trouble]:
+    """What went wrong in a run, in the order of time."""
+    troubles = [Trouble("divergence", divergence(view))] if divergence(view) else []
+    for number in kills(view):
+        step = view.reached[number]
+        text = f"start {number + 1} was killed, or its host was lost, after step {step:,}"
+        troubles.append(Trouble("kill", text))
+    for event in sorted(view.events, key=lambda line: str(line["time"])):
+        name = TROUBLES.get(str(event["event"]))
+        if name and not event.get("saved"):
+            troubles.append(Trouble(name, _text(event, name), int(event.get("count", 1))))
+    return troubles
+
+
+def _text(event: Line, name: str) -> str:
+    reason, step = str(event.get("reason") or name), f"step {event['step']:,}: "
+    return reason if reason.startswith(("step ", "rank ")) else step + reason
+
+
+def wrong(troubles: Sequence[Trouble]) -> Answer:
+    counted = Counter[str]()
+    for trouble in troubles:
+        counted[trouble.name] += trouble.times
+    if not counted:
+        return Answer(WRONG, "Nothing", mark="good")
+    text = _sentence(*(plural(count, name) for name, count in counted.items()))
+    texts = by_text((trouble.label, trouble.text) for trouble in troubles)
+    remark, more = (texts[0], ()) if len(texts) == 1 else ("", texts)
+    return Answer(WRONG, text, remark, "warn", more)
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def _comparison_head(views: Sequence[RunView]) -> Head:
+    others = [f"{view.label}: {view.state}" for view in views if view.state != "finished"]
+    text = f"{len(views) - len(others)} of {len(views)} runs finished"
+    answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
+    answers += [_best_run(views), _fastest(views), cost(views)]
+    answers.append(wrong([t for view in views for t in _labelled(view)]))
+    place = ", ".join(str(view.run.path.resolve()) for view in views)
+    states = counts(view.state for view in views)
+    return Head("A comparison of runs", f"{len(views)} runs", states, answers, place)
+
+
+def _labelled(view: RunView) -> list[Trouble]:
+    return [trouble._replace(label=view.label) for trouble in troubles_of(view)]
+
+
+def _best_run(views: Sequence[RunView]) -> Answer:
+    measure, remark = common_measure([view.validation for view in views])
+    if not measure:
+        return Answer(GOOD, "There is no best run", remark)
+    scores = [(x, v.label) for v in views if isinstance(x := v.values.get(BEST[measure]), float)]
+    ranked = sorted(one for one in scores if not math.isnan(one[0]))
+    if not ranked:
+        return Answer(GOOD, "Not known: no evaluation")
+    score, label = ranked[0]
+    unit = " nats per token" * (measure == LOSS)
+    return Answer(GOOD, f"Best {title_of(measure)} {show(score, 'loss')}{unit}: {label}", remark)
+
+
+def _fastest(views: Sequence[RunView]) -> Answer:
+    speeds = sorted((v.speed.tokens_per_s, v.label) for v in views if v.speed)
+    if not speeds:
+        return Answer(FAST, "Not known: no step was timed")
+    low, median, high = speeds[0], statistics.median(speed for speed, _ in speeds), speeds[-1]
+    ends = f"{show(low[0], 'count')} ({low[1]}) to {show(high[0], 'count')} ({high[1]})"
+    text = f"{show(median, 'count')} tokens/s, median of the runs"
+    return Answer(FAST, text, ends * (len(speeds) > 1))
+
+
+def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
+    states = [result.state for result in seen.results]
+    text = f"{states.count('finished')} of {plural(len(states), 'cell')} finished"
+    others = counts(state for state in states if state != "finished")
+    answers = [Answer(WORKED, text, others, "open" if others else "good")]
+    scaling, path = seen.study.scaling, seen.study.path.resolve()
+    if scaling:
+        kicker, subtitle = "A scaling study", lede(scaling)
+        answers += _scaling(seen, winners)
+    else:
+        kicker = "A study"
+        subtitle = "; ".join(f"{key}: {', '.join(map(show, x))}" for key, x in seen.swept.items())
+        answers += [_best_cell(seen), _fastest(seen.views)]
+    bad = {r.run.path: r for r in seen.results if r.state in FAILED_STATES}
+    troubles = [
+        Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
+        for r in bad.values()
+    ]
+    for view in seen.views:  # the reason of a bad cell says how it ended
+        ends = ("failure", "divergence", "kill") if view.run.path in bad else ()
+        troubles += [one for one in _labelled(view) if one.name not in ends]
+    answers += [cost(seen.views), wrong(troubles)]
+    return Head(kicker, path.name, subtitle, answers, str(path))
+
+
+def _best_cell(seen: StudyView) -> Answer:
+    if not seen.best:
+        return Answer(GOOD, "There is no best cell", seen.remark)
+    best, *others = seen.best
+    text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
+    more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
+    seeds = f"median of {best.seeds}" if best.seeds else ""
+    return Answer(GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.remark])))
+
+
+def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
+    """How well it scales, and how fast it was."""
+    question = "How well does it scale?"
+    measured = [setup for setup in seen.setups if setup.measured]
+    if not measured:
+        reasons = dict.fromkeys(s.missing.get("step_ms", "not run yet") for s in seen.setups)
+        return [Answer(question, f"Not known: {'; '.join(reasons)}"), Answer(FAST, "Not known")]
+    largest = max(measured, key=lambda setup: setup.world)
+    fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
+    if winners:
+        quality = Answer("Which setup is best?", winners[0].name, winners[0].why)
+    elif "efficiency" in largest.values:
+        efficiency, speedup = (
+            show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")
+        )
+        text = f"Efficiency {efficiency} on {plural(largest.world, 'rank')}"
+        quality = Answer(question, text, f"Speed-up {speedup}")
+    else:
+        quality = Answer(question, "Not known: one number of ranks")
+    step = show(fastest.values["step_ms"], "rate")
+    text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
+    remark = f"{fastest.name}, the fastest setup: {step} ms a step"
+    return [quality, Answer(FAST, text, remark)]
+
+
+def counts(states: Iterable[str]) -> str:
+    return ", ".join(f"{count} {state}" for state, count in Counter(states).items())
