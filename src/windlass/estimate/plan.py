@@ -135,7 +135,8 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    machine = Machine(subject.device, subject.world, subject.precision, per_host)
+    place = (subject.device, subject.world, subject.precision)
+    machine = Machine(*place, per_host, subject.documents)
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)
