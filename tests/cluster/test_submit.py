@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import DDP, LONG, TRAIN, assert_same, launched
-from slurm_cluster import NODES, Cluster, log_of
+from slurm_cluster import Cluster, log_of
 
 from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for
@@ -196,21 +196,6 @@ def test_two_starts_without_a_checkpoint_end_the_chain(cluster: Cluster, tmp_pat
     ended = cluster.wait(number)
     shown = " ".join(ended[name] for name in ("JobState", "ExitCode", "Restarts"))
     assert shown == "FAILED 1:0 1" and "checkpoint.every" in log_of(tmp_path / "logs")
-
-
-def test_the_last_commands_hold_one_node(cluster: Cluster, tmp_path, monkeypatch):
-    """The other node is idle while a tracker is synchronised."""
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    ends = f"touch {tmp_path}/begun; while [ ! -e {tmp_path}/end ]; do sleep 0.1; done"
-    job = Job("run", ["true"], tmp_path, tmp_path / "logs", 2, 1, after=[["bash", "-c", ends]])
-    number = submit(job, Site(), "slurm").job
-    wait_for((tmp_path / "begun").exists, 60)
-    nodes = cluster.call("squeue", "--noheader", "-o", "%D %N", "-j", number).stdout.split()
-    (tmp_path / "end").touch()
-    ended = cluster.wait(number)
-    assert nodes == ["1", NODES[0]] and ended["JobState"] == "COMPLETED", log_of(job.logs)
-    assert not list(tmp_path.glob("slurm_job*"))
 
 
 @pytest.mark.full

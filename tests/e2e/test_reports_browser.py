@@ -309,6 +309,8 @@ def test_the_keyboard_reaches_everything_and_reads_a_chart(opened):
     order = []
     for _ in range(60):
         page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement === document.body"):
+            break  # past the last one
         order.append(focused())
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
     expected = ["Skip to the content", "Light or dark", "Curves", "Settings", "Steps", "Log loss"]

@@ -45,9 +45,7 @@ def write_run(
         line("train", step, loss=4.0, **speed, tokens=tokens * step, samples=16 * step)
         if step % 25 == 0 or step in (26, 76):  # 25 and 75 are logged with the next even step
             evaluate(step // 25 * 25, 2.0)
-    return rewrite(Run(path), [line for line in lines if line["step"] <= until])
-
-
-def rewrite(run: Run, lines: list[dict[str, Any]]) -> Run:
-    run.metrics_path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    return Run(run.path)
+    kept = [line for line in lines if line["step"] <= until]
+    run = Run(path)
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+    return Run(path)

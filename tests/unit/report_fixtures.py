@@ -148,7 +148,7 @@ def build_run(
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(Recipe.load("quickstart", settings).toml())
     environment = {"python": "3.11.7", "hosts": ["node-a", "node-b"]}
-    environment["command"] = f"windlass train quickstart {NASTY}"
+    environment["command"] = ["windlass", "train", "quickstart", f"run.notes={NASTY}"]
     (path / "environment.json").write_text(json.dumps(environment))
     writer = Writer(path, ranks, seed, lr, steps, device)
     writer.start("started", 0)

@@ -6,7 +6,15 @@ from itertools import pairwise
 import pytest
 
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import Machine, layout_rows, layouts, settings_of
+from windlass.estimate.layouts import (
+    Machine,
+    layout_rows,
+    layouts,
+    memory_rows,
+    own_layout,
+    settings_of,
+    variants,
+)
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, layout_of, ranks_of
@@ -170,6 +178,14 @@ def test_every_layout_is_a_valid_recipe(world):
     assert {layout.tensor for layout in layouts(adafactor, machine(world, 40))} == {1}
 
 
+def test_settings_of_a_sharding_group_count_no_parts_of_a_sequence():
+    recipe = GPT2.replace("parallel.context=2", "train.micro_batch=1")
+    layouts = list(variants(layout_of(recipe, 8, "cuda", "bf16")))
+    assert "hybrid_shard" in {layout.strategy for layout in layouts}
+    for layout in layouts:
+        assert layout_of(recipe.replace(settings_of(layout)), 8, "cuda", "bf16") == layout
+
+
 def test_layouts_are_sorted_by_time_and_fit():
     for gigabytes in (2, 5, 40):
         rows, why = layout_rows(GPT2, 50304, machine(8, gigabytes))
@@ -183,6 +199,16 @@ def test_layouts_are_sorted_by_time_and_fit():
     assert rows[0].settings == {"train.micro_batch": 64}
     own = GPT2.replace(rows[0].settings)
     assert [r.chosen for r in layout_rows(own, 50304, machine(8, 40))[0]] == [True] + [False] * 7
+
+
+def test_both_tables_count_the_documents_of_a_row():
+    recipe = GPT2.replace("train.micro_batch=64", "train.precision=fp32")  # with a mask
+    own = replace(machine(8, 80), precision="fp32", documents=8.0)
+    layout = own_layout(recipe, 50304, own)
+    [row] = [row for row in memory_rows(recipe.model, 50304, "adamw", layout, None) if row.chosen]
+    chosen = [one.memory for one in layout_rows(recipe, 50304, own)[0] if one.chosen]
+    assert chosen == [row.memory]
+    assert row.memory.total > memory(recipe.model, 50304, replace(layout, documents=0.0)).total
 
 
 def test_nothing_fits():

@@ -144,8 +144,7 @@ def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
     assert result.recommended["train.micro_batch"] == 1
     assert 0 < result.speed.tokens_per_s < 2 * 312e12 / (6 * n)
     assert "?" not in repr(result)
-    # the number that bounds the micro-batch, and why gradients are large
-    assert "at most 2, the sequences of a rank" in repr(result) and "grad exceeds" in repr(result)
+    assert "at most 2, the sequences of a rank" in repr(result)  # it bounds the micro-batch
     # an operation that has no fake kernel
     monkeypatch.setattr(activations, "measure_peaks", lambda *_: 1 / 0)
     unknown = plan("bloom-560m-squad", own, world=2, device="A100-40GB")
@@ -170,8 +169,6 @@ def test_a_plan_of_weights_in_4_bits_needs_no_package(tmp_path, monkeypatch):
     assert small.size.parameters == whole.size.parameters and not small.unknown.get("activations")
     weights, less = (result.memory[0].memory for result in (whole, small))
     assert less.parameters < weights.parameters and less.activations > 0
-    note = f"{whole.size.parameters - whole.size.trained:,} frozen weights in fp32"
-    assert note in repr(whole) and note not in repr(small)
     recipe = Recipe.load("bloom-560m-squad", [*own, "model.lora.base=4bit"])
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         recipe.check_packages()
@@ -184,7 +181,7 @@ def test_a_plan_before_the_data_is_prepared_names_the_command_that_prepares_it()
     assert "device" not in result.unknown["time"]  # it is in the table
     known = plan(C4, device="cpu")
     assert "--from" in known.unknown["time"] and "--device" in known.unknown["time"]
-    assert "grad exceeds" not in repr(known) and "computed" in repr(known)
+    assert "computed" in repr(known)
 
 
 SAID = {"user": "what is it?", "assistant": "it is so, always"}

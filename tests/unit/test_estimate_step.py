@@ -11,7 +11,7 @@ from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import Machine
 from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.estimate.step import (
-    NotMeasured,
+    ShapeUnknown,
     Speeds,
     as_gpt,
     constants,
@@ -124,8 +124,6 @@ def test_communication_that_computation_hides():
     assert tensor.communication == pytest.approx(inner)  # tp hides behind nothing
     staged = Layout("ddp", 2, micro_batch=1, accumulation=6, pipeline=2)
     assert step(staged).bubble > 0 and staged.bubble == 1 / 7
-    with pytest.raises(NotMeasured, match="all_reduce"):
-        step(ddp, replace(IDEAL, bandwidth=lambda one: None))
 
 
 def test_frozen_weights_and_a_model_of_transformers():
@@ -140,7 +138,7 @@ def test_frozen_weights_and_a_model_of_transformers():
     assert count(alike, 500).total == pytest.approx(1_000_000, rel=0.01)
     whole = slowest(sizes, 500, ONE, IDEAL, context=64)
     assert whole.products == pytest.approx(6 * 1_000_000 * 6 * 64 / 1e9, rel=0.01)
-    with pytest.raises(NotMeasured, match="no heads"):
+    with pytest.raises(ShapeUnknown, match="no heads"):
         as_gpt(replace(sizes, network=network | {"heads": 0}), 64)
 
 

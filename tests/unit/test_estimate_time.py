@@ -1,11 +1,9 @@
-"""How long a run takes: milestones, measured and predicted speeds, and the prediction after 5 %
-beside the real time.
-"""
+"""How long a run takes: milestones, and measured and predicted speeds."""
 
 from dataclasses import replace
 
 import pytest
-from estimate_fixtures import rewrite, write_run
+from estimate_fixtures import write_run
 
 from helpers import refused
 from windlass.estimate.calendar import (
@@ -17,12 +15,12 @@ from windlass.estimate.calendar import (
 )
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import Machine
-from windlass.estimate.plan import past_speed, plan, predicted_speed
+from windlass.estimate.plan import plan
 from windlass.estimate.rank import compiles, layout_of
 from windlass.estimate.subject import Subject
-from windlass.estimate.time import measured_speed, predicted_and_actual
+from windlass.estimate.time import measured_speed, past_speed, predicted_speed
 from windlass.recipe import Horizon, Recipe
-from windlass.run import Run, read_lines
+from windlass.run import Run
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,8 @@ def test_predicted_speed():
 
     def speed(**changes):
         subject = replace(full, **changes)
-        return predicted_speed(subject, Machine.of(subject, 0))
+        machine = Machine(subject.device, subject.world, subject.precision)
+        return predicted_speed(subject, machine)
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail
@@ -197,32 +196,5 @@ def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
 def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, first_eval):
     """12 s at step 0 and 2 s from then on: after 5 % the time to finish is predicted within 10 %."""
     slow = 12.0 if first_eval else 2.0
-    outcome = predicted_and_actual(write_run(tmp_path / "run", first_eval_s=slow, **first_eval))
-    assert outcome.actual_seconds == pytest.approx(1 + slow + 10 + 4 * 2)
-    assert outcome.predicted_at_step == 6
-    assert outcome.predicted_seconds == pytest.approx(outcome.actual_seconds, rel=0.1)
-
-
-def interrupted(run, killed_at=61, resumed_at=50):
-    """Killed after step `killed_at`, resumed from `resumed_at` with 3 s of start-up; steps take 100
-    ms throughout.
-    """
-    lines = list(read_lines(run.metrics_path))
-    resumed = {"kind": "event", "event": "resumed", "step": resumed_at, "attempt": 1, "world": 1}
-    second = [resumed | {"seconds": {"startup": 3.0}}]
-    for x in (x for x in lines if x["step"] > resumed_at):
-        evals = 2.0 * (x["step"] // 25 - resumed_at // 25)
-        seconds = {"startup": 3.0, "eval": evals, "train": 0.1 * (x["step"] - resumed_at)}
-        second.append(x | {"attempt": 1, "seconds": seconds})
-    return rewrite(run, [x for x in lines if x["step"] <= killed_at] + second)
-
-
-def test_of_an_interrupted_run_pauses_and_repeated_steps_are_left_out(tmp_path):
-    whole = predicted_and_actual(write_run(tmp_path / "whole"))
-    again = predicted_and_actual(interrupted(write_run(tmp_path / "cut")))
-    assert [again.actual_seconds, whole.actual_seconds] == pytest.approx([1 + 10 + 5 * 2] * 2)
-    assert again.predicted_seconds == pytest.approx(whole.predicted_seconds)
-    cut = interrupted(write_run(tmp_path / "early"), killed_at=4, resumed_at=2)
-    early = predicted_and_actual(cut)
-    assert early.predicted_at_step == 6
-    assert early.predicted_seconds == pytest.approx(early.actual_seconds, rel=0.02)
+    result = plan(write_run(tmp_path / "run", first_eval_s=slow, until=6, **first_eval).path)
+    assert result.seconds == pytest.approx(94 * 0.1 + 4 * 2, rel=0.1)

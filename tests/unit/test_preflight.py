@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import pty
 import socket
 import subprocess
@@ -78,13 +77,11 @@ def test_whether_cuda_is_available(version, gpus, device, words):
     assert found.status == "ok" and all(word in found.text for word in words)
 
 
-def test_hosts_may_have_different_kernels():
+def test_each_host_has_findings_of_its_own():
     recipe, ranks = Recipe.load("quickstart"), Ranks(DistEnv(), torch.device("cpu"))
-    facts = {**preflight.facts_of_rank(ranks, recipe), "time": 0.0, "disks": {}, "tflops": {}}
-    own = [{"rank": n, "node": n, "host": f"n{n}", "platform": f"Linux-6.{n}"} for n in (0, 1)]
-    found = {one.name: one for one in findings_of([facts | one for one in own])}
-    assert "Linux-6.1 on n1" in found["platform"].text and found["platform"].status == "ok"
-    assert {"CUDA (n0)", "CUDA (n1)"} <= found.keys()
+    facts = {**preflight.facts_of_rank(ranks, recipe), "disks": {}, "tflops": {}}
+    hosts = [{"rank": n, "node": n, "host": f"n{n}"} for n in (0, 1)]
+    assert {"CUDA (n0)", "CUDA (n1)"} <= {f.name for f in findings_of([facts | h for h in hosts])}
 
 
 @pytest.mark.parametrize(
@@ -123,10 +120,9 @@ def test_disks(name, free_gb, shared, nodes, status):
     assert broken.status == "problem" and "read-only on b" in broken.text
 
 
-def test_limits_clocks_and_what_must_be_the_same():
+def test_limits_and_what_must_be_the_same():
     assert [f.status for f in findings.limits(0.06, 1024)] == ["warning", "warning"]
     assert [f.status for f in findings.limits(None, 65536)] == ["ok"]
-    assert findings.clock(0.1).status == "ok" and findings.clock(5.0).status == "warning"
     differ = findings.same("torch", {0: "2.13", 1: "2.13", 2: "2.11"}, {0: "a", 1: "a", 2: "b"})
     assert differ.status == "problem" and "2.13 on a" in differ.text and "2.11 on b" in differ.text
 
@@ -170,7 +166,7 @@ def test_check_on_two_ranks(tmp_path):
     rate = pytest.approx(largest["size"] / largest["seconds"] / 1e9)
     assert result["busbw"] == largest["busbw"] == rate
     shown = {finding["name"]: finding["text"] for finding in result["findings"]}
-    assert platform.system() in shown["platform"] and "available" in shown["CUDA"]
+    assert "available" in shown["CUDA"]
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert all(rank["tflops"]["float32"] > 0 for rank in result["ranks"])
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"

@@ -78,6 +78,7 @@ class Machine:
     world: int
     precision: str
     per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
+    documents: float = 0.0  # of a row (`Layout.documents`)
 
     @property
     def ranks_of_host(self) -> int:
@@ -207,6 +208,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
             )
         except UserError:  # the checks of `recipe.combinations` and of the batch
             continue
+        base = replace(base, documents=machine.documents)
         base = replace(base, workspace=machine.device.workspace_bytes)
         groups = 0 if host % (tensor * context) else host // (tensor * context)
         sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
@@ -270,7 +272,8 @@ def changes_of(recipe: Recipe, layout: Layout) -> Settings:
 def own_layout(recipe: Recipe, vocab: int, machine: Machine) -> Layout | None:
     """The recipe's own layout; None if it does not divide the ranks."""
     try:
-        return layout_on(recipe, vocab, machine.world, machine.device, machine.precision)
+        place = (machine.world, machine.device, machine.precision)
+        return layout_on(recipe, vocab, *place, documents=machine.documents)
     except UserError:
         return None
 

@@ -25,21 +25,16 @@ from windlass.estimate.calendar import (
     optimal_steps,
     optimal_tokens,
 )
-from windlass.estimate.devices import TIGHT, Device
+from windlass.estimate.devices import Device
 from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
-from windlass.estimate.memory import memory
-from windlass.estimate.step import MANY, NotMeasured, constants, slowest
 from windlass.estimate.subject import Size, Subject, subject_of, with_activations
 from windlass.estimate.text import print_plan
-from windlass.estimate.time import NO_PEAK, Speed, measured_speed, speed_on
+from windlass.estimate.time import Speed, past_speed, predicted_speed
 from windlass.model.convert import export_note
-from windlass.model.size import CountedSizes, flops_per_token
+from windlass.model.size import flops_per_token
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
-
-NARROWEST = 768
-"""The smallest width of a published run; the errors of narrower models are unknown."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,8 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    machine = Machine(subject.device, subject.world, subject.precision, per_host)
+    place = (subject.device, subject.world, subject.precision)
+    machine = Machine(*place, per_host, subject.documents)
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)
@@ -154,74 +150,6 @@ def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
         return plan
     rows, why = layout_rows(recipe, vocab, machine)
     return replace(plan, layouts=rows, layouts_advice=why, machine=machine)
-
-
-def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The speed of the runs with the same model and kind of device, if any."""
-    begun = [run for run in runs if run.exists]
-    same = [run for run in begun if run.recipe.model == subject.recipe.model]
-    speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
-    devices = ("", subject.device.name.lower())
-    speeds = [speed for speed in speeds if speed.device.lower() in devices]
-    return speed_on(speeds, subject.world) if speeds else None
-
-
-def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
-    """The speed by the model of a step (step.py), or why there is none."""
-    device, recipe, size = subject.device, subject.recipe, subject.size
-    if size.flops_per_token is None:
-        return None, "the FLOPs of a token are unknown, because the model's size is"
-    if not machine.knows_peak:
-        peak = f"the peak of {device.name} in {subject.precision} is unknown"
-        peak = NO_PEAK if device.kind == "cpu" else peak
-        advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
-        return None, f"{peak}: {advice}"
-    model, layout = recipe.model, subject.layout
-    width = subject.width or float(model.context)  # a row as training pads it
-    model = model.model_copy(update={"context": round(width)})
-    how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
-    own, speeds = subject.counted, machine.speeds(recipe)
-    network = own if own and model.kind == "hf" else model
-    needed = memory(own or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
-    if device.memory_bytes and needed > TIGHT * device.memory_bytes:
-        return None, "the layout does not fit into the device's memory"
-    if own and own.total:
-        how["trained"] = own.trained / own.total
-    try:
-        step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
-    except NotMeasured as error:
-        return None, str(error)
-    tokens = min(width, subject.tokens_per_sample or width)
-    samples = layout.micro_batch * layout.accumulation * layout.data_world
-    detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
-    if tokens < width:  # padding is computed, too
-        share = 100 * tokens / width
-        detail += f"; {share:.0f} % of the places are tokens, the rest padding"
-    if step.bubble:
-        detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
-    if layout.offload:
-        detail += "; without the copies of parallel.offload"
-    speed = Speed(
-        samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name
-    )
-    if device.family not in constants().ranges:
-        detail += f"; no published run on {device.name}, so its error is unknown"
-        return replace(speed, detail=detail), ""
-    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
-        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
-        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
-    rows, _, low, high = constants().ranges[device.family]
-    slow, fast = 1 / (1 + high), 1 / (1 + low)
-    if rows == 1:
-        detail += (
-            f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
-        )
-        return replace(speed, detail=detail), ""
-    which = "8 of 10" if rows >= MANY else "all"
-    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
-    detail += f"{fast:.2f} times a prediction fitted without their project"
-    return replace(speed, detail=detail, range=(slow, fast)), ""
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:

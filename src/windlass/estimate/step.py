@@ -10,20 +10,18 @@ A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 - communication: ring bytes over the link, as far as computation cannot hide them
 - bubble: a pipeline stage waits for the others
 
-`Speeds` are constants of a device family (`Constants`), or rates that `windlass check` measured.
+`Speeds` are constants of a device family (`Constants`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from windlass.estimate.devices import Device, find_device
+from windlass.estimate.devices import Device
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
@@ -31,8 +29,7 @@ from windlass.recipe.network import ModelSettings
 from windlass.telemetry.timing import device_table
 
 if TYPE_CHECKING:
-    from windlass.recipe import Recipe
-    from windlass.run import Line
+    pass
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
@@ -43,8 +40,6 @@ KERNELS = {True: (12, 24), False: (30, 60)}
 """Kernels of a block's forward and backward pass, compiled and not."""
 MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
 NEWTON_SCHULZ = 5  # iterations of Muon
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-DTYPES["float8"] = "float8"  # `windlass check` does not measure it
 ROUNDING_BYTES = 7
 """Of a number of a product's input, output or (twice) weight in a forward and backward pass in
 float8: it is read for the scale and for rounding, written, and transposed. By counting, not fitted."""
@@ -97,7 +92,7 @@ class Speeds:
     products: float  # FLOP/s of large matrix products
     attention: float  # FLOP/s
     traffic: float  # bytes a second of memory
-    bandwidth: Callable[[Collective], float | None]  # bytes a second over the bus; None: unknown
+    bandwidth: Callable[[Collective], float]  # bytes a second over the bus
     eager: float = 1.0
     small: float = 0.0
     launch: float = 0.0
@@ -134,41 +129,8 @@ def published_speeds(
     return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
 
 
-def measured_speeds(machine: Mapping[str, Any], device: Device, layout: Layout) -> Speeds:
-    """The speeds that `windlass check` measured (an entry of `machine.json`); NotMeasured without
-    matrix products or memory.
-
-    It does not measure attention, which keeps its ratio to matrix products.
-    """
-    tflops = machine.get("matrix_tflops", {}).get(DTYPES[layout.precision])
-    if not tflops:
-        raise NotMeasured(f"the rate of matrix products in {layout.precision} was not measured")
-    if not machine.get("memory_gb_s"):
-        raise NotMeasured("the bandwidth of the memory was not measured")
-    products, c = 1e12 * tflops, constants()
-    at = nearness(device, products / c.products[1])  # by about the peak
-    ratio = between(c.attention, at) / between(c.products, at)
-    bandwidth = partial(bus_bandwidth_at, machine.get("collectives", ()))
-    rates = (products, ratio * products, 1e9 * machine["memory_gb_s"])
-    # The measured bandwidth includes the latency.
-    return Speeds(*rates, bandwidth, c.eager, c.small, c.launch, c.exposed)
-
-
-def bus_bandwidth_at(rows: Sequence[Mapping[str, Any]], one: Collective) -> float | None:
-    """Bytes a second over the bus for a collective; None if it was not measured.
-
-    Linear in the logarithm of the size between measured sizes, constant beyond them.
-    """
-    own = [row for row in rows if row["collective"] == one.name]
-    measured = sorted((math.log(float(row["size"])), float(row["busbw"])) for row in own)
-    if not measured:
-        return None
-    sizes, rates = zip(*measured, strict=True)
-    return 1e9 * float(np.interp(math.log(one.size), sizes, rates))
-
-
-class NotMeasured(Exception):
-    """A rate that a step's time needs is unknown; the message says which."""
+class ShapeUnknown(Exception):
+    """The configuration of a model of `transformers` lacks a number that a step's time needs."""
 
 
 class StepTime(NamedTuple):
@@ -193,7 +155,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") -> StepTime:
-    """The step of a rank; NotMeasured without the bandwidth of a collective.
+    """The step of a rank.
 
     Legend: N tokens of the micro-batch, S of them in the residual stream, D width, Q width of the
     rank's heads, K of its keys, F hidden width, V vocabulary.
@@ -259,10 +221,7 @@ def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
     layout, inner, outer, last = work.layout, 0.0, 0.0, 0.0
     sharded = layout.policy.shards_parameters
     for one in work.collectives:
-        bandwidth = speeds.bandwidth(one)
-        if bandwidth is None:
-            raise NotMeasured(f"the bandwidth of {one.name} was not measured")
-        seconds = one.bus_bytes / bandwidth + one.calls * one.ranks * speeds.latency
+        seconds = one.bus_bytes / speeds.bandwidth(one) + one.calls * one.ranks * speeds.latency
         if one.link == "dp" and one.name == "all_gather" and not sharded:
             last += seconds
         elif one.link == "dp":
@@ -302,26 +261,13 @@ def slowest(
 def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
     """A GPT that multiplies all parameters of a model of `transformers` by each token.
 
-    It has the layers, heads and width of the configuration. NotMeasured if one is missing.
+    It has the layers, heads and width of the configuration. ShapeUnknown if one is missing.
     """
     network = counted.network
     if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:
-        raise NotMeasured(f"the model's configuration has no {' and '.join(missing)}")
+        raise ShapeUnknown(f"the model's configuration has no {' and '.join(missing)}")
     layers, heads, width = (int(network[name]) for name in ("layers", "heads", "width"))
     block = (counted.total - counted.positions - counted.vocab * width) // layers
     ff_width = max(1, (block // width - 4 * width) // 2)
     shape = {"layers": layers, "heads": heads, "width": width, "ff_width": ff_width}
     return ModelSettings(**shape, context=context, position="none")
-
-
-def step_of_run(recipe: Recipe, start: Line, work: Work, machine: Mapping[str, Any]) -> StepTime:
-    """The step of a run's last start by the rates of its machine; NotMeasured if one is missing."""
-    model: ModelSettings | CountedSizes = recipe.model
-    if network := start.get("network"):
-        vocab = int(network.get("vocab", 0))
-        model = CountedSizes(start["parameters"], start["trained"], vocab, network)
-    speeds = measured_speeds(machine, find_device(start["device"]), work.layout)
-    how: dict[str, Any] = {"context": recipe.model.context, "bucket_mb": work.bucket_mb}
-    how["trained"] = start["trained"] / start["parameters"]
-    vocab = recipe.model.vocab or start["data"].get("vocab", 0)
-    return slowest(model, vocab, work.layout, speeds, recipe.optim.kind, **how)

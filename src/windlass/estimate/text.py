@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 Fact = tuple[str, str]
 
 EACH = " each"
-GRADIENTS = """grad exceeds param because a step has several micro-batches: ddp and shard_optim \
-hold their sum beside DDP's buckets, shard_grad_op holds it unsharded."""
 
 
 def print_plan(plan: Any, console: Console) -> None:
@@ -130,19 +128,13 @@ def _print_memory(plan: Any, console: Console) -> None:
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     samples = f"{first.share or first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
-    grows = any(row.memory.gradients > 1.5 * row.memory.parameters > 0 for row in rows)
-    if grows and first.world > 1 and first.accumulation > 1:
-        notes.append(GRADIENTS)
     if any(row.layout.reduce_each is True for row in rows):
         notes.append("each: parallel.reduce_each_micro_batch=true.")
     if any(row.tight for row in rows):
         most_used = f"{100 * USABLE:.0f} to {100 * TIGHT:.0f} % of the device"
         notes.append(f"tight: {most_used}; fragmentation of the allocator may end the run.")
-    if any(row.memory.at == "update" for row in rows):
-        notes.append("act 0: memory peaks in the update, when the activations are freed.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
-        notes += _frozen_weights(plan)
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
@@ -160,17 +152,6 @@ def _print_memory(plan: Any, console: Console) -> None:
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
     strong = [i for i, row in enumerate(rows) if row.chosen]
     _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
-
-
-def _frozen_weights(plan: Any) -> list[str]:
-    """A note on the memory of frozen weights under autocast."""
-    frozen, first = plan.size.parameters - plan.size.trained, plan.memory[0].layout
-    in_fp32 = 4 * frozen <= max(row.memory.parameters for row in plan.memory)
-    if not frozen or not in_fp32 or first.precision in ("fp32", "fp64"):
-        return []
-    copies = "act has a 2-byte copy of each of their matrices for the backward pass"
-    copies += ", one block's at a time" * (first.checkpointing == "full")
-    return [f"param has {frozen:,} frozen weights in fp32, and {copies}."]
 
 
 def _print_layouts(plan: Any, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The speed of a training, measured or predicted, and the time of a whole run. No torch."""
+"""The speed of a training, measured or predicted. No torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE, milestones, seconds_until
-from windlass.run import effective, last_start, read_lines
-from windlass.telemetry.timing import wall_time
+from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE
+from windlass.estimate.devices import TIGHT
+from windlass.estimate.layouts import Machine
+from windlass.estimate.memory import memory
+from windlass.estimate.step import MANY, ShapeUnknown, constants, slowest
+from windlass.estimate.subject import Subject
+from windlass.model.size import CountedSizes
+from windlass.run import last_start
 
 if TYPE_CHECKING:
     from windlass.run import Line, Run
 
 NO_PEAK = "a CPU has no published peak"
-UNCALIBRATED = "the model of a step's time is not calibrated for CPUs"
-PREDICTED_AT = 0.05
-"""The part of a run's steps after which a report predicts its time to finish."""
+NARROWEST = 768
+"""The smallest width of a published run; the errors of narrower models are unknown."""
 
 
 @dataclass(frozen=True)
@@ -109,66 +113,69 @@ def speed_on(speeds: Sequence[Speed], world: int) -> Speed:
     return Speed(tokens_per_s, world, basis, detail, costs, nearest.device)
 
 
-@dataclass(frozen=True)
-class PredictedAndActual:
-    """The predicted and the actual time of a run, and the memory of its device."""
-
-    predicted_seconds: float | None = None  # from start to end, from the first 5 % of the steps
-    # Without repeated steps, and without the start-up of starts after the first.
-    actual_seconds: float | None = None
-    predicted_at_step: int | None = None
-    reason: str = ""  # why there is no prediction
-    device_bytes: float | None = None  # memory of the smallest device; None: unknown
+def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
+    """The speed of the runs with the same model and kind of device, if any."""
+    begun = [run for run in runs if run.exists]
+    same = [run for run in begun if run.recipe.model == subject.recipe.model]
+    speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
+    devices = ("", subject.device.name.lower())
+    speeds = [speed for speed in speeds if speed.device.lower() in devices]
+    return speed_on(speeds, subject.world) if speeds else None
 
 
-def predicted_and_actual(run: Run, raw: Sequence[Line] = ()) -> PredictedAndActual:
-    """The time to finish as predicted after 5 % of the steps, and the actual one.
-
-    `raw`: the run's ledger, if it has just been read.
-    """
-    environment = run.environment
-    sizes = [rank["memory_mb"] for rank in environment.get("ranks", []) if rank.get("memory_mb")]
-    total = min(sizes) if sizes else environment.get("machine", {}).get("memory_mb")
-    outcome = PredictedAndActual(device_bytes=None if total is None else total * 1e6)
-    raw = raw or list(read_lines(run.metrics_path))
-    ledger, events = effective(raw), [x for x in raw if x["kind"] == "event"]
-    starts = [x for x in ledger if x["kind"] == "event" and "world" in x and "steps" in x]
-    started = starts[0] if starts else {}
-    steps = int(started.get("steps", 0))
-    timed = any("seconds" in x for x in raw)
-    if not started or ledger[-1]["step"] < steps or not timed:
-        return replace(outcome, reason="the run has not finished")
-    if any(x.get("extended_from") or x.get("steps", steps) != steps for x in events):
-        return replace(outcome, reason="the run was extended")
-    worlds = dict.fromkeys(x["world"] for x in events if isinstance(x.get("world"), int))
-    if len(worlds) > 1:
-        changes = ", then ".join(map(str, worlds))
-        return replace(outcome, reason=f"the number of ranks changed: {changes}")
-    train = [x for x in ledger if x["kind"] == "train"]
-    early = [x for x in train if max(PREDICTED_AT * steps, 2) <= x["step"] < steps]
-    now = early[0] if early else {"step": 0}
-    speed = measured_speed([x for x in ledger if x["step"] <= now["step"]], run.name)
-    if not early or speed is None:
-        after = f"{100 * PREDICTED_AT:g} % of the steps"
-        return replace(outcome, reason=f"nothing was logged between {after} and the end")
-    horizon = run.recipe.horizon(steps, int(started.get("samples_per_epoch", 0)))
-    val_samples = started.get("data", {}).get("val", {}).get("samples", 0)
-    ahead = milestones(run.recipe, horizon, val_samples)
-    per_step = now["tokens"] / now["step"] / speed.tokens_per_s
-    left = seconds_until(ahead, steps, now["step"], per_step, speed.costs)
-    return replace(
-        outcome,
-        predicted_seconds=_without_pauses(raw[: raw.index(now) + 1]) + left,
-        actual_seconds=_without_pauses(raw),
-        predicted_at_step=int(now["step"]),
+def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
+    """The speed by the model of a step (step.py), or why there is none."""
+    device, recipe, size = subject.device, subject.recipe, subject.size
+    if size.flops_per_token is None:
+        return None, "the FLOPs of a token are unknown, because the model's size is"
+    if not machine.knows_peak:
+        peak = f"the peak of {device.name} in {subject.precision} is unknown"
+        peak = NO_PEAK if device.kind == "cpu" else peak
+        advice = "name a past run of this model (--from RUN), or a listed device (--device NAME)"
+        return None, f"{peak}: {advice}"
+    model, layout = recipe.model, subject.layout
+    width = subject.width or float(model.context)  # a row as training pads it
+    model = model.model_copy(update={"context": round(width)})
+    how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
+    own, speeds = subject.counted, machine.speeds(recipe)
+    network = own if own and model.kind == "hf" else model
+    needed = memory(own or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
+    if device.memory_bytes and needed > TIGHT * device.memory_bytes:
+        return None, "the layout does not fit into the device's memory"
+    if own and own.total:
+        how["trained"] = own.trained / own.total
+    try:
+        step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
+    except ShapeUnknown as error:
+        return None, str(error)
+    tokens = min(width, subject.tokens_per_sample or width)
+    samples = layout.micro_batch * layout.accumulation * layout.data_world
+    detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
+    if tokens < width:  # padding is computed, too
+        share = 100 * tokens / width
+        detail += f"; {share:.0f} % of the places are tokens, the rest padding"
+    if step.bubble:
+        detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
+    if layout.offload:
+        detail += "; without the copies of parallel.offload"
+    speed = Speed(
+        samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name
     )
-
-
-def _without_pauses(raw: Sequence[Line]) -> float:
-    """Seconds of a raw ledger without lost steps and without later starts' start-up."""
-    whole = wall_time(raw)
-    first = next((int(x.get("attempt", 0)) for x in raw if isinstance(x.get("seconds"), dict)), 0)
-    one = wall_time([x for x in raw if int(x.get("attempt", 0)) == first])
-    phases = ("startup", "compile")
-    again = sum(max(0.0, whole.get(phase, 0.0) - one.get(phase, 0.0)) for phase in phases)
-    return whole["total"] - whole["lost"] - again
+    if device.family not in constants().ranges:
+        detail += f"; no published run on {device.name}, so its error is unknown"
+        return replace(speed, detail=detail), ""
+    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
+        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
+        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
+    rows, _, low, high = constants().ranges[device.family]
+    slow, fast = 1 / (1 + high), 1 / (1 + low)
+    if rows == 1:
+        detail += (
+            f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
+        )
+        return replace(speed, detail=detail), ""
+    which = "8 of 10" if rows >= MANY else "all"
+    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
+    detail += f"{fast:.2f} times a prediction fitted without their project"
+    return replace(speed, detail=detail, range=(slow, fast)), ""

@@ -8,12 +8,12 @@ do not count, for example losses, token counts and the gradient norm.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, layout_of, ranks_of
-from windlass.model.size import CountedSizes, block_parameters, flops_per_token, unit_blocks
+from windlass.model.size import CountedSizes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
 if TYPE_CHECKING:
@@ -27,6 +27,16 @@ LINKS = ("dp", "tp", "cp", "pp")
 def on_cpu(start: Line) -> bool:
     """Whether a run's last start was on a CPU."""
     return str(start.get("device")).upper() == "CPU"
+
+
+def flops_of_run(recipe: Recipe, start: Line) -> float:
+    """FLOPs of a token in a run's last start (`run.last_start`), forward and backward; the slowest
+    pipeline stage counts for all."""
+    if start.get("network") or recipe.model.freeze:
+        return CountedSizes(start["parameters"], start["trained"], 0).flops_per_token()
+    layout = layout_of(recipe, int(start["world"]), precision=start["precision"])
+    stages = ranks_of(recipe.model, recipe.model.vocab or start["data"]["vocab"], layout)
+    return max(rank.flops_per_token for rank in stages) * layout.pipeline
 
 
 class Collective(NamedTuple):
@@ -67,32 +77,6 @@ class Work:
     bucket_mb: float = 25.0  # `parallel.bucket_mb`
     exchanges: tuple[Collective, ...] = ()  # inside a copy of the model
     embedding: int = 0  # parameters of an embedding that is a unit of FSDP2
-
-    @staticmethod
-    def of_run(recipe: Recipe, start: Line) -> Work:
-        """From a run's recipe and its last start (`run.last_start`).
-
-        In a model of `transformers`, everything but one token table counts as blocks.
-        """
-        device = "cpu" if on_cpu(start) else "cuda"
-        layout = layout_of(recipe, int(start["world"]), device, start["precision"])
-        divided = {key: start[key] for key in ("micro_batch", "accumulation") if key in start}
-        layout = replace(layout, strategy=start["strategy"], **divided)
-        layout = replace(layout, compile=start.get("compiles", False))
-        total, trained, network = start["parameters"], start["trained"], start.get("network")
-        bucket_mb = recipe.parallel.bucket_mb
-        if network:
-            sizes = CountedSizes(total, trained, int(network.get("vocab", 0)), network)
-            return Work.of_counted(sizes, layout, bucket_mb)
-        vocab = recipe.model.vocab or start["data"]["vocab"]
-        if layout.model_ranks > 1:
-            every = works(recipe.model, vocab, layout, bucket_mb)
-            return max(every, key=lambda work: work.flops_per_token)
-        flops = flops_per_token(recipe.model, vocab)
-        if recipe.model.freeze:
-            flops = CountedSizes(total, trained, 0).flops_per_token()
-        block, blocks = block_parameters(recipe.model), recipe.model.layers
-        return Work(layout, total, trained, block, blocks, flops, bucket_mb)
 
     @staticmethod
     def of_counted(sizes: CountedSizes, layout: Layout, bucket_mb: float = 25.0) -> Work:

@@ -87,17 +87,6 @@ if [ $code != 0 ]; then
 fi
 """
 
-LAST = """\
-last() {{  # at most ten minutes, which end before the limit
-  left=$((WINDLASS_LIMIT ? WINDLASS_LIMIT - SECONDS - 10 : 600))
-  [ $left -gt 0 ] && timeout $((left < 600 ? left : 600)) "$@"
-}}
-if [ $code != 75 ] && [ $code != 69 ]; then  # at the end of the run, not before a restart
-  {release}  # only this host is needed
-{steps}
-fi
-"""
-
 
 def render(job: Job, site: Site, scheduler: str) -> str:
     """The batch script of a job, for a scheduler of `SCHEDULERS`.
@@ -120,9 +109,7 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
     """The shell that runs the command, passes on signals, and puts the job back into the queue."""
     chosen = SCHEDULERS[scheduler]
     folder = shlex.quote(str(job.logs))
-    command, *after = (
-        shlex.join(one).replace(shlex.quote(INDEX), '"$task"') for one in (job.command, *job.after)
-    )
+    command = shlex.join(job.command).replace(shlex.quote(INDEX), '"$task"')
     lines = []
     if not chosen.WRITES_LOG:
         log = shlex.quote(str(job.logs / job.short_name()))
@@ -158,8 +145,4 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         scheduler=scheduler,
         submitted=f'{folder}/"job-$task.json"' if job.array else f"{folder}/{SUBMITTED}",
     ).splitlines()
-    if after:
-        release = chosen.RELEASE if job.nodes > 1 else ":"
-        steps = "\n".join(f"  last {one}" for one in after)
-        lines += LAST.format(release=release, steps=steps).splitlines()
     return [*lines, "exit $code"]

@@ -47,8 +47,6 @@ class Site(BaseModel):
     constraint: str = ""
     """Features of the nodes: SLURM's `--constraint`, or resources that PBS adds to each chunk
     (`system=polaris`)."""
-    mail: str = ""
-    """The address to which the scheduler mails when a job ends or fails."""
     directives: list[Annotated[str, Field(pattern="^-")]] = []
     """More options of the scheduler, as after `#SBATCH` or `#PBS`; they replace Windlass's options of
     the same name."""
@@ -101,7 +99,6 @@ class Job:
     array: Sequence[int] = ()  # task numbers, which the command gets as INDEX
     # a check that must succeed first, with a log of its own; its exit code ends the job
     before: Sequence[str] = ()
-    after: Sequence[Sequence[str]] = ()  # commands at the end, whose failures change nothing
     max_restarts: int = 3  # after lost hosts
     lead: int = GRACE_SECONDS  # between the signal to stop and the time limit
 

@@ -210,8 +210,7 @@ def submit_run(
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
-    after = track_commands([recipe], site, str(run.path))
-    job = replace(job, directory=place, before=asked.check(snapshot), after=after)
+    job = replace(job, directory=place, before=asked.check(snapshot))
     job_id, state = ("", "") if dry_run else queued(run.path)
     if state:
         follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
@@ -231,20 +230,6 @@ def note_unprepared(
     for place in missing:
         problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
         notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
-
-
-def track_commands(
-    recipes: Sequence[Recipe], site: Site, run: str, *options: str
-) -> list[Sequence[str]]:
-    """The commands that complete the trackers after a job: W&B offline, and MLflow servers."""
-    environ = os.environ | site.environment
-    behind = {
-        "wandb": environ.get("WANDB_MODE") in ("offline", "dryrun"),
-        "mlflow": environ.get("MLFLOW_TRACKING_URI", "").startswith("http"),
-    }
-    used = dict.fromkeys(name for recipe in recipes for name in recipe.telemetry.trackers)
-    track = ("env", "WANDB_MODE=online", *WINDLASS, "track", run)
-    return [(*track, *options, "--to", name) for name in used if behind.get(name)]
 
 
 def submit(

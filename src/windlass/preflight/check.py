@@ -83,9 +83,7 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
         show("machine and packages")
-        ranks.all_gather_object("ready", None)
-        now = time.time()  # the ranks leave the exchange within some hundredths of a second
-        facts = {"time": now, **facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
+        facts = {**facts_of_rank(ranks, recipe), "disks": probe_disks(ranks, recipe)}
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
         show("memory")
@@ -114,7 +112,6 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
         "code": code.hexdigest()[:12],
         "config": recipe.config_hash[:12],
         "cuda": torch.version.cuda or "",
-        "platform": platform.platform(),
         "cuda_available": torch.cuda.is_available(),
         "gpus": torch.cuda.device_count(),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],

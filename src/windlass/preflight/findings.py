@@ -9,7 +9,7 @@ from typing import Any
 from windlass.parallel.architecture import code_for
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES, SKEW_SECONDS = 10, 1, 4096, 2.0
+FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES = 10, 1, 4096
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,6 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     versions = {one["rank"]: f"{one['python']}, {one['torch']}" for one in ranks}
     yield same("Windlass", code, hosts)
     yield same("recipe", {one["rank"]: one["config"] for one in ranks}, hosts)
-    platforms = same("platform", {one["rank"]: one["platform"] for one in ranks}, hosts)
-    yield replace(platforms, status=OK, advice="")  # kernels may differ
     yield same("Python and torch", versions, hosts)
     for one in ranks:
         where = f" (rank {one['rank']}, {one['host']})" if len(ranks) > 1 else ""
@@ -46,9 +44,6 @@ def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         where = f" ({one['host']})" if len(nodes) > 1 else ""
         on_host = (cuda(one), *limits(one["shm_gb"], one["files"]))
         yield from (replace(x, name=f"{x.name}{where}") for x in on_host)
-    if len(nodes) > 1:
-        times = [one["time"] for one in ranks]
-        yield clock(max(times) - min(times))
 
 
 def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Finding:
@@ -124,13 +119,6 @@ def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:
         yield _warn_if(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)
     text, advice = f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}"
     yield _warn_if(files < FEW_FILES, "open files", text, advice)
-
-
-def clock(skew: float) -> Finding:
-    """The largest difference between the ranks' clocks, in seconds."""
-    text = f"the hosts' clocks differ by at most {skew:.2f} s"
-    advice = "times in ledger and logs of different hosts cannot be compared"
-    return _warn_if(skew > SKEW_SECONDS, "clock", text, advice)
 
 
 def _warn_if(bad: bool, name: str, text: str, advice: str) -> Finding:

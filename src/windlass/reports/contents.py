@@ -68,11 +68,11 @@ class Contents:
         elif study:
             self.study_charts = sweep_charts(study)
         self.head = head_of(views, study, self.winners)
-        total = tables.comparison(views, self.settings)
         if self.single:
             total = tables.results(views[0])
             shown.append(tables.results(views[0], brief=True))
         else:
+            total = tables.comparison(views, self.settings)
             shown += study_tables(study) if study else [total]
         keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()

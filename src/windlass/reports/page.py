@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -194,8 +195,12 @@ class Fact(NamedTuple):
 
 
 def _environment(views: Sequence[RunView]) -> list[Fact]:
-    environments = (flatten(scrub(view.run.environment)) for view in views)
-    facts = [{key: show(value) for key, value in one.items()} for one in environments]
+    facts = []
+    for view in views:
+        own = flatten(scrub(view.run.environment))
+        if isinstance(own.get("command"), list):
+            own["command"] = shlex.join(own["command"])
+        facts.append({key: show(value) for key, value in own.items()})
     listed = []
     for name in dict.fromkeys(name for one in facts for name in one):
         texts = [one.get(name, MISSING) for one in facts]

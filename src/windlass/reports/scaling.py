@@ -27,22 +27,19 @@ if TYPE_CHECKING:
 
 ON_CPU = "not measured on a CPU"
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 RECOMMENDED = (
     "Recommended: the setup with the least memory among those within 2 % of the fastest, or within "
     "the spread of its repeats."
 )
 FORMULAS = {
-    "strong": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, N0 the fewest ranks; "
-    f"speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
-    "fixed-data": "Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample (the time of a "
-    f"step ÷ its samples), N0 the fewest ranks; speed-up = T(N0) ÷ T(N); p = N ÷ N0; {KARP}",
-    "weak": "Efficiency = T(N0) ÷ T(N), T the time of a step, N0 the fewest ranks; "
-    "speed-up = efficiency · N ÷ N0.",
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
+    "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
-    "in a step, N0 the fewest ranks; speed-up = efficiency · N ÷ N0.",
+    f"in a step, {RANKS}.",
     "strategies": RECOMMENDED,
-    "layouts": "Speed-up = T(dp) ÷ T, T the time of a step, T(dp) that of data parallelism alone. "
-    f"{RECOMMENDED}",
+    "layouts": f"Speed-up = T(dp) ÷ T, T the time of a step, dp data parallelism. {RECOMMENDED}",
 }
 LEDES = {
     "strong": "strong scaling: the batch of a step stays",

@@ -10,12 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from windlass.errors import plural
 from windlass.estimate.time import NO_PEAK
-from windlass.estimate.work import Work, on_cpu
+from windlass.estimate.work import flops_of_run, on_cpu
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
@@ -79,11 +78,6 @@ class Setup:
     @property
     def on_cpu(self) -> bool:
         return on_cpu(self.start)
-
-    @cached_property
-    def work(self) -> Work:
-        """The model and layout of its runs."""
-        return Work.of_run(self.recipe, self.start)
 
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
@@ -154,7 +148,7 @@ def _setup(
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
         values["tokens_per_s_per_device"] = values["tokens_per_s"] / world
         tokens = values["padded_tokens_per_step"] / world
-        values["flops_per_device"] = setup.work.flops_per_token * tokens
+        values["flops_per_device"] = flops_of_run(cell.recipe, start) * tokens
     return setup
 
 

@@ -21,7 +21,6 @@ from windlass.launch.submit import (
     queued_tasks,
     read_site,
     submit,
-    track_commands,
 )
 from windlass.processes import WINDLASS
 from windlass.study.results import FAILED_STATES, OPEN_STATES
@@ -88,7 +87,7 @@ def _array_job(
         asked = replace(asked, nodes=nodes, per_host=ranks)
     elif worlds:
         asked = replace(asked, nodes=1, per_host=max(worlds))
-    parts = ("model", "train", "parallel", "telemetry")  # which need resources and trackers
+    parts = ("model", "train", "parallel")  # which need resources
     recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
     launches = study.over_hosts or not worlds
     # Without `launch` the cells' ranks are processes of the sweep.
@@ -101,8 +100,7 @@ def _array_job(
         cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
     one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # it has no bandwidth
     before = () if one_rank else asked.check(str(path / "recipe.toml"))
-    after = track_commands(recipes, site, str(path), "--only", INDEX)
-    return replace(job, array=numbers, before=before, after=after)
+    return replace(job, array=numbers, before=before)
 
 
 def _cells_to_submit(

@@ -65,7 +65,6 @@ class Scheduler(Protocol):
     RANK: Mapping[str, str] = {}  # variables of a rank started by its own launcher
     STATES: Mapping[str, str] = {}  # its words for states, in ours; empty: over
     DELETE: tuple[str, ...] = ()  # the command that ends waiting tasks
-    RELEASE: str = ":"  # shell that gives the job's other hosts back, if it can
     SIGNAL: tuple[str, ...] = ()  # the command that sends SIGUSR2 to running tasks
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:

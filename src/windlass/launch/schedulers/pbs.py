@@ -46,7 +46,6 @@ class PBS(Scheduler):
         "E": "exiting",
         "X": "",
     }
-    RELEASE = "pbs_release_nodes -a >/dev/null 2>&1"
     DELETE, SIGNAL = ("qdel",), ("qsig", "-s", "SIGUSR2")
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
@@ -67,8 +66,6 @@ class PBS(Scheduler):
             "-l walltime={}": job.time or site.time,
             "-q {}": site.partition,
             "-A {}": site.account,
-            "-M {}": site.mail,
-            "-m ae": site.mail,
             "-r y": True,
             "-j oe": True,
             "-o {}": quoted(f"{job.logs}/"),

@@ -41,10 +41,6 @@ class SLURM(Scheduler):
     TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
     LAUNCHERS = ("srun", "mpiexec", "torchrun")
     WRITES_LOG = True
-    RELEASE = (
-        'scontrol update JobId="$SLURM_JOB_ID" NumNodes=1 >/dev/null 2>&1 && rm -f '
-        '"slurm_job_${SLURM_JOB_ID}_resize".*'
-    )
     JOB_SHELL = "$SLURM_JOB_ID"
     JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
     LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
@@ -79,8 +75,6 @@ class SLURM(Scheduler):
             "--partition={}": site.partition,
             "--account={}": site.account,
             "--constraint={}": site.constraint,
-            "--mail-user={}": site.mail,
-            "--mail-type=END,FAIL": site.mail,
             "--output={}": quoted(f"{str(job.logs).replace('%', '%%')}/{output}"),
             "--open-mode=append": True,
             "--requeue": True,
