@@ -105,7 +105,7 @@ def finished(tmp_path_factory):
         text = "\n".join(note.text for note in notes)
         for hint in ("tensorboard --logdir runs/", "mlflow ui --backend", "wandb sync runs/"):
             assert hint in text
-        assert not any(note.warning for note in notes)
+        assert not [note.text for note in notes if note.warning]
         (top / "under_way.json").write_text(json.dumps(under_way))
         yield top, run
 

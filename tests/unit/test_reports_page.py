@@ -228,6 +228,7 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert len(rows(tmp_path / "seeds.csv")) == 6
     assert rows(tmp_path / "settings.csv")[0]["setting"] == "run.seed"
     assert "| Setting | Value |" in made.markdown.read_text(), "a column for all cells"
+    assert "differ from the preset quickstart" in made.markdown.read_text()
     parsed = Page(made.page.read_text())
     assert [a.get("id") for a in parsed.all("section")][:3] == ["winner", "swept", "cells"]
     assert command in parsed.texts["pre"]

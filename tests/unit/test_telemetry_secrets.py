@@ -1,7 +1,6 @@
 """A secret in every place where a user can write one: no file that leaves a run has it."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from windlass.reports.run_charts import charts
 from windlass.reports.study import StudyView, sweep_charts
 from windlass.reports.write import report
 from windlass.study.study import Study
-from windlass.telemetry.environment import describe_rank, write_environment
 
 PASSWORD, TOKEN, OTHER = "correct-horse-battery", "9f8e7d6c5b4a", "f00dfacecafe"
 SOURCES = [
@@ -85,13 +83,3 @@ def test_no_file_of_a_studys_report_and_no_name_has_a_secret(tmp_path):
     for chart in drawn:
         texts += [*chart.x.names, *chart.y.names, *(one.name for one in chart.series)]
     assert texts and not [secret for secret in SECRETS if secret in f"{names} {texts}"]
-
-
-def test_no_secret_is_in_the_environment_file(tmp_path, monkeypatch):
-    command = ["windlass", "train", "x", f"data.source={json.dumps(SOURCES)}", "--api-key", OTHER]
-    monkeypatch.setattr("sys.orig_argv", [*command, *VARIABLES.values()])
-    monkeypatch.setenv("NCCL_NET", f"https://me:{PASSWORD}@host")
-    write_environment(tmp_path, [describe_rank(0)], origin={"source": SOURCES, "password": OTHER})
-    text = (tmp_path / "environment.json").read_text()
-    assert [secret for secret in SECRETS if secret in text] == []
-    assert json.loads(text)["ranks"][0]["rank"] == 0 and os.environ["PGPASSWORD"] not in text

@@ -47,7 +47,7 @@ class Contents:
         # Bounded, because each takes a tenth of a second and 100 kB.
         self.cell_pages = list(views[:CELL_PAGES]) if study else []
         self.run_charts, self.time = charts(views), time_chart(views)
-        self.settings = tables.all_settings(views)
+        self.settings, self.base = tables.all_settings(views), tables.base_of(views)
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
         self.changed = [row for row in self.settings if row.changed and not row.differs]

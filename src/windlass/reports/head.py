@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -241,8 +241,7 @@ def _comparison_head(views: Sequence[RunView]) -> Head:
     answers += [_best_run(views), _fastest(views), cost(views)]
     answers.append(wrong([t for view in views for t in _labelled(view)]))
     place = ", ".join(str(view.run.path.resolve()) for view in views)
-    states = counts(view.state for view in views)
-    return Head("A comparison of runs", f"{len(views)} runs", states, answers, place)
+    return Head("A comparison of runs", f"{len(views)} runs", "", answers, place)
 
 
 def _labelled(view: RunView) -> list[Trouble]:
@@ -275,7 +274,8 @@ def _fastest(views: Sequence[RunView]) -> Answer:
 def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
     states = [result.state for result in seen.results]
     text = f"{states.count('finished')} of {plural(len(states), 'cell')} finished"
-    others = counts(state for state in states if state != "finished")
+    counted = Counter(state for state in states if state != "finished")
+    others = ", ".join(f"{count} {state}" for state, count in counted.items())
     answers = [Answer(WORKED, text, others, "open" if others else "good")]
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
@@ -330,7 +330,3 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
     remark = f"{fastest.name}, the fastest setup: {step} ms a step"
     return [quality, Answer(FAST, text, remark)]
-
-
-def counts(states: Iterable[str]) -> str:
-    return ", ".join(f"{count} {state}" for state, count in Counter(states).items())

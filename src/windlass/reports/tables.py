@@ -88,7 +88,7 @@ class SettingRow(NamedTuple):
     values: tuple[Any, ...]
     meaning: str
     differs: bool  # between the runs
-    changed: bool  # from the preset that the run was made from, in a run
+    changed: bool  # in a run, from the preset that it was made from
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
@@ -109,8 +109,16 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
 @cache
 def _base(preset: str) -> Mapping[str, Any]:
     """The settings of a preset; the defaults for a recipe that was made from none."""
-    known = preset in presets()
-    return (Recipe.load(preset) if known else Recipe(preset="custom")).flat() | {"preset": preset}
+    path = presets().get(preset)  # a path, because a run here may have the preset's name
+    return (Recipe.load(path) if path else Recipe(preset=preset)).flat()
+
+
+def base_of(views: Sequence[RunView]) -> str:
+    """What `SettingRow.changed` compares with, in a sentence."""
+    names = {str(view.settings["preset"]) for view in views}
+    if not names & {*presets()}:
+        return "the defaults"
+    return f"the preset {names.pop()}" if len(names) == 1 else "their presets"
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:

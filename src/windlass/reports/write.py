@@ -168,7 +168,7 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
     settings = {"differ between the runs": computed.differing}
-    settings["differ from the preset"] = computed.changed
+    settings[f"differ from {computed.base}"] = computed.changed
     for which, rows in settings.items():
         if rows:
             shown = settings_table(computed.views, rows).markdown()
