@@ -93,8 +93,9 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
         else:
             is_ours = error["type"] == "value_error"
             text = str(error["ctx"]["error"]) if is_ours else error["msg"]
-            first = problems.get(key, f"not {json.dumps(value, default=str)}")
-            problems[key] = f"{first}; {text}"
+            given = f", not {json.dumps(value, default=str)}"
+            earlier = problems.get(key, "").removesuffix(given)
+            problems[key] = "; ".join(filter(None, [earlier, text])) + given
     return list(problems.items())
 
 
