@@ -24,8 +24,7 @@ from windlass.launch.job import Site
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings, study_presets
-from windlass.recipe.keys import rows_of, values
-from windlass.recipe.other_tools import other_tools
+from windlass.recipe.keys import other_tools, rows_of, values
 from windlass.telemetry import measures
 
 DOCS = Path(__file__).parent
@@ -60,7 +59,7 @@ steps = 500
 - `windlass recipe --explain optim.lr` explains a key, and `--explain optim` a section.
 - `windlass recipe mine.toml --explain optim.lr` also shows where the value came from.
 - `windlass recipe --schema` prints the JSON schema for an editor.
-- `windlass --install-completion` lets the shell complete keys and their values.
+- `windlass --install-completion` lets the shell complete keys.
 
 On the command line, write a setting as `optim.lr=3e-4`. Windlass rejects unknown keys, suggests
 valid ones, and reports all problems together. A **duration** is a number of steps (`250`), a
