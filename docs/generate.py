@@ -24,8 +24,7 @@ from windlass import cli
 from windlass.launch.job import Site
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings, study_presets
-from windlass.recipe.keys import rows_of, values
-from windlass.recipe.other_tools import other_tools
+from windlass.recipe.keys import other_tools, rows_of, values
 from windlass.telemetry import measures
 
 DOCS = Path(__file__).parent

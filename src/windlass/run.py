@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import windlass
 from windlass.errors import UserError, require
 from windlass.fileio import lock_held, read_json, read_jsonl
 from windlass.recipe import Recipe
@@ -174,26 +173,6 @@ class Run:
                 if key not in PLACE and not isinstance(value, dict | list):
                     row[f"{prefix}{key}"] = value
         return pandas.DataFrame.from_dict(rows, orient="index").sort_index().rename_axis("step")
-
-    def evaluate(self, *arguments: Any, **options: Any) -> Any:
-        """The `windlass.evaluate` of this run."""
-        return windlass.evaluate(self, *arguments, **options)
-
-    def sample(self, prompt: str = "", n: int | None = None, **options: Any) -> str | list[str]:
-        """The `windlass.generate` of this run: a text, or with `n` a list of texts."""
-        return windlass.generate(self, prompt, n, **options)
-
-    def load_model(self, **options: Any) -> Any:
-        """The `windlass.load_model` of this run's newest checkpoint."""
-        return windlass.load_model(self, **options)
-
-    def report(self, *arguments: Any, **options: Any) -> Any:
-        """The `windlass.report` of this run."""
-        return windlass.report(self, *arguments, **options)
-
-    def export(self, directory: str | Path, **options: Any) -> Path:
-        """The `windlass.export` of this run."""
-        return windlass.export(self, directory, **options)
 
     def __repr__(self) -> str:
         lines = self.ledger()

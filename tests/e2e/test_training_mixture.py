@@ -97,7 +97,8 @@ def test_conversations_beside_text_are_resumed_bit_for_bit(texts, tmp_path):
     (texts / "talk.jsonl").write_text("\n".join(lines))
     talk = {"name": "talk", "source": str(texts / "talk.jsonl"), "format": "chat"}
     recipe = recipe_of(texts, tmp_path / "run", **{"model.context": 32})
-    recipe = recipe.replace({"data.mix": [*mix(texts, 0.5, 0.2, 0.1)[:1], talk]})
+    parts = [*mix(texts, 0.5, 0.2, 0.1)[:1], talk]
+    recipe = recipe.replace({"data.mix": parts, "data.source": ""})
     recipe = recipe.replace({"data.tokenizer": "byte", "data.dir": str(tmp_path / "data")})
     whole = untouched(recipe)
     stopped(recipe, 5)

@@ -21,8 +21,7 @@ from windlass.recipe import (
     presets,
     settings,
 )
-from windlass.recipe.keys import values
-from windlass.recipe.other_tools import other_tools
+from windlass.recipe.keys import other_tools, values
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.recipe.units import epochs_in
 

@@ -63,10 +63,6 @@ RunOrStudy = Annotated[
 RunsOrStudy = Annotated[
     list[str], _argument("RUN|STUDY", "Run directories, or a study.", complete.runs)
 ]
-Runs = Annotated[
-    list[str],
-    _argument("RUN", "Runs, RUN@STEP, RUN@best, or paths of checkpoints.", complete.runs),
-]
 Model = Annotated[
     str,
     _argument(

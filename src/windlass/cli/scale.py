@@ -64,8 +64,8 @@ def scale(
 ) -> int:
     """Train on several numbers of ranks, and compare.
 
-    Or compare strategies or layouts. Cells run one at a time; after a kill the same command resumes.
-    Windlass also measures steps without communication. With --nodes, jobs train the cells.
+    Or compare strategies or layouts. Cells run one at a time; the same command resumes a killed
+    study. Windlass also measures steps without communication. With --nodes, jobs train the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 

@@ -13,7 +13,8 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
 
 The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
 (which has no final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
-is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
+is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
+0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
 from __future__ import annotations

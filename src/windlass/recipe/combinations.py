@@ -13,7 +13,6 @@ from typing import Any
 
 import windlass.recipe.settings as sections
 from windlass.errors import UserError, plural
-from windlass.recipe.settings import AverageSettings
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
@@ -208,7 +207,7 @@ def best(r: Any) -> Problems:
 
 def average(r: Any) -> Problems:
     a = r.train.average
-    if a.kind == "none" and a != AverageSettings():
+    if a.kind == "none" and a != sections.AverageSettings():
         write = 'write train.average.kind="ema" or "tail"'
         yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
     if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
