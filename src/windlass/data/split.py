@@ -8,6 +8,7 @@
 - If a source has fewer than FEW questions or conversations, a fraction with the smallest hashes is
   held out.
 - A training text that the separate validation data also has is left out.
+- A recipe reads the first documents of a source (`Limit`); the rules look at these alone.
 """
 
 from __future__ import annotations
@@ -223,9 +224,9 @@ def limits_of(member: Member[Any]) -> list[Limit]:
     most = member.data.max_tokens
     characters = int(most * Fraction(str(member.data.val_fraction)))
     train, val = len(member.train), len(member.val)
-    return [Limit(-(-most // max(1, train)))] * train + [
-        Limit(-(-characters // max(1, val)), in_characters=True)
-    ] * val
+    of_train = Limit(-(-most // max(1, train)))
+    of_val = Limit(-(-characters // max(1, val)), in_characters=True)
+    return [of_train] * train + [of_val] * val
 
 
 # -- the pieces of a source
@@ -331,7 +332,10 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
         end = int(stream.edges[data.val_shards])
     if not 0 < end < pieces.train[-1:, 1].sum():
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
-        raise UserError(f"{problem}: lower it or data.shard_tokens")
+        remedy = "lower it or data.shard_tokens" + ", or raise data.max_tokens" * bool(
+            data.max_tokens
+        )
+        raise UserError(f"{problem}: {remedy}")
     first, last = pieces.train.T
     place = np.clip(end, first, last)  # where the held-out tokens of each document end
     pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
