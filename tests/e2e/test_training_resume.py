@@ -230,11 +230,11 @@ def test_a_source_that_changes_is_kept_by_a_resume_and_stops_a_new_run(corpus, t
     with refused("the data is not what"):  # elsewhere it is prepared anew
         train(recipe.replace(f"data.dir='{tmp_path / 'data2'}'"))
     new = recipe.replace(f"run.dir='{tmp_path / 'new'}'")
-    with refused("text.txt has other content", 'data.changed="keep"', 'data.changed="prepare"'):
+    with refused("text.txt has changed", 'data.changed="keep"', 'data.changed="prepare"'):
         train(new)
     run = train(recipe)
-    assert "text.txt has other content" in last_start(run.ledger())["data"]["changed"][0]
-    assert "text.txt has other content" in run.log_path.read_text()
+    assert "text.txt has changed" in last_start(run.ledger())["data"]["changed"][0]
+    assert "text.txt has changed" in run.log_path.read_text()
     same, fresh = train(new.replace("data.changed=keep")), tmp_path / "fresh"
     assert curve(same) == curve(run)
     assert curve(train(new.replace(f"run.dir='{fresh}'", "data.changed=prepare"))) != curve(same)

@@ -598,17 +598,6 @@ def test_several_sources_give_equal_parts_at_most(tmp_path):
     assert again.fingerprint == data.fingerprint
 
 
-def test_several_sources_are_resumed_where_they_were_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.encode.BATCH_CHARACTERS", 500)
-    sources = three_sources(tmp_path)
-    options = {"max_tokens": 15_000, "tokenizer": "bpe", "tokenizer_vocab": 300, "workers": 1}
-    whole = open_data(recipe_for(sources, tmp_path / "whole", **options))
-    broken = recipe_for(sources, tmp_path / "broken", **options)
-    assert killed_until_done(broken, monkeypatch) > 3
-    assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
-    assert open_data(broken).fingerprint == whole.fingerprint
-
-
 # -- processes and memory
 
 

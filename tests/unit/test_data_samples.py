@@ -76,35 +76,12 @@ def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
         assert (batch.tokens[row, size:] == 255).all() and (batch.labels[row, size:] == -100).all()
 
 
-@pytest.mark.parametrize("few", [True, False])
-def test_examples_are_held_out_by_their_groups(tmp_path, few):
-    rows = [one._replace(group=i // 3 * 2**56 + 7) for i, one in enumerate(examples(290))]
-    rows = rows[:60] if few else [one._replace(group=text_hash(str(one.group))) for one in rows]
-    groups = sorted({one.group for one in rows})
-    assert len(groups) == (20 if few else 97)
-    train, val = opened(rows, tmp_path, 500, val_fraction=0.2)
-    held = set(groups[: round(0.2 * len(groups))])
-    for samples, is_held in ((train, False), (val, True)):
-        own = [one for one in rows if (one.group in held) is is_held]
-        assert [samples.row(i)[0].tolist() for i in range(len(samples))] == [o.tokens for o in own]
-
-
 def test_tokens_of_an_epoch_are_counted_without_reading_examples(tmp_path, monkeypatch):
     train, _ = opened(examples(30), tmp_path, 8, val_fraction=0.2)
     monkeypatch.setattr(type(train), "row", None)
     assert real_tokens(train) == train.sizes.sum()
     assert real_tokens(SimpleNamespace(valid_tokens=3)) == 3
     assert real_tokens(SimpleNamespace()) is None
-
-
-def test_the_hash_holds_out_a_fifth_of_many(tmp_path):
-    rows = examples(400)
-    train, val = opened(rows, tmp_path, 500, val_fraction=0.2)
-    held = [one.tokens for one in rows if one.group < 2**64 // 5]
-    assert 50 < len(held) < 110 and len(train) == 400 - len(held)
-    assert [val.row(i)[0].tolist() for i in range(len(val))] == held
-    batches = [b for r in range(3) for b in eval_batches(val, r, 3, 4, 0, len(val))]
-    assert sum(int((b.labels != -100).sum()) for b in batches) == val.valid_tokens
 
 
 def test_a_question_keeps_its_answer_and_needs_it_in_the_context(tmp_path):

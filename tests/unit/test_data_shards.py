@@ -417,7 +417,7 @@ def test_bad_or_changed_shards_of_others_are_refused_by_name(tmp_path):
     recipe = recipe_for(f"shards:{tmp_path}/nanogpt.bin", tmp_path / "data" / "changed")
     open_data(recipe)
     nanogpt(tmp_path / "nanogpt.bin", [1, *range(1, 200)])
-    with refused("nanogpt.bin has other content", 'data.changed="prepare"'):
+    with refused("nanogpt.bin has changed", 'data.changed="prepare"'):
         open_data(recipe)
     with refused("nanogpt.bin is damaged", "SHA-256"):
         open_data(recipe, resuming=True)

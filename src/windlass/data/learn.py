@@ -14,7 +14,7 @@ from windlass.data.examples import example_group, example_texts
 from windlass.data.progress import Progress
 from windlass.data.records import Item, SourceSpec, text_of
 from windlass.data.sources import Source
-from windlass.data.split import FEW, held_out_examples, held_out_texts
+from windlass.data.split import FEW, training_characters
 from windlass.data.tokenizer import Tokenizer, stretches
 from windlass.errors import UserError
 from windlass.recipe import DataSettings
@@ -92,14 +92,11 @@ def training_texts(
     without what is held out, and without documents of the `validated` groups."""
     documents = first_documents(source, characters)
     groups = np.array([document.group for document in documents], np.uint64)
-    rooms = np.array([document.characters for document in documents], np.int64)
-    if source.spec.format == "text":
-        held, cuts = held_out_texts(groups, rooms, fraction)
-        rooms = np.where(cuts >= 0, cuts, rooms)
-    else:
-        held = held_out_examples(groups, fraction)
-    for document, room, is_held in zip(documents, rooms.tolist(), held.tolist(), strict=True):
-        if is_held or document.group in validated:
+    sizes = np.array([document.characters for document in documents], np.int64)
+    are_examples = source.spec.format != "text"
+    rooms = training_characters(groups, sizes, fraction, are_examples=are_examples).tolist()
+    for document, room in zip(documents, rooms, strict=True):
+        if document.group in validated:
             continue
         done = 0
         for text in document.texts:

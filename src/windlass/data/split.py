@@ -8,6 +8,7 @@
 - If a source has fewer than FEW questions or conversations, a fraction with the smallest hashes is
   held out.
 - A training text that the separate validation data also has is left out.
+- A recipe reads the first documents of a source (`Limit`); the rules look at these alone.
 """
 
 from __future__ import annotations
@@ -48,11 +49,10 @@ class Corpus:
     index: Index
     spec: SourceSpec
     tokenizer: Tokenizer
-    cache_bytes: int = 0  # of remote shards on this machine's disk
 
     @cached_property
     def stream(self) -> Stream:
-        return Stream(self.directory, self.index, self.cache_bytes)
+        return Stream(self.directory, self.index)
 
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
         """The token of the source up to which each document has at most so many characters."""
@@ -97,7 +97,7 @@ class Part:
     @property
     def identity(self) -> list[Any]:
         """What determines the tokens of the row."""
-        shards = [(shard.identity, shard.tokens) for shard in self.corpus.index.shards]
+        shards = [(shard.sha256, shard.tokens) for shard in self.corpus.index.shards]
         shards, places = ([], self.edges) if self.text else (shards, self.ranges)
         return [self.text, shards, hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()]
 
@@ -153,14 +153,24 @@ def held_out_texts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which documents of a source are held out whole, bool [documents]; and how many characters of
     each train before a held-out end, int64 [documents], or -1 if the document is not cut."""
+    cuts = np.full(len(hashes), -1)
     if not fraction:
-        return np.zeros(len(hashes), bool), np.full(len(hashes), -1)
-    share = 1 - Fraction(str(fraction))
+        return np.zeros(len(hashes), bool), cuts
     is_cut = (characters > LONG_TEXT) | (len(hashes) < FEW)
     held = _or_lowest(hashes, hashes[:FEW][~is_cut[:FEW]], fraction) & ~is_cut
-    cuts = np.full(len(hashes), -1)
+    share = 1 - Fraction(str(fraction))
     cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
     return held, cuts
+
+
+def training_characters(
+    groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
+) -> np.ndarray:
+    """The first characters of each document that train, int64 [documents]."""
+    if are_examples:
+        return np.where(held_out_examples(groups, fraction), 0, characters)
+    held, cuts = held_out_texts(groups, characters, fraction)
+    return np.where(held, 0, np.where(cuts >= 0, cuts, characters))
 
 
 # -- limits
@@ -214,9 +224,9 @@ def limits_of(member: Member[Any]) -> list[Limit]:
     most = member.data.max_tokens
     characters = int(most * Fraction(str(member.data.val_fraction)))
     train, val = len(member.train), len(member.val)
-    return [Limit(-(-most // max(1, train)))] * train + [
-        Limit(-(-characters // max(1, val)), in_characters=True)
-    ] * val
+    of_train = Limit(-(-most // max(1, train)))
+    of_val = Limit(-(-characters // max(1, val)), in_characters=True)
+    return [of_train] * train + [of_val] * val
 
 
 # -- the pieces of a source
@@ -322,7 +332,10 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
         end = int(stream.edges[data.val_shards])
     if not 0 < end < pieces.train[-1:, 1].sum():
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
-        raise UserError(f"{problem}: lower it or data.shard_tokens")
+        remedy = "lower it or data.shard_tokens" + ", or raise data.max_tokens" * bool(
+            data.max_tokens
+        )
+        raise UserError(f"{problem}: {remedy}")
     first, last = pieces.train.T
     place = np.clip(end, first, last)  # where the held-out tokens of each document end
     pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
@@ -396,13 +409,13 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
     separate = [shard for p in pieces if p.is_val for shard in p.corpus.index.shards]
-    files = {key for shard in separate for key in (shard.file, shard.identity)}
+    files = {key for shard in separate for key in (shard.file, shard.sha256)}
     shared = 0
     for p in pieces:
         if len(p.texts):
             also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & ~p.is_cut)
         else:
-            shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
+            shards = [{s.file, s.sha256} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)
         shared += int((also & (sizes_of(p.train) > 0)).sum())
         keep(p.train, ~also)

@@ -116,11 +116,9 @@ class DataSettings(Section):
     shards_dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """With `shards:`: type of the ids in files that do not name it; `auto`: `uint32` if the
     vocabulary has more than 65,536 ids."""
-    cache_gb: float = Field(20.0, gt=0)
-    """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
-    """Read the first documents of this number of tokens, those held out included, in equal parts of
-    several sources; at least 100 documents. Never more tokens train. 0: all."""
+    """Read documents until they have this number of tokens, held-out ones included; at least 100
+    documents. Several sources have equal parts; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Validation share of the documents, chosen by a hash of their texts; of each text in a source
     with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
