@@ -86,11 +86,10 @@ class RunDirectory:
         attempt = max(attempts, default=-1) + 1
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
-    def compare(self, now: Mapping[str, Any], dropout: bool) -> None:
+    def compare(self, now: Mapping[str, Any]) -> None:
         """Add a warning for each difference between this start and the one that wrote the checkpoint.
 
-        `now`: from `Network.facts`; `dropout`: whether the model draws random numbers. UserError
-        if the data has changed.
+        `now`: from `Network.facts`. UserError if the data has changed.
         """
         assert self.checkpoint is not None
         before, warnings = {**now, **self.checkpoint.meta}, self.warnings
@@ -105,9 +104,8 @@ class RunDirectory:
             "average": ("train.average.kind", "the saved average is not used"),
             "precision": ("train.precision", "the losses differ"),
             "compiles": ("train.compile", "the losses differ by rounding"),
+            "micro_batch": ("train.micro_batch", "dropout draws other masks, and rounding differs"),
         }
-        if dropout:  # the masks follow from the number and the shape of the micro-batch
-            effects["micro_batch"] = ("train.micro_batch", "dropout draws other masks")
         for key, (setting, effect) in effects.items():
             if (old := before[key]) != now[key]:
                 change = f"{setting} was {typed(old)} and is {typed(now[key])}"

@@ -306,8 +306,4 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
-    notes = [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]
-    path, settings = step_dir(plan.run.checkpoints_dir, done), plan.recipe.checkpoint
-    if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
-        notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
-    return notes
+    return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]

@@ -58,7 +58,7 @@ from windlass.training.batch import (
     smaller_micro_batch,
 )
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
-from windlass.training.checks import ran_out_of_memory, uses_dropout
+from windlass.training.checks import ran_out_of_memory
 from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.network import Network, prepare_device
@@ -138,7 +138,7 @@ class Trainer:
         if directory.checkpoint is not None:
             console.begin(f"reading {directory.checkpoint.path}")
             ranks.mark(directory.checkpoint.step, "load")
-            directory.compare(facts, dropout=uses_dropout(self.model))
+            directory.compare(facts)
             self.state = self.restore(directory.checkpoint)
             self.state.skipped += directory.left_out()
         ranks.mark(self.state.step, "start")
