@@ -210,11 +210,9 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     for key, place in places.items():
         blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
         if blind:
-            raise UserError(
-                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by "
-                f"{', '.join(sorted(blind))}: put it on a file system that all hosts share "
-                f"({key}=PATH)"
-            )
+            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
+            advice = f"put it on a file system that all hosts share ({key}=PATH)"
+            raise UserError(f"{key}: {place} {seen}: {advice}")
 
 
 def shards_in(directory: Path) -> list[str]:
@@ -245,9 +243,8 @@ def rename_old_run(path: Path) -> None:
         return
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        raise UserError(
-            f"{path} has a fresh heartbeat: another host may train in it; try again in a minute"
-        )
+        problem = f"{path} has a fresh heartbeat: another host may train in it"
+        raise UserError(f"{problem}; try again in a minute")
     lock = acquire_run_lock(path)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     path.rename(next(name for name in names if not name.exists()))
