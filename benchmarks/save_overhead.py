@@ -130,7 +130,7 @@ def main() -> None:
         recipe = Recipe.load(options.recipe, options.overrides)
         bench = Bench(recipe, options.micro_batch, folder)
         found = measure(bench, options.rounds, options.steps)
-        size = gather_shard(bench.model, bench.optimizer).total_bytes
+        size = gather_shard(bench.model, bench.optimizer).nbytes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(

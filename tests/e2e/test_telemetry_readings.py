@@ -156,7 +156,7 @@ def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_pa
     assert RunView(run).values["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
     (line,) = lines_of(run, "first step done")
     shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
-    assert len(shown) == 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)
+    assert len(shown) >= 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)
     assert len(lines_of(train(recipe), "first step done")) == 2, "one a start"
 
 

@@ -142,7 +142,6 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     longer = train(recipe, extend_to=20)
     before, first, _ = capsys.readouterr().out.partition("first step done")
     assert "starts at step 6" in before and "repeats steps 7 to 12" in before and first
-    assert "will replace" in before and "step-00000012" in before
     extended = [(e["step"], e["extended_from"]) for e in longer.events if e.get("extended_from")]
     assert extended == [(6, 12)], "the decay began at step 8"
     assert [line["lr"] for line in longer.lines("train")] == rates(recipe, 20)

@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.filesize import decimal
 from small_runs import corpus, recipe_of, stopped
 from torch import nn
 
 import helpers
 from helpers import each_step, refused, tiny_recipe, write_corpus
 from windlass import train
-from windlass.checkpoint.commit import RESERVE_BYTES, format_bytes
+from windlass.checkpoint.commit import RESERVE_BYTES
 from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed, UserError
 from windlass.run import Run
@@ -82,7 +83,7 @@ def test_a_disk_too_small_for_what_is_kept_is_warned_of_and_one_with_room_is_not
     run = train(recipe_of(corpus, tmp_path / "tight", **wanted))
     output = " ".join("".join(capsys.readouterr()).split())
     assert output.count("the run needs") == 1
-    assert f"and {format_bytes(free)} are free" in output
+    assert f"and {decimal(free)} are free" in output
     assert output.index("the run needs") < output.index(" 1/4")
     assert run.state == "finished" and len(run.lines("train")) == 4
 

@@ -28,7 +28,7 @@ from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.retention import Policy
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, divide, shard_of, total_bytes
+from windlass.checkpoint.shard import Box, Shard, divide, shard_of
 from windlass.fileio import Files
 from windlass.model.share import Cut, Peers, with_cut
 
@@ -68,7 +68,7 @@ def state(step: int, rank: int = 0, world: int = 1) -> Shard:
     slices = [
         Box(box.name, flat[box.name][box.tensor], box.shape, box.offsets) for box in places()[rank]
     ]
-    return Shard(slices, aliases, total_bytes(tensors))
+    return Shard(slices, aliases)
 
 
 def cut(name: str, peers: Peers) -> Cut | None:

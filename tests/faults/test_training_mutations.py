@@ -120,7 +120,7 @@ def test_anything_forgotten_is_another_run(whole, tmp_path, monkeypatch, compone
     assert resumed(whole, tmp_path / "run") != after_six(whole)
 
 
-def mixed(folder: Path, run: Path, weight: float, resume: str = "latest") -> Recipe:
+def mixed(folder: Path, run: Path, weight: float) -> Recipe:
     """A mixture of the text with itself in capitals; a `train` line every fourth step."""
     text = (folder / "text.txt").read_text()
     (folder / "capitals.txt").write_text(text.upper())
@@ -128,7 +128,7 @@ def mixed(folder: Path, run: Path, weight: float, resume: str = "latest") -> Rec
         {"name": "text", "source": str(folder / "text.txt"), "weight": weight},
         {"name": "capitals", "source": str(folder / "capitals.txt")},
     ]
-    return recipe(folder, run, resume).replace(
+    return recipe(folder, run).replace(
         {
             "data.source": "",
             "data.mix": sources,
@@ -147,8 +147,8 @@ def mixture(whole) -> Run:
 
 
 def resumed_mixture(mixture: Run, place: Path) -> list[object]:
-    checkpoint = str(mixture.checkpoints_dir / "step-00000006")
-    return sources_after_six(train(mixed(mixture.path.parent, place, 3.0, checkpoint)))
+    again = mixed(mixture.path.parent, place, 3.0)
+    return sources_after_six(train(again, branch_from=f"{mixture.path}@6"))
 
 
 def sources_after_six(run: Run) -> list[object]:

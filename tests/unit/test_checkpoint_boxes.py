@@ -69,7 +69,7 @@ def test_any_box_is_read_from_any_boxes(tmp_path, cuts):
     whole = torch.randn(shape, dtype=torch.float64)
     writer = Writer(tmp_path / "checkpoints", background=False)
     boxes = [Box("x", whole[place(box)], shape, box[0]) for box in grid(cuts)]
-    writer.write(1, Shard(boxes, {}, whole.nbytes), {})
+    writer.write(1, Shard(boxes, {}), {})
     [outcome] = writer.poll()
     assert not outcome.error
     checkpoint = open_checkpoint(outcome.path)

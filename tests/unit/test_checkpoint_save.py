@@ -291,6 +291,6 @@ def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
 def test_a_full_disk_is_answered_with_the_bytes_and_the_reserve_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=3_000_000))
     text = shortage(tmp_path, 1_000_000, "a save")
-    assert "needs 1 MB and a reserve of 16.8 MB" in text and "3 MB are free" in text
+    assert "needs 1.0 MB and a reserve of 16.8 MB" in text and "3.0 MB are free" in text
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Mock(free=1_000_000 + RESERVE_BYTES))
     assert shortage(tmp_path, 1_000_000, "a save") == ""

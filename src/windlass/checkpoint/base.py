@@ -67,18 +67,15 @@ def fill_base(
     if base is None:
         return
     if not hasattr(model, "fill_weights"):
-        raise UserError(
-            f"{checkpoint.path} refers to its base {base.title}, which {type(model).__name__} "
-            "cannot read: pass no model"
-        )
+        problem = f"{checkpoint.path} refers to its base {base.title}"
+        raise UserError(f"{problem}, which {type(model).__name__} cannot read: pass no model")
     try:
         directory = find_base(base, recipe)
         check_same(base, identify(directory, checkpoint.path.parent.parent, ranks))
     except UserError as error:
-        raise UserError(
-            f"{checkpoint.path} refers to its base {base.title}: {error.text}; put it back (a link "
-            "is enough), or write where it is: checkpoint.base=DIR"
-        ) from None
+        problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
+        advice = "put it back (a link is enough), or write where it is: checkpoint.base=DIR"
+        raise UserError(f"{problem}; {advice}") from None
     for module in model.modules():
         if is_fsdp(module):
             module.reshard()  # it fills the shards, not gathered parameters

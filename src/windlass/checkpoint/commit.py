@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from windlass.checkpoint.choose import discard
 from windlass.checkpoint.format import (
     DIGEST,
@@ -68,6 +70,7 @@ class Save:
     ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
     staged_s: float = 0.0  # the step waited for the copy
+    total_bytes: int = 0  # of a committed checkpoint, on rank 0
     write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement
 
     def __post_init__(self) -> None:
@@ -105,7 +108,8 @@ class Save:
             files.make_dir(folder)
         if self.rank == 0:
             what = f"checkpoint {self.path.name}"
-            if short := shortage(self.directory, self.shard.total_bytes, what):
+            # The ranks write about equally much.
+            if short := shortage(self.directory, self.shard.nbytes * self.world, what):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.error:
             raise GivenUp(self.error)
@@ -261,16 +265,8 @@ def shortage(path: Path, needed: int, what: str) -> str:
     free = shutil.disk_usage(path).free
     if free >= needed + RESERVE_BYTES:
         return ""
-    need = f"{format_bytes(needed)} and a reserve of {format_bytes(RESERVE_BYTES)}"
-    return f"{what} needs {need} under {path}, and {format_bytes(free)} are free"
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people (1 GB = 10^9 bytes)."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:{'.3g' if count < 1000 * size else ',.0f'}} {unit}"
-    return f"{count} bytes"
+    need = f"{decimal(needed)} and a reserve of {decimal(RESERVE_BYTES)}"
+    return f"{what} needs {need} under {path}, and {decimal(free)} are free"
 
 
 def explain(error: BaseException) -> str:

@@ -219,6 +219,7 @@ class Writer:
                 copied.synchronize()
             content = save.run(self._next_serial())
             if content is not None:
+                save.total_bytes = content.bytes
                 # Retention does not need the tensors, of which a large world has many.
                 self._known[save.path] = content.model_copy(update={"tensors": {}})
                 try:

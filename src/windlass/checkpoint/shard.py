@@ -7,7 +7,6 @@ rows, so that each writes about the same number of bytes. A reader asks for boxe
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,11 +36,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """The boxes that this rank writes, and what all ranks have in common."""
+    """The boxes that this rank writes."""
 
     boxes: list[Box]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
-    total_bytes: int  # of the whole state, each tensor once
+
+    @property
+    def nbytes(self) -> int:
+        return sum(box.tensor.nbytes for box in self.boxes)
 
     @property
     def device(self) -> torch.device | None:
@@ -77,13 +79,7 @@ def shard_of(
     stages: int = 1,
 ) -> Shard:
     """The part of named tensors that `rank` of `world` writes."""
-    boxes = divide(tensors, rank, world, stages)
-    return Shard(boxes, dict(aliases or {}), total_bytes(tensors))
-
-
-def total_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of whole tensors, over all ranks."""
-    return sum(math.prod(whole_shape(t)) * t.element_size() for t in tensors.values())
+    return Shard(divide(tensors, rank, world, stages), dict(aliases or {}))
 
 
 def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1) -> list[Box]:

@@ -40,7 +40,7 @@ def gather_shard(
     `base`: the tensors that the checkpoint does not hold, because it refers to their files.
 
     Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
-    reshards gathered parameters. In a pipeline `total_bytes` is only of this rank's stages.
+    reshards gathered parameters.
     """
     tensors, aliases = named_state(model, optimizer)
     tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}

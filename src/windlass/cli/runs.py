@@ -88,8 +88,9 @@ def checkpoints(
 
     Example: `windlass checkpoints runs/first --verify`
     """
+    from rich.filesize import decimal
+
     from windlass.checkpoint.choose import list_checkpoints
-    from windlass.checkpoint.commit import format_bytes
     from windlass.telemetry.terminal import print_table
 
     listing = list_checkpoints(Path(run), verify)
@@ -104,7 +105,7 @@ def checkpoints(
         cells = []
         for row in rows:
             saved = (row["time"] or "")[:19].replace("T", " ")
-            size = "" if row["bytes"] is None else format_bytes(row["bytes"])
+            size = "" if row["bytes"] is None else decimal(row["bytes"])
             scores = [row["scores"][measure] for measure in measures]
             shown = ("" if score is None else f"{score:.4f}" for score in scores)
             kept = ", ".join(REASONS[why] for why in row["kept"])
@@ -114,12 +115,12 @@ def checkpoints(
         print_table(head, cells, text=("saved (UTC)", "kept because", "state"))
         for row in bad:
             say(f"step {row['step']} is bad: {row['problem']}")
-        total = format_bytes(sum(row["bytes"] or 0 for row in rows))
+        total = decimal(sum(row["bytes"] or 0 for row in rows))
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for base in listing.bases:
             good = ", every byte good" * (verify and not base["problem"])
-            typer.echo(f"base {base['name']}: {format_bytes(base['bytes'])}{good}")
+            typer.echo(f"base {base['name']}: {decimal(base['bytes'])}{good}")
             if base["problem"]:
                 say(f"base {base['name']} is bad: {base['problem']}")
         for name in listing.temporary:

@@ -59,16 +59,12 @@ def library_optimizer(settings: OptimSettings, divided: bool = False) -> type[An
         text = first_line(error)
         raise UserError(f"optim.options: {settings.kind} rejects them: {text}") from None
     if problem:
-        raise UserError(
-            f"optim.kind: a checkpoint cannot hold the state of {settings.kind}: {problem}; write "
-            "another optimizer"
-        )
+        problem = f"a checkpoint cannot hold the state of {settings.kind}: {problem}"
+        raise UserError(f"optim.kind: {problem}; write another optimizer")
     if divided and name not in ELEMENTWISE[library].split():
-        raise UserError(
-            f"optim.kind: {settings.kind} may need whole parameters, and here ranks divide them: "
-            'write parallel.strategy = "ddp" with parallel.tensor=1, or take one of '
-            f"{ELEMENTWISE[library]}"
-        )
+        why = f"{settings.kind} may need whole parameters, and here ranks divide them"
+        advice = 'parallel.strategy = "ddp" with parallel.tensor=1, or take one of '
+        raise UserError(f"optim.kind: {why}: write {advice}{ELEMENTWISE[library]}")
     return optimizer
 
 

@@ -167,7 +167,7 @@ def _replicate(
     """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers"  # torch >= 2.12
-    # `training.buffers` shares them after each step.
+    # `training.state.Buffers` shares them after each step.
     no_sync: Any = {name if name in names else "broadcast_buffers": False}
     wrapped = DistributedDataParallel(
         model,

@@ -132,18 +132,14 @@ class UserCode:
         suite."""
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
-                raise UserError(
-                    f"callbacks: {callback!r} is not a windlass.Callback; subclass it and give an "
-                    "object"
-                )
+                problem = f"callbacks: {callback!r} is not a windlass.Callback"
+                raise UserError(f"{problem}; subclass it and give an object")
         for name, suite in self.suites.items():
             if not re.fullmatch(r"\w+", name):
                 raise UserError(f"suites: {name!r} is not a valid name; use letters, digits and _")
             if not callable(suite):
-                raise UserError(
-                    f"suites[{name!r}]: {suite!r} is not a function; give f(model, step), or "
-                    "windlass.Suite(f)"
-                )
+                problem = f"suites[{name!r}]: {suite!r} is not a function"
+                raise UserError(f"{problem}; give f(model, step), or windlass.Suite(f)")
         best = recipe.checkpoint.best
         name = best.partition(".")[0].removeprefix(OWN_SUITE)
         if best.startswith(OWN_SUITE) and name not in self.suites:

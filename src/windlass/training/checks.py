@@ -132,15 +132,11 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
             if not torch.equal(*losses):
                 problem = "the model's attention does not keep the documents of a row apart"
     if problem and recipe.data.packing == "best-fit":
-        raise UserError(
-            f'data.packing = "best-fit": {problem}: leave it out, and each conversation is a row, or '
-            'write "documents" for texts'
-        )
+        advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
+        raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
     if problem:
-        raise UserError(
-            f"data.document_mask: {problem}: write data.document_mask=false, and it attends to whole "
-            "rows"
-        )
+        advice = "write data.document_mask=false, and it attends to whole rows"
+        raise UserError(f"data.document_mask: {problem}: {advice}")
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
@@ -156,19 +152,6 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
         causes = "labels may be in the input"
     guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
     return f"the first loss is {loss:.4g}, and {guess}: {causes}"
-
-
-def uses_dropout(model: nn.Module) -> bool:
-    """Whether a module of the model draws random numbers in training."""
-    for module in model.modules():
-        if getattr(getattr(module, "settings", None), "neftune_alpha", 0):
-            return True
-        is_dropout = "Dropout" in type(module).__name__
-        for name, value in vars(module).items():
-            rate = "dropout" in name or (name == "p" and is_dropout)
-            if rate and isinstance(value, float) and value > 0:
-                return True
-    return False
 
 
 def ran_out_of_memory(error: Exception) -> bool:

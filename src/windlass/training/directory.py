@@ -86,11 +86,10 @@ class RunDirectory:
         attempt = max(attempts, default=-1) + 1
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
-    def compare(self, now: Mapping[str, Any], dropout: bool) -> None:
+    def compare(self, now: Mapping[str, Any]) -> None:
         """Add a warning for each difference between this start and the one that wrote the checkpoint.
 
-        `now`: from `Network.facts`; `dropout`: whether the model draws random numbers. UserError
-        if the data has changed.
+        `now`: from `Network.facts`. UserError if the data has changed.
         """
         assert self.checkpoint is not None
         before, warnings = {**now, **self.checkpoint.meta}, self.warnings
@@ -105,9 +104,8 @@ class RunDirectory:
             "average": ("train.average.kind", "the saved average is not used"),
             "precision": ("train.precision", "the losses differ"),
             "compiles": ("train.compile", "the losses differ by rounding"),
+            "micro_batch": ("train.micro_batch", "dropout draws other masks, and rounding differs"),
         }
-        if dropout:  # the masks follow from the number and the shape of the micro-batch
-            effects["micro_batch"] = ("train.micro_batch", "dropout draws other masks")
         for key, (setting, effect) in effects.items():
             if (old := before[key]) != now[key]:
                 change = f"{setting} was {typed(old)} and is {typed(now[key])}"
@@ -212,11 +210,9 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     for key, place in places.items():
         blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
         if blind:
-            raise UserError(
-                f"{key}: {place} of {hosts[0][0]} (rank 0) is not seen by "
-                f"{', '.join(sorted(blind))}: put it on a file system that all hosts share "
-                f"({key}=PATH)"
-            )
+            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
+            advice = f"put it on a file system that all hosts share ({key}=PATH)"
+            raise UserError(f"{key}: {place} {seen}: {advice}")
 
 
 def shards_in(directory: Path) -> list[str]:
@@ -247,9 +243,8 @@ def rename_old_run(path: Path) -> None:
         return
     run = Run(path)
     if lock_held(run.lock_path) is None and run.state == "running":
-        raise UserError(
-            f"{path} has a fresh heartbeat: another host may train in it; try again in a minute"
-        )
+        problem = f"{path} has a fresh heartbeat: another host may train in it"
+        raise UserError(f"{problem}; try again in a minute")
     lock = acquire_run_lock(path)
     names = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     path.rename(next(name for name in names if not name.exists()))

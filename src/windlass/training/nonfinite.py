@@ -41,10 +41,9 @@ def choose_rewind(recorder: Recorder, reason: str) -> Checkpoint:
     decide_on_rank_0(ranks, "rename damaged", lambda: rename_damaged(choice, path))
     ranges = decide_on_rank_0(ranks, "rewinds", lambda: left_out(path, choice.path))
     if len(ranges) >= MAX_REWINDS:
-        raise RunFailed(
-            f"{reason}; the run returned to step {choice.step} {MAX_REWINDS} times: resume from an "
-            "earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-        )
+        times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
+        advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+        raise RunFailed(f"{reason}; {times}: {advice}")
     return choice
 
 

@@ -252,7 +252,7 @@ class Recorder:
                 "checkpoint",
                 step=step,
                 path=f"checkpoints/{save.path.name}",
-                bytes=save.shard.total_bytes,
+                bytes=save.total_bytes,
                 write_s=round(save.write_s, 4),
                 blocked_s=round(save.staged_s + save.waited_s, 4),
             )

@@ -22,7 +22,6 @@ from windlass.errors import RunFailed, Stopped, plural
 from windlass.estimate.calendar import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.training.callbacks import Callbacks
 from windlass.training.record import Recorder
@@ -80,7 +79,7 @@ class Saver(Writer):
 
     def disk_shortage(self) -> str:
         """A warning if the disk has no room for the run's checkpoints; else empty."""
-        size, recorder = self.shard().total_bytes, self.recorder
+        size, recorder = self.shard().nbytes * self.world, self.recorder
         # torch's optimizers have no state before their first step.
         size += 0 if self.optimizer.state else 8 * recorder.network.sizes.trained
         present = len(list(self.directory.glob("step-????????")))
@@ -89,18 +88,15 @@ class Saver(Writer):
 
     def shard(self, average: bool = True) -> Shard:
         """The part of model, optimizer and, if asked, the average that this rank writes."""
-        ranks, stages = self.ranks, self.ranks.mesh.sizes.pp
-        averages = self.average.tensors if average else {}
-        shard = gather_shard(
+        return gather_shard(
             self.model,
             self.optimizer,
-            ranks.rank,
-            ranks.world,
-            stages,
-            averages,
+            self.rank,
+            self.world,
+            self.ranks.mesh.sizes.pp,
+            average=self.average.tensors if average else {},
             base=self.base.weights if self.base else (),
         )
-        return shard if stages == 1 else add_stages(shard, ranks)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -202,10 +198,3 @@ class Saver(Writer):
             raise Stopped(text)
         recorder.console.event(text)
         return False
-
-
-def add_stages(shard: Shard, ranks: Ranks) -> Shard:
-    """A shard with the bytes of all stages of a pipeline."""
-    every = ranks.all_gather_object("bytes", shard.total_bytes)
-    total = sum(every[stage] for stage in ranks.mesh.rows(("pp",))[0])
-    return replace(shard, total_bytes=total)

@@ -109,18 +109,14 @@ def resolve_start(
         return _resume(recipe, run, restarted, extend_to, branch_from)
     left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
     if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
-        raise UserError(
-            f"{run.path} is not empty and not a run; give another run.dir, or "
-            f"{argument('fresh')} to rename it"
-        )
+        advice = f"give another run.dir, or {argument('fresh')} to rename it"
+        raise UserError(f"{run.path} is not empty and not a run; {advice}")
     if extend_to:
         raise UserError(f"there is no run at {run.path} to extend")
     branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
     if branch is None and (resume := recipe.checkpoint.resume).isdigit():
-        raise UserError(
-            f"checkpoint.resume: a new {run.path} will lack step {resume}; "
-            f"leave it or {argument('fresh')} out"
-        )
+        problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
+        raise UserError(f"{problem}; leave it or {argument('fresh')} out")
     return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
 
 
@@ -274,10 +270,9 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            raise UserError(
-                f"{run} has no checkpoint from before step {decay_begins}, where it decays: a decayed "
-                "run cannot be extended; set checkpoint.keep_every next time"
-            )
+            problem = f"{run} has no checkpoint from before step {decay_begins}, where it decays"
+            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
+            raise UserError(f"{problem}: {advice}")
         return paths
     resume = "latest" if plan.restarted else settings.resume
     return candidates(run, resume, measure=settings.best)
@@ -306,8 +301,4 @@ def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str
     if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
-    notes = [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]
-    path, settings = step_dir(plan.run.checkpoints_dir, done), plan.recipe.checkpoint
-    if path.is_dir() and any(horizon.due(e, done) for e in (settings.every, settings.keep_every)):
-        notes.append(f"step {done:,} will replace {path}: copy that directory now to keep it")
-    return notes
+    return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]

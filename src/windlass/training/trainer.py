@@ -58,7 +58,7 @@ from windlass.training.batch import (
     smaller_micro_batch,
 )
 from windlass.training.callbacks import Callbacks, StepResult, UserCode
-from windlass.training.checks import ran_out_of_memory, uses_dropout
+from windlass.training.checks import ran_out_of_memory
 from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, check_evaluations
 from windlass.training.network import Network, prepare_device
@@ -138,7 +138,7 @@ class Trainer:
         if directory.checkpoint is not None:
             console.begin(f"reading {directory.checkpoint.path}")
             ranks.mark(directory.checkpoint.step, "load")
-            directory.compare(facts, dropout=uses_dropout(self.model))
+            directory.compare(facts)
             self.state = self.restore(directory.checkpoint)
             self.state.skipped += directory.left_out()
         ranks.mark(self.state.step, "start")
@@ -430,7 +430,8 @@ class Trainer:
             if batch is not None:
                 return batch
             step = self.state.step
-            self.ranks.mark(step + 1, "data")
+            if self.ranks.status.phase != "data":  # the mark has the time since which it is late
+                self.ranks.mark(step + 1, "data")
             if self.poll_stop() and self.ranks.world == 1:
                 if rewind_reason := self.bad_steps.decide(None, look=True):
                     self.rewind(rewind_reason)
@@ -465,7 +466,7 @@ class Trainer:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
-        self.ends_early = self.ends_early or recorder.stops_improving()
+        self.ends_early = state.step < self.horizon.steps and recorder.stops_improving()
         return True
 
     def rewind(self, reason: str) -> None:

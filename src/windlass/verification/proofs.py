@@ -200,7 +200,6 @@ def layouts_agree(bench: Bench) -> Outcome:
 def world_changes_nothing(bench: Bench) -> Outcome:
     """In float64: worlds with dropout and equal micro-batches; any micro-batch without dropout."""
     from windlass.model.build import build_model
-    from windlass.training.checks import uses_dropout
 
     library, recipe = bench.model.kind != "gpt", bench.settings("model")
     parts, cells = list[str](), list[tuple[str, int, dict[str, Any], str]]()
@@ -311,3 +310,16 @@ PROOFS: dict[str, tuple[str, Callable[[Bench], Outcome]]] = {
     "kills": ("no kill loses a committed checkpoint", kills_lose_nothing),
     "export": ("export to transformers gives equal logits", export_equal),
 }
+
+
+def uses_dropout(model: Any) -> bool:
+    """Whether a module of the model draws random numbers in training."""
+    for module in model.modules():
+        if getattr(getattr(module, "settings", None), "neftune_alpha", 0):
+            return True
+        is_dropout = "Dropout" in type(module).__name__
+        for name, value in vars(module).items():
+            rate = "dropout" in name or (name == "p" and is_dropout)
+            if rate and isinstance(value, float) and value > 0:
+                return True
+    return False
