@@ -6,6 +6,7 @@ and again for the product of its backward pass, so no second copy of the weights
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,8 @@ class HeldLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
         weight = layer.weight if isinstance(self, nn.Linear) else layer.weight.T  # of a Conv1D
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        y = F.linear(x, weight) if weight.dtype == x.dtype else _Product.apply(x, weight)
+        x = in_autocast(x)
+        y = F.linear(x, weight) if weight.dtype == x.dtype else FrozenProduct.apply(x, weight.to)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
@@ -87,13 +86,22 @@ def _part_for(module: nn.Module) -> type[nn.Module] | None:
     return HeldEmbedding if type(module) is nn.Embedding else None
 
 
-class _Product(torch.autograd.Function):
+def in_autocast(x: Tensor) -> Tensor:
+    """`x` in the precision of autocast, if that is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class FrozenProduct(torch.autograd.Function):
+    """A product with `matrix(dtype)`, which is made again for the backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(x, weight.to(x.dtype))
+    def forward(
+        ctx: Any, x: Tensor, matrix: Callable[[torch.dtype], Tensor], bias: Tensor | None = None
+    ) -> Tensor:
+        ctx.matrix = matrix
+        return F.linear(x, matrix(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return grad @ weight.to(grad.dtype), None
+        return grad @ ctx.matrix(grad.dtype), None, None

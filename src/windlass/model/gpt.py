@@ -19,14 +19,21 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend
-from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
-from windlass.model.share import assign, draw_in_turns, whole_shape
-from windlass.model.tied import look_up, one_gradient
+from windlass.model.loss import (
+    PLAIN,
+    Piece,
+    SourceSums,
+    Tail,
+    cross_entropy_sum,
+    head_logits,
+    look_up,
+    one_gradient,
+)
+from windlass.model.share import assign, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -183,9 +190,12 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         spans: Any = None,
     ) -> Tensor:
-        rate = self.dropout if self.training else 0.0
-        x = x + dropped(self.attn(self.attn_norm(x), rotary, cache, spans), rate)
-        return x + dropped(self.ff(self.ff_norm(x)), rate)
+        x = x + self.drop(self.attn(self.attn_norm(x), rotary, cache, spans), spans)
+        return x + self.drop(self.ff(self.ff_norm(x)), spans)
+
+    def drop(self, x: Tensor, spans: Any) -> Tensor:
+        """Dropout of a sub-layer's output."""
+        return dropped(x, self.dropout if self.training else 0.0)
 
 
 class Head(nn.Module):
@@ -426,24 +436,17 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = None) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. The ranks of `group` hold the same parameters, or shards of
-    them; each draws some and sends them to the others.
+    `fill_weights(seed)`, as `HfModel`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
-        owner.fill_weights(seed, group=group)
+        owner.fill_weights(seed)
         return
-
-    def draw(item: tuple[str, Tensor]) -> list[Tensor]:
-        name, parameter = item
+    for name, parameter in owner.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        return [owner.initial_value(name, whole_shape(parameter), generator(seed, name))]
-
-    # Those that ranks draw at the same time have similar sizes.
-    named = sorted(owner.named_parameters(), key=lambda item: -whole_shape(item[1]).numel())
-    for (_, parameter), values in draw_in_turns(named, draw, lambda item: [item[1]], group):
-        assign(parameter, values[0])
+        values = owner.initial_value(name, whole_shape(parameter), generator(seed, name))
+        assign(parameter, values)

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
@@ -43,9 +41,10 @@ from windlass.model.loss import (
     cap_of_logits,
     cross_entropy_of_logits,
     cross_entropy_sum,
+    look_up,
+    one_gradient,
 )
 from windlass.model.quantised import Linear4bit, quantise_linear
-from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, ModelSettings
 
@@ -90,20 +89,17 @@ class HfModel(nn.Module):
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
-    def fill_weights(
-        self, seed: int, directory: Path | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
-        `model.from_scratch` from the seed and their names; the ranks of `group` share this work.
-        Adapters always follow from the seed.
+        `model.from_scratch` from the seed and their names. Adapters always follow from the seed.
         UserError if the files do not fit or are pickled.
         """
-        self._fill(seed, directory, group)
+        self._fill(seed, directory)
         adapters.fill_magnitudes(self.model)
 
-    def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
+    def _fill(self, seed: int, directory: Path | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -113,15 +109,16 @@ class HfModel(nn.Module):
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
             add_rows(template, self.vocab)
-            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
+            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
             return
         directory = directory or hf_files.weights_directory(self)
-        prefix, remote = str(self.model.base_model_prefix), self.settings.trust_remote_code
+        files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
+        prefix = str(self.model.base_model_prefix)
         for path, module in self.model.named_modules():
             if isinstance(module, Linear4bit):  # one whole matrix at a time
                 whole = torch.empty(module.out_features, module.in_features)
                 name = f"{path.replace('.base_layer', '')}.weight"
-                hf_files.fill_from_files({name: whole}, directory, prefix, remote)
+                hf_files.fill_from_files({name: whole}, files, prefix)
                 module.quantise(whole)
                 continue
             for name, buffer in module.named_buffers(path, recurse=False):
@@ -129,7 +126,7 @@ class HfModel(nn.Module):
                     tensors[name.replace(".base_layer", "")] = buffer
         ends = end_names(self.model) if self.added else []
         longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
-        hf_files.fill_from_files(tensors, directory, prefix, remote, longer)
+        hf_files.fill_from_files(tensors, files, prefix, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
@@ -213,19 +210,8 @@ class HfModel(nn.Module):
         return self.balanced(loss, output, labels)
 
     def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a training pass: with NEFTune's noise, and a request for the routers."""
-        alpha = self.settings.neftune_alpha
-        if not self.training or not (alpha or self.balance):
-            return given
-        if self.balance:
-            given = given | {"output_router_logits": True}
-        if alpha:
-            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-            rows = given["inputs_embeds"] if "inputs_embeds" in given else table(given["input_ids"])
-            bound = alpha / math.sqrt(rows.shape[1] * rows.shape[2])
-            given = given | {"inputs_embeds": rows + torch.empty_like(rows).uniform_(-bound, bound)}
-            given.pop("input_ids", None)
-        return given
+        """The arguments of a pass with labels; a balancing loss needs the routers' logits."""
+        return given | {"output_router_logits": True} if self.training and self.balance else given
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label.
@@ -351,13 +337,8 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
         raise UserError(f"{problem}: write model.context={model.limit}, or less")
-    if settings.neftune_alpha and not model._takes_rows:
-        raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
         tensor_plan.check(model.model, recipe.parallel.tensor)
-        if model.balance:
-            problem = "Windlass has not proved the routers' loss with parallel.tensor"
-            raise UserError(f"model.router_loss: {problem}; write model.router_loss=0")
     model.context = settings.context
     added = recipe.data.add_tokens
     table: Any = model.model.get_input_embeddings()  # type: ignore[operator]

@@ -7,6 +7,7 @@ run is complete with it and a checkpoint; frozen ones stay in their files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 from collections.abc import Collection, Sequence
@@ -14,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
-from windlass.model.share import assign, cut_of, draw_in_turns, is_sharded, whole_shape
+from windlass.model.share import assign, cut_of, is_sharded, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -36,11 +36,12 @@ CODE_FILES = "*.py"
 
 
 class WeightFiles:
-    """The tensors of a directory's safetensors files, by name."""
+    """The tensors of a directory's safetensors files, which it opens once, by name."""
 
-    def __init__(self, directory: Path, file_name: str = ""):
+    def __init__(self, directory: Path, file_name: str = "", remote_code: bool = False):
         from safetensors import SafetensorError, safe_open
 
+        self.directory, self.remote_code = directory, remote_code
         self.files: dict[str, Any] = {}  # the open file of each tensor
         for name in [file_name] if file_name else hub.weight_files(directory):
             if not (directory / name).is_file():
@@ -58,12 +59,27 @@ class WeightFiles:
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
+    @functools.cached_property
+    def converted(self) -> tuple[dict[str, Tensor], set[str]]:
+        """The tensors of an older layout, which `transformers` converts, and the names that it
+        lacks; needs the whole model in memory."""
+        from transformers import AutoModelForCausalLM
+
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+        options |= {"dtype": "auto", "trust_remote_code": self.remote_code}
+        try:
+            whole, report = AutoModelForCausalLM.from_pretrained(self.directory, **options)
+        except Exception as error:  # other shapes, damaged files, code that came with the model
+            problem = f"transformers cannot read the weights: {first_line(error)}"
+            raise UserError(f"{self.directory}: {problem}") from None
+        values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        return values, set(report["missing_keys"])
+
 
 def fill_from_files(
     tensors: dict[str, Tensor],
-    directory: Path,
+    files: WeightFiles,
     prefix: str,
-    remote_code: bool,
     longer: Collection[str] = (),
 ) -> None:
     """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
@@ -71,10 +87,16 @@ def fill_from_files(
     Some files omit the network's `base_model_prefix`, here `prefix`, from the names. The tensors
     `longer` have rows for added tokens, which get the mean of the others.
     """
-    files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
     if len(keys) < len(tensors):
-        _fill_through_transformers(tensors, directory, remote_code, longer)
+        values, lacking = files.converted
+        if missing := (lacking & set(tensors)) | (set(tensors) - set(values)):
+            problem = f"{files.directory} lacks the weight {min(missing)} of its model"
+            raise UserError(f"{problem} ({len(missing)} in all)")
+        for name, tensor in tensors.items():
+            value, rows = values[name], whole_shape(tensor)[:1]
+            more = name in longer and len(value) < rows[0]
+            assign(tensor, with_mean_rows(value, rows[0]) if more else value)
         return
     for name, tensor in tensors.items():
         key, shape = keys[name], list(whole_shape(tensor))
@@ -85,7 +107,7 @@ def fill_from_files(
             continue
         if there != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
-            raise UserError(f"{directory}: {problem}")
+            raise UserError(f"{files.directory}: {problem}")
         if not shape:  # a scalar has no slices
             tensor.copy_(files.files[key].get_tensor(key))
             continue
@@ -113,52 +135,19 @@ def with_mean_rows(values: Tensor, rows: int) -> Tensor:
     return torch.cat([values, *[mean] * (rows - len(values))])
 
 
-def _fill_through_transformers(
-    tensors: dict[str, Tensor], directory: Path, remote_code: bool, longer: Collection[str]
-) -> None:
-    """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
-    from transformers import AutoModelForCausalLM
-
-    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
-    options |= {"dtype": "auto", "trust_remote_code": remote_code}
-    try:
-        whole, report = AutoModelForCausalLM.from_pretrained(directory, **options)
-    except Exception as error:  # other shapes, damaged files, code that came with the model
-        problem = f"transformers cannot read the weights: {first_line(error)}"
-        raise UserError(f"{directory}: {problem}") from None
-    values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    missing = (set(report["missing_keys"]) & set(tensors)) | (set(tensors) - set(values))
-    if missing:
-        problem = f"{directory} lacks the weight {min(missing)} of its model"
-        raise UserError(f"{problem} ({len(missing)} in all)")
-    for name, tensor in tensors.items():
-        value = values[name]
-        more = name in longer and len(value) < whole_shape(tensor)[0]
-        assign(tensor, with_mean_rows(value, whole_shape(tensor)[0]) if more else value)
-
-
 def fill_from_seed(
-    parameters: dict[str, Tensor],
-    template: nn.Module,
-    blocks: Sequence[nn.Module],
-    seed: int,
-    group: dist.ProcessGroup | None = None,
+    parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int
 ) -> None:
     """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
 
-    `template` is the network on the meta device. One block or other module at a time gets storage,
-    and one rank of `group` draws it for all.
+    `template` is the network on the meta device. One block or other module at a time gets storage.
     """
-    left, units = dict(parameters), list[tuple[nn.Module, str, dict[str, Tensor]]]()
+    left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}
     for prefix, unit in template.named_modules():
         is_block = any(unit is block for block in blocks)
-        if is_block or (id(unit) not in inside and unit._parameters):
-            names = [name for name, _ in unit.named_parameters(prefix) if name in left]
-            units.append((unit, prefix, {name: left.pop(name) for name in names}))
-
-    def draw(item: tuple[nn.Module, str, dict[str, Tensor]]) -> list[Tensor]:
-        unit, prefix, own = item
+        if not is_block and (id(unit) in inside or not unit._parameters):
+            continue
         for module in unit.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
@@ -168,14 +157,10 @@ def fill_from_seed(
             torch.manual_seed(seed_of(f"windlass/hf/{seed}/{prefix}"))
             for module in reversed(list(unit.modules())):  # children first, as in `transformers`
                 template._init_weights(module)  # type: ignore[operator]
-        values = dict(unit.named_parameters(prefix, remove_duplicate=False))
-        drawn = [values[name].detach() for name in own]
+        for name, value in unit.named_parameters(prefix):
+            if name in left:
+                assign(left.pop(name), value)
         unit.to("meta")
-        return drawn
-
-    for (_, _, own), values in draw_in_turns(units, draw, lambda item: [*item[2].values()], group):
-        for parameter, value in zip(own.values(), values, strict=True):
-            assign(parameter, value)
     if left:
         problem = f"the architecture has no initial value for {min(left)}"
         raise UserError(f"model.from_scratch: {problem}")

@@ -12,10 +12,10 @@ import importlib
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.errors import require
+from windlass.model.frozen import FrozenProduct, in_autocast
 
 BLOCK = 64  # numbers that share a scale
 
@@ -60,9 +60,9 @@ class Linear4bit(nn.Linear):
         return whole.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        return _Product.apply(x.to(dtype), self)
+        x = in_autocast(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return FrozenProduct.apply(x, self.matrix, bias)
 
     def plain(self) -> nn.Linear:
         """An ordinary layer that computes the same."""
@@ -75,18 +75,6 @@ def _bitsandbytes() -> Any:
     """The functions of the package, which only real weights need."""
     require("bitsandbytes", 'model.lora.base = "4bit"')
     return importlib.import_module("bitsandbytes.functional")
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: Linear4bit) -> Tensor:
-        ctx.layer = layer
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return F.linear(x, layer.matrix(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad @ ctx.layer.matrix(grad.dtype), None
 
 
 def quantise_linear(blocks: list[nn.Module]) -> int:

@@ -32,7 +32,6 @@ from windlass.model.hf import HfModel
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups
-from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
     attention_without_plans,
@@ -41,6 +40,7 @@ from windlass.parallel.parallelize import (
     resolve_precision,
     unwrap,
 )
+from windlass.preflight.findings import code_for
 from windlass.recipe import Horizon, Recipe
 from windlass.training.checks import check_documents, check_loss_is_a_sum, check_weights, tie_groups
 from windlass.training.directory import RunDirectory, decide_on_rank_0
@@ -139,7 +139,7 @@ class Network:
         elif not self.own and recipe.model.init_from:
             load_initial(network, recipe, ranks)
         elif not self.own:
-            initialise(network, recipe.run.seed, ranks.mesh.loss_group)
+            initialise(network, recipe.run.seed)
         masked = masks_documents(data.train) and takes_documents(network)
         if masked or recipe.data.document_mask is True or recipe.data.packing == "best-fit":
             check_documents(model, ranks, recipe)
