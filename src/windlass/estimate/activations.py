@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from windlass.model.build import build_model
 from windlass.model.chunks import CHUNK_BYTES
-from windlass.model.quantised import Linear4bit
+from windlass.model.frozen import Linear4bit
 from windlass.model.size import Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe

@@ -20,7 +20,7 @@ from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, tensor_plan
 from windlass.model.documents import Documents, edges_of
-from windlass.model.frozen import raised
+from windlass.model.frozen import Linear4bit, quantise_linear, raised
 from windlass.model.gpt import multiplied
 from windlass.model.hf_network import (
     add_rows,
@@ -44,7 +44,6 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.quantised import Linear4bit, quantise_linear
 from windlass.recipe import Recipe
 from windlass.recipe.network import CONTEXT_KEYS, ModelSettings
 
