@@ -389,7 +389,7 @@ def test_without_unmasked_labels_the_balancing_loss_is_zero(tmp_path):
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # nor NaN
 
 
-def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories, tmp_path):
+def test_a_balancing_loss_needs_routers(directories, tmp_path):
     with refused("model.router_loss", "write 0"):
         built(directories["llama"], router_loss=0.01)
     assert built(directories["llama"]).balance is None

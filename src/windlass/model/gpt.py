@@ -337,7 +337,7 @@ class GPT(nn.Module):
         if m.position == "rope":
             rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
         for i in layers:
-            if m.dropout and self.training:  # a block's masks do not depend on those before it
+            if m.dropout and self.training:  # a block's masks do not depend on earlier blocks
                 seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
             block = getattr(self.blocks, str(i))  # a stage of a pipeline lacks others
             x = block(x, rotary, cache[i] if cache else None, here.spans)
@@ -422,8 +422,8 @@ def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed torch's generators of a CPU and of `device`.
 
-    `torch.manual_seed` seeds those of every GPU, which takes longer than a small block. Without CUDA
-    it takes 0.4 ms, because it formats the stack.
+    `torch.manual_seed` seeds the generators of every GPU, which takes longer than a small block.
+    Without CUDA it takes 0.4 ms, because it formats the stack.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a training minimises for each unmasked label, in place of the cross-entropy alone.
+    """The loss that a training minimises for each unmasked label, beside the cross-entropy.
 
     With logits l over V tokens and log Z = log sum exp l: the cross-entropy to the label's
     distribution (1 - smoothing) and a uniform one (smoothing; arXiv 1512.00567, section 7), plus

@@ -71,7 +71,7 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
-    """What has no style beside layers that are cut, and whether each rank can have all of it.
+    """Modules without a style beside layers that are cut, and whether each rank can have all of them.
 
     A norm of one head's queries, and an activation with parameters, work on this rank's part. So
     their gradients are partial.

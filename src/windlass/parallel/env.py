@@ -134,7 +134,7 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
 
 
 def this_host() -> str:
-    """What tells this host from the others.
+    """A name that no other host of the job has.
 
     Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
     network.

@@ -139,7 +139,7 @@ def lower_stream(model: nn.Module, precision: str) -> None:
 def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cut], set[str]]:
     """Keep this rank's part of the matrices; UserError if the model cannot be divided.
 
-    Returns the cuts of parameters by name, and the names of those with partial gradients.
+    Returns the cuts of parameters by name, and the names of parameters with partial gradients.
     """
     mesh, settings = ranks.mesh, recipe.parallel
     if mesh.sizes.tp * mesh.sizes.cp == 1:

@@ -145,7 +145,7 @@ class Pipeline:
         self.layers = split_blocks(recipe.model, model.vocab, self.stages)
         self.own = range(self.rank, self.stages, self.ranks)
         self.device = ranks.device
-        # Of the stream and the loss, which are not in the precision of bf16 weights.
+        # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
         replicas = mesh.replicas
@@ -380,7 +380,7 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def parts_of(model: GPT, pipe: Pipeline, rank: int) -> tuple[str, ...]:
-    """What the names of the parameters in the stages of a rank begin with."""
+    """The beginnings of the names of the parameters in the stages of a rank."""
     parts = list[str]()
     for stage in range(rank, pipe.stages, pipe.ranks):
         parts += [f"blocks.{i}." for i in pipe.layers[stage]]
