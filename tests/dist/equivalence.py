@@ -90,7 +90,7 @@ def built(ranks, recipe):
     if recipe.train.precision == "fp64":
         model = model.double()
     model = parallelize(model, ranks, recipe)
-    initialise(unwrap(model), recipe.run.seed)
+    initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
     return model, bare_trainer(model, recipe, ranks)
 
 

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence import built, distance, each, logits_of, reference, settings, train, trained
+from equivalence import VOCAB, built, distance, each, logits_of, reference, settings, train, trained
 from harness import run_ranks
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
-from windlass.model.share import cut_of
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
+from windlass.model.share import cut_of, local_part, whole_shape
+from windlass.parallel.parallelize import parallelize, unwrap
 
 OLD = {"model__head_bias": True, "model__context": 12}
 NEW = {
@@ -43,6 +47,45 @@ LAYOUTS = {
     ],
 }
 STRATEGIES = ("ddp", "shard_optim", "full_shard")
+
+
+def initial_values(join, layouts):
+    """For each layout: whether weights are those of a rank alone, and the numbers drawn for them."""
+    outcomes, normal = [], torch.Tensor.normal_
+    for strategy, layout in layouts:
+        more = {f"{'' if '__' in key else 'parallel__'}{key}": x for key, x in layout.items()}
+        recipe = settings("fp32", strategy, 1, **{"train__micro_batch": 2, **more})
+        with join(recipe) as ranks:
+            model = unwrap(parallelize(build_model(recipe, VOCAB), ranks, recipe))
+            initialise(model, 3)
+            alone, drawn = [local_part(p).clone() for p in model.parameters()], []
+            torch.Tensor.normal_ = lambda x, *how, drawn=drawn, **kwargs: normal(
+                drawn.append(x.numel()) or x, *how, **kwargs
+            )
+            try:
+                initialise(model, 3, ranks.mesh.loss_group)
+            finally:
+                torch.Tensor.normal_ = normal
+            pairs = zip(alone, map(local_part, model.parameters()), strict=True)
+            held = sum(whole_shape(p).numel() for p in model.parameters() if p.dim() > 1)
+            outcomes.append((all(torch.equal(*pair) for pair in pairs), sum(drawn), held))
+    return outcomes
+
+
+@pytest.mark.dist
+def test_ranks_share_the_work_of_drawing_initial_values(tmp_path):
+    """Each number once in all; ranks of `tensor` draw the same numbers, stages draw their own."""
+    directory = hf_fixtures.save("llama", tmp_path)
+    hf = {"model__kind": "hf", "model__name": str(directory), "model__from_scratch": True}
+    layouts = [("ddp", {}), ("full_shard", {}), ("full_shard", hf)]
+    for strategy in ("ddp", "full_shard"):
+        layouts += [(strategy, {"tensor": 2}), (strategy, {"context": 2})]
+    layouts += [("ddp", {"pipeline": 2}), ("hybrid_shard", {"shard_size": 2})]
+    for i, outcomes in enumerate(zip(*run_ranks(initial_values, 4, layouts), strict=True)):
+        assert all(equal for equal, _, _ in outcomes), layouts[i]
+        parts = 2 if {"tensor", "pipeline"} & set(layouts[i][1]) else 1
+        drawn, held = (sum(one[n] for one in outcomes) for n in (1, 2))
+        assert 0.9 * held <= drawn * 4 / parts <= 1.1 * held, (layouts[i], outcomes)
 
 
 def cells(join, world: int, parts: str, **more):

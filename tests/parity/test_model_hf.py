@@ -389,7 +389,7 @@ def test_without_unmasked_labels_the_balancing_loss_is_zero(tmp_path):
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # nor NaN
 
 
-def test_a_balancing_loss_needs_routers(directories, tmp_path):
+def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories, tmp_path):
     with refused("model.router_loss", "write 0"):
         built(directories["llama"], router_loss=0.01)
     assert built(directories["llama"]).balance is None
@@ -398,6 +398,9 @@ def test_a_balancing_loss_needs_routers(directories, tmp_path):
     losses = [built(dense, router_loss=loss).train()(*batch()) for loss in ("auto", 0)]
     assert torch.equal(*losses)
     assert built(hf_fixtures.save("doge", tmp_path / "doge")).balance is None
+    hf_fixtures.config("gemma3n_text", num_kv_shared_layers=0).save_pretrained(tmp_path / "gemma3n")
+    with refused("model.neftune_alpha", "write 0"):
+        build_model(recipe(tmp_path / "gemma3n", neftune_alpha=5), vocab=100)
 
 
 def test_a_mixture_that_is_given_has_no_balancing_loss(tmp_path):
@@ -405,13 +408,45 @@ def test_a_mixture_that_is_given_has_no_balancing_loss(tmp_path):
     assert built(directory).balance and wrap(reference_of(directory), 64).balance is None
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom"])
+def test_the_noise_of_neftune_is_that_of_transformers(kind, directories):
+    """With a tied head and a separate one, and in training alone."""
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    alpha, (tokens, labels) = 7.0, batch()
+    ours, reference = built(directories[kind], neftune_alpha=alpha), reference_of(directories[kind])
+    for module in [*ours.modules(), *reference.modules()]:
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    with torch.no_grad():
+        plain = float(ours(tokens, labels))
+        assert plain == float(built(directories[kind])(tokens, labels))
+    table = reference.get_input_embeddings()
+    table.neftune_noise_alpha = alpha
+    table.register_forward_hook(neftune_post_forward_hook)
+    torch.manual_seed(3)
+    logits = reference.train()(input_ids=tokens).logits
+    flat = logits.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
+    expected.backward()
+    torch.manual_seed(3)
+    loss = ours.train()(tokens, labels)
+    loss.backward()
+    noisy = float(loss.detach())
+    assert noisy == pytest.approx(float(expected.detach()), rel=1e-5) and noisy != plain
+    gradients = {name: p.grad for name, p in ours.model.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert (gradients[name] - parameter.grad).abs().max() < 1e-4 * max(scale, 1), name
+
+
 @pytest.mark.dist
-def test_routers_are_the_same_on_two_ranks_and_after_a_resume(tmp_path):
+def test_noise_and_routers_are_the_same_on_two_ranks_and_after_a_resume(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat and the dog ran after it " * 40)
     base = hf_fixtures.save("mixtral", tmp_path / "base", **MIXTURES["mixtral"])
     hf_fixtures.save_tokenizer([(tmp_path / "text.txt").read_text()], base)
     tree: dict[str, Any] = {
-        "model": {"kind": "hf", "name": str(base), "context": 32},
+        "model": {"kind": "hf", "name": str(base), "context": 32, "neftune_alpha": 5.0},
         "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
         "train": {"steps": 4, "global_batch": 4, "micro_batch": 2},
         "eval.every": 0,

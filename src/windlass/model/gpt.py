@@ -19,6 +19,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, whole_shape
+from windlass.model.share import assign, draw_in_turns, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -436,17 +437,24 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int) -> None:
+def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = None) -> None:
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`.
+    `fill_weights(seed)`, as `HfModel`. The ranks of `group` hold the same parameters, or shards of
+    them; each draws some and sends them to the others.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
-        owner.fill_weights(seed)
+        owner.fill_weights(seed, group=group)
         return
-    for name, parameter in owner.named_parameters():
+
+    def draw(item: tuple[str, Tensor]) -> list[Tensor]:
+        name, parameter = item
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        values = owner.initial_value(name, whole_shape(parameter), generator(seed, name))
-        assign(parameter, values)
+        return [owner.initial_value(name, whole_shape(parameter), generator(seed, name))]
+
+    # Those that ranks draw at the same time have similar sizes.
+    named = sorted(owner.named_parameters(), key=lambda item: -whole_shape(item[1]).numel())
+    for (_, parameter), values in draw_in_turns(named, draw, lambda item: [item[1]], group):
+        assign(parameter, values[0])

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
@@ -88,17 +90,20 @@ class HfModel(nn.Module):
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
-    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
+    def fill_weights(
+        self, seed: int, directory: Path | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
-        `model.from_scratch` from the seed and their names. Adapters always follow from the seed.
+        `model.from_scratch` from the seed and their names; the ranks of `group` share this work.
+        Adapters always follow from the seed.
         UserError if the files do not fit or are pickled.
         """
-        self._fill(seed, directory)
+        self._fill(seed, directory, group)
         adapters.fill_magnitudes(self.model)
 
-    def _fill(self, seed: int, directory: Path | None) -> None:
+    def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -108,7 +113,7 @@ class HfModel(nn.Module):
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
             add_rows(template, self.vocab)
-            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed)
+            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
             return
         directory = directory or hf_files.weights_directory(self)
         files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
@@ -209,8 +214,19 @@ class HfModel(nn.Module):
         return self.balanced(loss, output, labels)
 
     def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a pass with labels; a balancing loss needs the routers' logits."""
-        return given | {"output_router_logits": True} if self.training and self.balance else given
+        """The arguments of a training pass: with NEFTune's noise, and a request for the routers."""
+        alpha = self.settings.neftune_alpha
+        if not self.training or not (alpha or self.balance):
+            return given
+        if self.balance:
+            given = given | {"output_router_logits": True}
+        if alpha:
+            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+            rows = given["inputs_embeds"] if "inputs_embeds" in given else table(given["input_ids"])
+            bound = alpha / math.sqrt(rows.shape[1] * rows.shape[2])
+            given = given | {"inputs_embeds": rows + torch.empty_like(rows).uniform_(-bound, bound)}
+            given.pop("input_ids", None)
+        return given
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label.
@@ -336,6 +352,8 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         limit = f"{name}'s limit of {model.limit} tokens"
         problem = f"model.context = {settings.context} is longer than {limit}"
         raise UserError(f"{problem}: write model.context={model.limit}, or less")
+    if settings.neftune_alpha and not model._takes_rows:
+        raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
         tensor_plan.check(model.model, recipe.parallel.tensor)
     model.context = settings.context

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
-from windlass.model.share import assign, cut_of, is_sharded, whole_shape
+from windlass.model.share import assign, cut_of, draw_in_turns, is_sharded, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -136,18 +137,27 @@ def with_mean_rows(values: Tensor, rows: int) -> Tensor:
 
 
 def fill_from_seed(
-    parameters: dict[str, Tensor], template: nn.Module, blocks: Sequence[nn.Module], seed: int
+    parameters: dict[str, Tensor],
+    template: nn.Module,
+    blocks: Sequence[nn.Module],
+    seed: int,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
 
-    `template` is the network on the meta device. One block or other module at a time gets storage.
+    `template` is the network on the meta device. One block or other module at a time gets storage,
+    and one rank of `group` draws it for all.
     """
-    left = dict(parameters)
+    left, units = dict(parameters), list[tuple[nn.Module, str, dict[str, Tensor]]]()
     inside = {id(module) for block in blocks for module in block.modules()}
     for prefix, unit in template.named_modules():
         is_block = any(unit is block for block in blocks)
-        if not is_block and (id(unit) in inside or not unit._parameters):
-            continue
+        if is_block or (id(unit) not in inside and unit._parameters):
+            names = [name for name, _ in unit.named_parameters(prefix) if name in left]
+            units.append((unit, prefix, {name: left.pop(name) for name in names}))
+
+    def draw(item: tuple[nn.Module, str, dict[str, Tensor]]) -> list[Tensor]:
+        unit, prefix, own = item
         for module in unit.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
@@ -157,10 +167,14 @@ def fill_from_seed(
             torch.manual_seed(seed_of(f"windlass/hf/{seed}/{prefix}"))
             for module in reversed(list(unit.modules())):  # children first, as in `transformers`
                 template._init_weights(module)  # type: ignore[operator]
-        for name, value in unit.named_parameters(prefix):
-            if name in left:
-                assign(left.pop(name), value)
+        values = dict(unit.named_parameters(prefix, remove_duplicate=False))
+        drawn = [values[name].detach() for name in own]
         unit.to("meta")
+        return drawn
+
+    for (_, _, own), values in draw_in_turns(units, draw, lambda item: [*item[2].values()], group):
+        for parameter, value in zip(own.values(), values, strict=True):
+            assign(parameter, value)
     if left:
         problem = f"the architecture has no initial value for {min(left)}"
         raise UserError(f"model.from_scratch: {problem}")

@@ -124,7 +124,7 @@ class MupSettings(Section):
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
     *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
-    *("frozen_precision", "router_loss"),
+    *("frozen_precision", "neftune_alpha", "router_loss"),
 )
 """Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
@@ -199,6 +199,9 @@ class ModelSettings(Section):
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
     """With `hf`: how frozen matrices are held; `auto`: bf16 if the model's files are in bf16. Trained
     weights are fp32."""
+    neftune_alpha: float = Field(0.0, ge=0)
+    """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x width)
+    (NEFTune, arXiv 2310.05914); 0: none."""
     router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
     training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""

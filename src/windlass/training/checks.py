@@ -157,6 +157,8 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
 def uses_dropout(model: nn.Module) -> bool:
     """Whether a module of the model draws random numbers in training."""
     for module in model.modules():
+        if getattr(getattr(module, "settings", None), "neftune_alpha", 0):
+            return True
         is_dropout = "Dropout" in type(module).__name__
         for name, value in vars(module).items():
             rate = "dropout" in name or (name == "p" and is_dropout)
