@@ -118,14 +118,11 @@ def test_four_ranks(shape, strategy):
     assert predicted.total == pytest.approx(peak, rel=0.05), predicted
 
 
-SCHEDULES = ["1f1b", *(slow(name) for name in ("gpipe", "interleaved"))]
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("accumulation", [2, slow(4)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_pipeline(schedule, accumulation):
-    pipeline = {"parallel__pipeline": 2, "parallel__pipeline_schedule": schedule}
+@pytest.mark.parametrize("chunks", [1, slow(2)])
+def test_a_pipeline(chunks, accumulation):
+    pipeline = {"parallel__pipeline": 2, "parallel__pipeline_chunks": chunks}
     batch = {"train__micro_batch": 2, "train__global_batch": 2 * accumulation}
     model = {f"model__{key}": value for key, value in (WIDE | MODERN | {"layers": 8}).items()}
     r = recipe(**model, **batch, **pipeline)

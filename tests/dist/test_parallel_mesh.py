@@ -7,9 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 from harness import Join, grad_norm, recipe, run_ranks
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from windlass.model.loss import Objective, Piece, cross_entropy_sum, head_logits
 from windlass.model.share import Peers
@@ -18,8 +15,6 @@ from windlass.parallel.collectives import max_async, sum_async, sum_over_ranks
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
 from windlass.parallel.tensor import gather_logits
 from windlass.recipe.strategies import STRATEGIES, Sizes
-
-WIDE = Sizes(dp_shard=2, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -68,65 +63,6 @@ def test_losses_and_counts_add_up_over_ranks_with_other_tokens_and_flags_over_al
     for (numbers, flags, loss), total in zip(run_ranks(sums, 4, sizes), expected, strict=True):
         count = sizes.data_world * sizes.cp
         assert (numbers, flags, loss) == ([total, count], [3], total)
-
-
-def norm_of_cut_gradients(join: Join):
-    """Gradients with placements along every dimension of a 2 x 2 mesh, and a whole one."""
-    torch.manual_seed(0)
-    whole = [torch.randn(5, 7) for _ in range(6)]
-    placements = [
-        (Shard(0), Shard(1)),
-        (Shard(1), Shard(0)),
-        (Shard(0), Shard(0)),
-        (Shard(0), Replicate()),
-        (Replicate(), Shard(1)),
-    ]
-    with joined(join, WIDE) as ranks:
-        mesh = ranks.mesh.part("dp_shard", "tp")
-        assert mesh is not None and mesh.mesh_dim_names == ("dp_shard", "tp")
-        grads = [distribute_tensor(g, mesh, p) for g, p in zip(whole, placements, strict=False)]
-        parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in [*grads, whole[-1]]]
-        for parameter, grad in zip(parameters, [*grads, whole[-1]], strict=True):
-            parameter.grad = grad
-        exact = torch.cat([g.double().reshape(-1) for g in whole]).norm().item()
-        return grad_norm(parameters, ranks).item(), exact
-
-
-@pytest.mark.dist
-def test_norm_counts_every_piece_once_whatever_the_placements():
-    for norm, exact in run_ranks(norm_of_cut_gradients, 4):
-        assert norm == pytest.approx(exact, rel=1e-6)
-
-
-def two_layers() -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.GELU(), torch.nn.Linear(8, 6), torch.nn.Tanh()
-    )
-    return layers.double()
-
-
-def norm_of_a_divided_model(join: Join):
-    """A model cut by columns and rows over `tp` and by FSDP2 over `dp_shard` (`_StridedShard`)."""
-    torch.manual_seed(1)
-    inputs = torch.randn(2, 3, 6, dtype=torch.float64)
-    alone, model = two_layers(), two_layers()
-    alone(inputs.reshape(-1, 6)).square().sum().backward()
-    expected = torch.cat([p.grad.reshape(-1) for p in alone.parameters()]).norm().item()
-    with joined(join, WIDE) as ranks:
-        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        parallelize_module(model, ranks.mesh.part("tp"), plan)
-        fully_shard(model, mesh=ranks.mesh.part("dp_replicate", "dp_shard"))
-        model.set_gradient_divide_factor(1.0)
-        model.set_force_sum_reduction_for_comms(True)
-        model(inputs[ranks.mesh.data_rank]).square().sum().backward()
-        return grad_norm(model.parameters(), ranks).item(), expected
-
-
-@pytest.mark.dist
-def test_norm_of_a_model_divided_by_matrices_and_by_rows_is_that_of_one_process():
-    for norm, expected in run_ranks(norm_of_a_divided_model, 4):
-        assert norm == pytest.approx(expected, rel=1e-12)
 
 
 def norm_of_stages(join: Join):

@@ -1,6 +1,7 @@
 """Pipelines against one process, in float64, to 1e-9; micro-batches have different lengths."""
 
 import itertools
+import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -48,17 +49,16 @@ UNTIED = {
 }
 MODELS = {"tied": TIED, "untied": UNTIED}
 TWO, FOUR = {"pipeline": 2}, {"pipeline": 4}
-INTERLEAVED = {"pipeline": 2, "pipeline_schedule": "interleaved"}
-GPIPE = {"pipeline": 2, "pipeline_schedule": "gpipe"}
+INTERLEAVED = {"pipeline": 2, "pipeline_chunks": 2}
 CELLS = {  # world: strategy, layout
     2: [
-        *(("ddp", layout) for layout in (TWO, GPIPE, INTERLEAVED)),
+        *(("ddp", layout) for layout in (TWO, INTERLEAVED)),
         *(("full_shard", layout) for layout in (TWO, INTERLEAVED)),
     ],
     4: [
         *((s, TWO) for s in ("ddp", "shard_optim", "full_shard", "shard_grad_op", "hybrid_shard")),
         *((s, INTERLEAVED) for s in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")),
-        *(("ddp", layout) for layout in (FOUR, GPIPE)),
+        ("ddp", FOUR),
         *((s, TWO | {"tensor": 2}) for s in ("shard_optim", "full_shard")),
         *((s, TWO | {"context": 2}) for s in ("ddp", "full_shard")),
     ],
@@ -67,12 +67,25 @@ CELLS = {  # world: strategy, layout
 
 def pipelined(strategy: str, layout, world: int, accumulation: int = 4, **more):
     keys = {f"parallel__{key}": value for key, value in layout.items()}
-    sizes = (value for value in layout.values() if isinstance(value, int))
-    return settings("fp64", strategy, world // int(np.prod([*sizes])), accumulation, **keys, **more)
+    ranks = math.prod(size for key, size in layout.items() if key != "pipeline_chunks")
+    return settings("fp64", strategy, world // ranks, accumulation, **keys, **more)
 
 
 def every(join, recipes):
     return [trained(join, recipe) for recipe in recipes]
+
+
+def ends_of(join, recipe):
+    """Whether this rank holds a tied table, and whether the mesh knows the group that shares it."""
+    with join(recipe) as ranks:
+        ends = unwrap(built(ranks, recipe)[0]).pipeline.ends
+        return ends is not None, any(group is ends for group in ranks.mesh.groups())
+
+
+@pytest.mark.dist
+def test_the_mesh_sets_the_time_limit_of_the_group_of_a_tied_table_too():
+    found = run_ranks(ends_of, 4, pipelined("ddp", FOUR, 4, **TIED))
+    assert found == [(True, True), (False, False), (False, False), (True, True)]
 
 
 def assert_equal(per_rank, wanted, cells) -> None:
@@ -112,7 +125,7 @@ def test_dropout_draws_the_masks_of_one_process():
     more = {**TIED, "model__dropout": 0.1, "train__micro_batch": 2}
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **more))
     assert distance(wanted, reference(**TIED))[0] > 1e-3
-    cells = [("ddp", TWO), ("full_shard", INTERLEAVED), ("ddp", GPIPE)]
+    cells = [("ddp", TWO), ("full_shard", INTERLEAVED)]
     checkpointed = {"parallel__activation_checkpointing": "full"}
     recipes = [pipelined(*cell, 2, **more, **checkpointed) for cell in cells]
     assert_equal(run_ranks(every, 2, recipes, timeout=120), wanted, cells)
@@ -316,7 +329,7 @@ def test_recipes_that_cannot_be_a_pipeline_are_rejected_before_the_start():
     with pytest.raises(UserError, match=r"needs 4 or more micro-batches.*micro_batch"):
         settings(parallel__pipeline=4, model__layers=4, train__micro_batch=BATCH // 2)
     with pytest.raises(UserError, match=r"parallel\.pipeline: 6 stages.*5: write at most 2"):
-        settings(**TIED, parallel__pipeline=3, parallel__pipeline_schedule="interleaved")
+        settings(**TIED, parallel__pipeline=3, parallel__pipeline_chunks=2)
     hf = {"model__kind": "hf", "model__name": "gpt2", "model__context": CONTEXT}
     with pytest.raises(UserError, match=r"parallel\.pipeline: a model of transformers has only"):
         settings(parallel__pipeline=2, train__micro_batch=4).replace(
@@ -325,12 +338,9 @@ def test_recipes_that_cannot_be_a_pipeline_are_rejected_before_the_start():
         )
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
-def test_timetables_have_each_task_once_after_what_it_needs(schedule):
+def test_timetables_have_each_task_once_after_what_it_needs():
     for ranks, chunks, count in itertools.product((2, 3, 4, 8), (1, 2, 3), range(1, 18)):
-        if chunks > 1 and schedule != "interleaved":
-            continue
-        ticks, done = timetable(schedule, ranks, chunks, count), set()
+        ticks, done = timetable(ranks, chunks, count), set()
         for tick in ticks:
             tasks = {task for task in tick if task is not None}
             for task in tasks:
@@ -339,13 +349,13 @@ def test_timetables_have_each_task_once_after_what_it_needs(schedule):
             assert not tasks & done
             done |= tasks
         assert len(done) == 2 * ranks * chunks * count
-        if schedule != "interleaved" or (count % ranks == 0 and chunks > 1):
+        if chunks == 1 or count % ranks == 0:
             assert len(ticks) == 2 * (count * chunks + ranks - 1)  # no waiting but the bubble
         held, most = 0, 0
-        for task in order(schedule, 0, ranks, chunks, count):
+        for task in order(0, ranks, chunks, count):
             held += -1 if task.backward else 1
             most = max(most, held)
-        if schedule == "1f1b":
+        if chunks == 1:
             assert most == min(ranks, count)
 
 

@@ -77,7 +77,8 @@ def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], devic
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
-    from windlass.model.loss import CHUNK_BYTES, cross_entropy_sum
+    from windlass.model.chunks import CHUNK_BYTES
+    from windlass.model.loss import cross_entropy_sum
 
     tokens, width, vocab = 32_768, 64, 50_304
     x = torch.randn(tokens, width, device="cuda", requires_grad=True)

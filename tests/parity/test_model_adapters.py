@@ -21,7 +21,9 @@ from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model, read_sizes
+from windlass.model.frozen import Linear4bit
 from windlass.model.gpt import initialise
+from windlass.model.hf_files import WeightFiles
 from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
 from windlass.run import Run
@@ -511,6 +513,26 @@ def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> No
     if not installed("bitsandbytes"):
         with refused("model.lora.base", "pip install bitsandbytes"):
             train(recipe_of(tmp_path, lora={"base": "4bit", "rank": 4}))
+
+
+def test_the_files_are_opened_once_for_all_matrices_in_4_bits(tmp_path: Path, monkeypatch) -> None:
+    model: Any = build_model(recipe_of(tmp_path, lora={"base": "4bit", "rank": 4}), 0, "cpu")
+    opened, quantised = list[Path](), list[torch.Tensor]()
+    init = WeightFiles.__init__
+
+    def counted(self: WeightFiles, directory: Path, *args: Any, **more: Any) -> None:
+        opened.append(directory)
+        init(self, directory, *args, **more)
+
+    monkeypatch.setattr(WeightFiles, "__init__", counted)
+    monkeypatch.setattr(Linear4bit, "quantise", lambda _, weight: quantised.append(weight.clone()))
+    model.fill_weights(1)
+    [directory] = opened
+    names = [f"{name}.weight" for name, m in model.model.named_modules() if type(m) is Linear4bit]
+    stored = WeightFiles(directory).files
+    for name, weight in zip(names, quantised, strict=True):
+        key = name.replace(".base_layer", "")
+        assert torch.equal(weight, stored[key].get_tensor(key).float()), name
 
 
 @pytest.mark.skipif(not installed("bitsandbytes"), reason="not run: bitsandbytes is not installed")

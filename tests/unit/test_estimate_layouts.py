@@ -20,7 +20,7 @@ from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, layout_of, ranks_of
 from windlass.estimate.step import Links
 from windlass.estimate.work import Collective, works
-from windlass.model.size import count, stage_layers
+from windlass.model.size import count, stage_layers, unit_blocks
 from windlass.recipe import ModelSettings, Recipe
 
 VOCAB, L, D, F, T, B = 64, 4, 32, 128, 16, 2
@@ -236,3 +236,8 @@ def test_the_plan_lists_layouts():
     whole = plan("gpt2-124m", world=2, device="A100-40GB")
     assert "stages wait" in staged.speed.detail
     assert whole.seconds_per_step < staged.seconds_per_step < 1.2 * whole.seconds_per_step
+
+
+def test_blocks_share_a_unit_of_fsdp2_if_they_are_small():
+    assert [unit_blocks(8, 8 * size) for size in (2**10, 2**18, 2**21)] == [8, 4, 1]
+    assert unit_blocks(0, 0) == 1  # a model without blocks is one unit

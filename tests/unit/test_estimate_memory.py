@@ -13,7 +13,6 @@ from windlass.estimate.advice import recommend
 from windlass.estimate.devices import USABLE, Device, find_device
 from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import (
-    CHUNK_BYTES,
     GATHER_BYTES,
     STACK_NUMBERS,
     Step,
@@ -177,7 +176,6 @@ def test_the_peak_of_a_chunked_loss(over):
     """All that the allocator gave out while the loss was computed in chunks, on top of weights and
     hidden states.
     """
-    assert CHUNK_BYTES == loss.CHUNK_BYTES
     assert GATHER_BYTES == shard.GATHER_BYTES
     assert muon.AT_ONCE == STACK_NUMBERS
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000

@@ -1,6 +1,5 @@
 """Our GPT: every combination of its choices, causality, cache, dropout, initial weights, sizes."""
 
-import copy
 import itertools
 import math
 from pathlib import Path
@@ -16,7 +15,6 @@ import hf_fixtures
 from windlass.model import documents, size
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
-from windlass.model.share import Peers
 from windlass.model.size import (
     CountedSizes,
     Parameters,
@@ -25,7 +23,6 @@ from windlass.model.size import (
     count,
     flops_per_token,
 )
-from windlass.parallel.tensor import stacked_pieces
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
@@ -296,28 +293,6 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
         assert size.checkpoint_bytes(recipe, 0, lora) == 12 * adapters
         archive = recipe.replace("checkpoint.with_base=true")
         assert size.checkpoint_bytes(archive, 0, lora) == 4 * (total + adapters) + 8 * adapters
-
-
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_attention_cut_by_heads_adds_up_to_the_whole(kv_heads: int) -> None:
-    settings = {"qk_norm": True, "attn_bias": False, "kv_heads": kv_heads}
-    model = GPT(ModelSettings(**SMALL, **settings), VOCAB).double()
-    initialise(model, 1)
-    x = torch.randn(2, 6, 32, dtype=torch.float64)
-    name = "blocks.0.attn.qkv.weight"
-    whole, pieces, parts, seen = model.blocks[0].attn, 2, [], []
-    for piece in range(pieces):
-        ranges = stacked_pieces(model.matrix_parts(name), Peers("", piece, pieces))
-        rows = [row for part in ranges for row in part]
-        columns = slice(piece * 16, (piece + 1) * 16)  # of the output projection: heads in order
-        part = copy.deepcopy(whole)
-        part.heads, part.kv_heads = whole.heads // pieces, whole.kv_heads // pieces
-        part.qkv.weight = nn.Parameter(whole.qkv.weight[rows])
-        part.out.weight = nn.Parameter(whole.out.weight[:, columns])
-        parts.append(part(x))
-        seen += rows
-    assert sorted(seen) == list(range(whole.qkv.weight.shape[0]))
-    torch.testing.assert_close(sum(parts), whole(x))
 
 
 def test_shared_heads_of_keys_are_repeated_for_kernels_that_do_not_share_them(monkeypatch):

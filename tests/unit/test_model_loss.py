@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.model import loss as module
+from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.loss import (
     Objective,
     SourceSums,
@@ -150,7 +150,7 @@ def test_logits_are_held_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
                 sizes.append(out.numel())
             return out
 
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * V * 10)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * V * 10)
     x, weight, _, labels = problem()
     with Watch():
         cross_entropy_sum(x, weight, labels, tail=loss_tail).backward()  # in their own precision
@@ -191,7 +191,7 @@ def test_the_loss_by_source_is_that_of_its_rows(chunk, tail):
 
 def test_ranks_with_parts_of_other_sizes_reduce_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 161 rows two ranks hold 80 and 81; another number of chunks would mix up collectives."""
-    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * 80 * 100)
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * 80 * 100)
     counts = []
     for rows in (80, 81):
         calls: list[int] = []

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT, initialise
 from windlass.model.hf import wrap
-from windlass.model.tied import _Tied, look_up
+from windlass.model.loss import _Tied, look_up
 from windlass.recipe.network import ModelSettings
 
 VOCAB = 40
@@ -56,7 +57,7 @@ def test_the_rows_of_a_token_are_added_at_once() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_gpt_makes_one_gradient_of_its_table(chunked: bool, monkeypatch) -> None:
     if chunked:
-        monkeypatch.setattr("windlass.model.loss.CHUNK_BYTES", {"cpu": 4 * VOCAB * 5, "cuda": 0})
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * VOCAB * 5)
     settings = ModelSettings(layers=1, heads=2, width=8, context=6, position="rope")
     gpt = GPT(settings, VOCAB).double()
     initialise(gpt, 0)

@@ -19,6 +19,7 @@ from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
 from windlass.model import loss
+from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT, initialise, seed_generators
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
@@ -345,7 +346,7 @@ def test_autocast_of_cuda_raises_no_operator_of_a_step(name, documents, monkeypa
         one = rows.micro[0].batch._replace(documents=numbers, positions=places)
         rows.micro[:] = [MicroBatch(0, one)]
     for chunk_bytes in (4 * 11 * 3, 2**20):  # chunks of 3 tokens, and logits of all tokens
-        monkeypatch.setattr(loss, "CHUNK_BYTES", {"cpu": chunk_bytes, "cuda": 0})
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", chunk_bytes)
         model, cpu = GPT(recipe.model, 11), torch.device("cpu")
         initialise(model, 0)
         model.head.objective = loss.Objective(recipe.train.z_loss, recipe.train.label_smoothing)

@@ -14,7 +14,7 @@ import torch
 from bare_trainer import bare_trainer
 from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
-from windlass.model import loss
+from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -49,7 +49,7 @@ def batch(length: int) -> Any:
 def test_a_step_reads_no_value(monkeypatch, shape, precision, recompute, chunked):
     monkeypatch.setattr(training, "autocast", lambda *_: nullcontext())  # the meta device has none
     if chunked:
-        monkeypatch.setitem(loss.CHUNK_BYTES, "cuda", 4 * 300 * 10)
+        monkeypatch.setitem(CHUNK_BYTES, "cuda", 4 * 300 * 10)
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
     size = {"layers": 2, "heads": 4, "width": 32, "context": 16, "vocab": 300}

@@ -18,7 +18,7 @@ from windlass.checkpoint.load import MODEL, Checkpoint
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.model import hf_files
-from windlass.model.quantised import Linear4bit
+from windlass.model.frozen import Linear4bit
 from windlass.model.share import is_fsdp
 from windlass.recipe import Recipe
 

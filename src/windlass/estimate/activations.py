@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from windlass.model.build import build_model
-from windlass.model.loss import CHUNK_BYTES
-from windlass.model.quantised import Linear4bit
+from windlass.model.chunks import CHUNK_BYTES
+from windlass.model.frozen import Linear4bit
 from windlass.model.size import Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe

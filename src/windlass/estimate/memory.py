@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
+from windlass.model.chunks import loss_chunk
 from windlass.model.size import CountedSizes, moment_bytes, unit_blocks
 from windlass.recipe.network import ModelSettings
 
@@ -24,9 +25,6 @@ Network = ModelSettings | CountedSizes
 """The settings of our GPT, or the counted parameters of a model of `transformers`."""
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "average")
-CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-"""Logits that `windlass.model.loss` holds at a time; that module needs torch, so a test keeps the
-two equal."""
 CHUNK = 2**24
 """Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""
 CHUNK_COPIES = 28  # bytes of each: weight, gradient, moments, random bits, two of the rounding
@@ -310,7 +308,7 @@ class Step:
         `later`: after the backward pass of a micro-batch.
         """
         layout, micro = self.layout, self.layout.accumulation - later
-        passes = micro if layout.schedule == "gpipe" else layout.pipeline - self.rank.stage
+        passes = layout.pipeline - self.rank.stage
         if (chunks := layout.chunks) > 1:
             turn = layout.pipeline + layout.accumulation % layout.pipeline
             passes = (chunks - 1) * turn + 2 * passes - 1
@@ -329,17 +327,17 @@ class Step:
         """
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.full
         wide, capped = max(4, c), bool(self.model.logit_cap)
-        limit, tail = CHUNK_BYTES[self.layout.device], self.layout.tail
-        each = c + capped * wide if tail else 4
+        each = c + 4 * capped if (tail := self.layout.tail) else 4
         head_copy = (
             V * d * c if c < self.master else 0
         )  # the head's matrix in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
-        if 4 * n * V <= limit // 4 and self.layout.tensor == 1:
+        chunk = loss_chunk(n, V, each, self.layout.device)
+        if not chunk and self.layout.tensor == 1:
             one, rest = n * V * wide, capped * n * V * c + head_copy
             return 2 * one + rest, one + rest, 3 * one + rest
-        chunk = -(-n // -(-n // max(1, limit // (each * V))))  # equal chunks, in tokens
+        chunk = chunk or n
         # The forward pass computes the gradients of head and input.
         gradient = V * d * m + n * d * (c if c == m else c + m)
         # The logits and their log-probabilities, with the slope of a cap.

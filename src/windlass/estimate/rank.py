@@ -68,7 +68,6 @@ class Layout:
     sequence: bool = True
     context: int = 1
     pipeline: int = 1
-    schedule: str = "1f1b"  # `parallel.pipeline_schedule`
     chunks: int = 1  # stages on each rank
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
@@ -163,8 +162,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         parallel.sequence,
         parallel.context,
         parallel.pipeline,
-        parallel.pipeline_schedule,
-        parallel.chunks if parallel.pipeline > 1 else 1,
+        parallel.pipeline_chunks if parallel.pipeline > 1 else 1,
         recipe.train.average.enabled,
         share=batch.share,
         compile=compiles(recipe, device),

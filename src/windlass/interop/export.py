@@ -29,7 +29,7 @@ from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
-from windlass.model.quantised import Linear4bit
+from windlass.model.frozen import Linear4bit
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.layers import typed
 from windlass.recipe.network import ModelSettings

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.frozen import HELD, hold_frozen, hold_trained, holds_in_bf16
+from windlass.model.frozen import HELD, Linear4bit, hold_frozen, hold_trained, holds_in_bf16
 from windlass.model.gpt import GPT
-from windlass.model.quantised import Linear4bit
 from windlass.model.share import is_sharded
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe

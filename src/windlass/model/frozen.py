@@ -1,11 +1,15 @@
-"""Frozen matrices in bf16, as the Hub has most models: half the memory, and no bit is lost.
+"""Frozen matrices in fewer bits; a copy in the precision of the pass lives only during a product.
 
-The residual stream stays in float32. A pass in another precision raises a matrix for one product,
-and again for the product of its backward pass, so no second copy of the weights stays.
+- In bf16, as the Hub has most models: half the memory, and no bit is lost. The residual stream stays
+  in float32.
+- Under adapters in 4 bits (QLoRA, arXiv 2305.14314): NF4 in blocks of 64 numbers, by `bitsandbytes`.
+  Codes and scales are buffers, saved, restored and moved like any other, and whole on each rank.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from windlass.errors import require
 from windlass.fileio import read_json
 from windlass.model.share import become
 from windlass.recipe.network import ModelSettings
 
 HELD = torch.bfloat16
+BLOCK = 64  # numbers that share a scale in 4 bits
 
 
 def holds_in_bf16(settings: ModelSettings, directory: Path) -> bool:
@@ -65,10 +71,8 @@ class HeldLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
         weight = layer.weight if isinstance(self, nn.Linear) else layer.weight.T  # of a Conv1D
-        device = x.device.type
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        y = F.linear(x, weight) if weight.dtype == x.dtype else _Product.apply(x, weight)
+        x = in_autocast(x)
+        y = F.linear(x, weight) if weight.dtype == x.dtype else FrozenProduct.apply(x, weight.to)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
@@ -87,13 +91,90 @@ def _part_for(module: nn.Module) -> type[nn.Module] | None:
     return HeldEmbedding if type(module) is nn.Embedding else None
 
 
-class _Product(torch.autograd.Function):
+def in_autocast(x: Tensor) -> Tensor:
+    """`x` in the precision of autocast, if that is on."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class FrozenProduct(torch.autograd.Function):
+    """A product with `matrix(dtype)`, which is made again for the backward pass."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(x, weight.to(x.dtype))
+    def forward(
+        ctx: Any, x: Tensor, matrix: Callable[[torch.dtype], Tensor], bias: Tensor | None = None
+    ) -> Tensor:
+        ctx.matrix = matrix
+        return F.linear(x, matrix(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        return grad @ weight.to(grad.dtype), None
+        return grad @ ctx.matrix(grad.dtype), None, None
+
+
+class Linear4bit(nn.Linear):
+    """A frozen linear layer; `quantise` gives its matrix values."""
+
+    def __init__(self, like: nn.Linear):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = like.in_features, like.out_features
+        self.bias = like.bias
+        self.register_parameter("weight", None)
+        # The name is one that `peft` knows.
+        self.qweight = nn.Buffer(torch.empty(-(-self.numbers // 2), 1, dtype=torch.uint8))
+        self.scales = nn.Buffer(torch.empty(-(-self.numbers // BLOCK)))
+
+    @property
+    def numbers(self) -> int:
+        """Entries of the matrix."""
+        return self.in_features * self.out_features
+
+    def quantise(self, weight: Tensor) -> None:
+        """Take the values of a matrix [out, in]."""
+        weight = weight.to(self.qweight.device)
+        codes, state = _bitsandbytes().quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+        self.qweight.copy_(codes)
+        self.scales.copy_(state.absmax)
+
+    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that the codes stand for."""
+        bnb = _bitsandbytes()
+        computed = torch.float32 if dtype == torch.float64 else dtype
+        state = bnb.QuantState(
+            absmax=self.scales.float(),
+            shape=torch.Size([self.out_features, self.in_features]),
+            blocksize=BLOCK,
+            code=bnb.get_4bit_type("nf4", device=self.qweight.device),
+            quant_type="nf4",
+            dtype=computed,
+        )
+        whole: Tensor = bnb.dequantize_4bit(self.qweight, state)
+        return whole.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = in_autocast(x)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return FrozenProduct.apply(x, self.matrix, bias)
+
+    def plain(self) -> nn.Linear:
+        """An ordinary layer that computes the same."""
+        layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        layer.weight, layer.bias = nn.Parameter(self.matrix()), self.bias
+        return layer
+
+
+def _bitsandbytes() -> Any:
+    """The functions of the package, which only real weights need."""
+    require("bitsandbytes", 'model.lora.base = "4bit"')
+    return importlib.import_module("bitsandbytes.functional")
+
+
+def quantise_linear(blocks: list[nn.Module]) -> int:
+    """Replace each linear layer in the blocks by a `Linear4bit`; returns their number."""
+    count = 0
+    for module in [module for block in blocks for module in block.modules()]:
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, Linear4bit(child))
+                count += 1
+    return count

@@ -24,9 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend
-from windlass.model.loss import PLAIN, Piece, SourceSums, Tail, cross_entropy_sum, head_logits
+from windlass.model.loss import (
+    PLAIN,
+    Piece,
+    SourceSums,
+    Tail,
+    cross_entropy_sum,
+    head_logits,
+    look_up,
+    one_gradient,
+)
 from windlass.model.share import assign, draw_in_turns, whole_shape
-from windlass.model.tied import look_up, one_gradient
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -183,9 +191,12 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         spans: Any = None,
     ) -> Tensor:
-        rate = self.dropout if self.training else 0.0
-        x = x + dropped(self.attn(self.attn_norm(x), rotary, cache, spans), rate)
-        return x + dropped(self.ff(self.ff_norm(x)), rate)
+        x = x + self.drop(self.attn(self.attn_norm(x), rotary, cache, spans), spans)
+        return x + self.drop(self.ff(self.ff_norm(x)), spans)
+
+    def drop(self, x: Tensor, spans: Any) -> Tensor:
+        """Dropout of a sub-layer's output."""
+        return dropped(x, self.dropout if self.training else 0.0)
 
 
 class Head(nn.Module):
@@ -327,7 +338,7 @@ class GPT(nn.Module):
         if m.position == "rope":
             rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
         for i in layers:
-            if m.dropout and self.training:  # a block's masks do not depend on those before it
+            if m.dropout and self.training:  # a block's masks do not depend on earlier blocks
                 seed_generators(x.device, seed_of(f"windlass/dropout/{seed}/block/{i}"))
             block = getattr(self.blocks, str(i))  # a stage of a pipeline lacks others
             x = block(x, rotary, cache[i] if cache else None, here.spans)
@@ -412,8 +423,8 @@ def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed torch's generators of a CPU and of `device`.
 
-    `torch.manual_seed` seeds those of every GPU, which takes longer than a small block. Without CUDA
-    it takes 0.4 ms, because it formats the stack.
+    `torch.manual_seed` seeds the generators of every GPU, which takes longer than a small block.
+    Without CUDA it takes 0.4 ms, because it formats the stack.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -22,7 +22,7 @@ from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, tensor_plan
 from windlass.model.documents import Documents, edges_of
-from windlass.model.frozen import raised
+from windlass.model.frozen import Linear4bit, quantise_linear, raised
 from windlass.model.gpt import multiplied
 from windlass.model.hf_network import (
     add_rows,
@@ -43,9 +43,9 @@ from windlass.model.loss import (
     cap_of_logits,
     cross_entropy_of_logits,
     cross_entropy_sum,
+    look_up,
+    one_gradient,
 )
-from windlass.model.quantised import Linear4bit, quantise_linear
-from windlass.model.tied import look_up, one_gradient
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 
@@ -118,12 +118,13 @@ class HfModel(nn.Module):
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
             return
         directory = directory or hf_files.weights_directory(self)
-        prefix, remote = str(self.model.base_model_prefix), self.settings.trust_remote_code
+        files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
+        prefix = str(self.model.base_model_prefix)
         for path, module in self.model.named_modules():
             if isinstance(module, Linear4bit):  # one whole matrix at a time
                 whole = torch.empty(module.out_features, module.in_features)
                 name = f"{path.replace('.base_layer', '')}.weight"
-                hf_files.fill_from_files({name: whole}, directory, prefix, remote)
+                hf_files.fill_from_files({name: whole}, files, prefix)
                 module.quantise(whole)
                 continue
             for name, buffer in module.named_buffers(path, recurse=False):
@@ -131,7 +132,7 @@ class HfModel(nn.Module):
                     tensors[name.replace(".base_layer", "")] = buffer
         ends = end_names(self.model) if self.added else []
         longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
-        hf_files.fill_from_files(tensors, directory, prefix, remote, longer)
+        hf_files.fill_from_files(tensors, files, prefix, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
@@ -357,9 +358,6 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
         raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
         tensor_plan.check(model.model, recipe.parallel.tensor)
-        if model.balance:
-            problem = "Windlass has not proved the routers' loss with parallel.tensor"
-            raise UserError(f"model.router_loss: {problem}; write model.router_loss=0")
     model.context = settings.context
     added = recipe.data.add_tokens
     table: Any = model.model.get_input_embeddings()  # type: ignore[operator]

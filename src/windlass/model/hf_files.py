@@ -7,6 +7,7 @@ run is complete with it and a checkpoint; frozen ones stay in their files.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import shutil
 from collections.abc import Collection, Sequence
@@ -36,11 +37,12 @@ CODE_FILES = "*.py"
 
 
 class WeightFiles:
-    """The tensors of a directory's safetensors files, by name."""
+    """The tensors of a directory's safetensors files, which it opens once, by name."""
 
-    def __init__(self, directory: Path, file_name: str = ""):
+    def __init__(self, directory: Path, file_name: str = "", remote_code: bool = False):
         from safetensors import SafetensorError, safe_open
 
+        self.directory, self.remote_code = directory, remote_code
         self.files: dict[str, Any] = {}  # the open file of each tensor
         for name in [file_name] if file_name else hub.weight_files(directory):
             if not (directory / name).is_file():
@@ -58,12 +60,27 @@ class WeightFiles:
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
+    @functools.cached_property
+    def converted(self) -> tuple[dict[str, Tensor], set[str]]:
+        """The tensors of an older layout, which `transformers` converts, and the names that it
+        lacks; needs the whole model in memory."""
+        from transformers import AutoModelForCausalLM
+
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
+        options |= {"dtype": "auto", "trust_remote_code": self.remote_code}
+        try:
+            whole, report = AutoModelForCausalLM.from_pretrained(self.directory, **options)
+        except Exception as error:  # other shapes, damaged files, code that came with the model
+            problem = f"transformers cannot read the weights: {first_line(error)}"
+            raise UserError(f"{self.directory}: {problem}") from None
+        values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        return values, set(report["missing_keys"])
+
 
 def fill_from_files(
     tensors: dict[str, Tensor],
-    directory: Path,
+    files: WeightFiles,
     prefix: str,
-    remote_code: bool,
     longer: Collection[str] = (),
 ) -> None:
     """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
@@ -71,10 +88,16 @@ def fill_from_files(
     Some files omit the network's `base_model_prefix`, here `prefix`, from the names. The tensors
     `longer` have rows for added tokens, which get the mean of the others.
     """
-    files = WeightFiles(directory)
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
     if len(keys) < len(tensors):
-        _fill_through_transformers(tensors, directory, remote_code, longer)
+        values, lacking = files.converted
+        if missing := (lacking & set(tensors)) | (set(tensors) - set(values)):
+            problem = f"{files.directory} lacks the weight {min(missing)} of its model"
+            raise UserError(f"{problem} ({len(missing)} in all)")
+        for name, tensor in tensors.items():
+            value, rows = values[name], whole_shape(tensor)[:1]
+            more = name in longer and len(value) < rows[0]
+            assign(tensor, with_mean_rows(value, rows[0]) if more else value)
         return
     for name, tensor in tensors.items():
         key, shape = keys[name], list(whole_shape(tensor))
@@ -85,7 +108,7 @@ def fill_from_files(
             continue
         if there != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
-            raise UserError(f"{directory}: {problem}")
+            raise UserError(f"{files.directory}: {problem}")
         if not shape:  # a scalar has no slices
             tensor.copy_(files.files[key].get_tensor(key))
             continue
@@ -111,30 +134,6 @@ def with_mean_rows(values: Tensor, rows: int) -> Tensor:
     """The values, with their mean in the rows after them."""
     mean = values.double().mean(0, keepdim=True).to(values.dtype)
     return torch.cat([values, *[mean] * (rows - len(values))])
-
-
-def _fill_through_transformers(
-    tensors: dict[str, Tensor], directory: Path, remote_code: bool, longer: Collection[str]
-) -> None:
-    """Fill from an older layout, which `transformers` converts; needs the whole model in memory."""
-    from transformers import AutoModelForCausalLM
-
-    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
-    options |= {"dtype": "auto", "trust_remote_code": remote_code}
-    try:
-        whole, report = AutoModelForCausalLM.from_pretrained(directory, **options)
-    except Exception as error:  # other shapes, damaged files, code that came with the model
-        problem = f"transformers cannot read the weights: {first_line(error)}"
-        raise UserError(f"{directory}: {problem}") from None
-    values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-    missing = (set(report["missing_keys"]) & set(tensors)) | (set(tensors) - set(values))
-    if missing:
-        problem = f"{directory} lacks the weight {min(missing)} of its model"
-        raise UserError(f"{problem} ({len(missing)} in all)")
-    for name, tensor in tensors.items():
-        value = values[name]
-        more = name in longer and len(value) < whole_shape(tensor)[0]
-        assign(tensor, with_mean_rows(value, whole_shape(tensor)[0]) if more else value)
 
 
 def fill_from_seed(

@@ -23,13 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from windlass.model.chunks import loss_chunk
 from windlass.recipe.settings import IGNORE_INDEX
-
-# Of logits that are held at a time, in fp32; with a compiled tail in their own precision, and with a
-# cap another time in fp32. With fewer tokens in a chunk, a CPU's products read the head's matrix from
-# memory too often: 33 tokens of BLOOM's vocabulary take 1.4 times as long as 133. A quarter or less
-# is left to autograd, with several copies.
-CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
 
 
 class Piece(NamedTuple):
@@ -47,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a training minimises for each unmasked label, in place of the cross-entropy alone.
+    """The loss that a training minimises for each unmasked label, beside the cross-entropy.
 
     With logits l over V tokens and log Z = log sum exp l: the cross-entropy to the label's
     distribution (1 - smoothing) and a uniform one (smoothing; arXiv 1512.00567, section 7), plus
@@ -140,14 +135,12 @@ def cross_entropy_sum(
     x = piece.enter(x) if piece else x
     x, labels = x.flatten(0, -2), labels.flatten()
     tail = None if piece or not torch.is_grad_enabled() else tail
-    if chunk is None:  # even chunks of at most CHUNK_BYTES; 0: autograd
-        limit = CHUNK_BYTES.get(x.device.type, CHUNK_BYTES["cuda"])
+    if chunk is None:
+        # Logits are in fp32; with a tail in their own precision, and with a cap another time in fp32.
         each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
         rows = piece.most if piece else len(weight)
-        most = max(1, limit // (each * rows))
-        chunk = -(-len(labels) // max(1, -(-len(labels) // most)))
-        if 4 * len(labels) * rows <= limit // 4:
-            chunk, tail = 0, None
+        chunk = loss_chunk(len(labels), rows, each, x.device.type)
+        tail = tail if chunk else None
     if chunk or piece or tail:
         size, grad = chunk or len(labels), torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
@@ -325,3 +318,39 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
         return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 8)
+
+
+def look_up(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows [..., D] of tokens [...] in a table [V, D], and the table for the head's loss.
+
+    Both results must have a gradient in the backward pass. The sums of a token's rows have the
+    table's precision.
+    """
+    return _Tied.apply(table, tokens)  # type: ignore[no-any-return]
+
+
+def one_gradient(table: Tensor) -> bool:
+    """Whether a table should get one gradient: it is trained, and not rounded to half precision."""
+    trains = torch.is_grad_enabled() and table.requires_grad
+    return trains and table.dtype in (torch.float32, torch.float64)
+
+
+class _Tied(torch.autograd.Function):
+    """Autograd would make a gradient [V, D] for the lookup, full of zeros, and add it to the head's.
+    Here the rows are added to the head's gradient in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        return F.embedding(tokens, table), table.view_as(table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor, gradient: Tensor) -> tuple[Tensor, None]:
+        (tokens,) = ctx.saved_tensors
+        tokens, rows = tokens.flatten(), rows.flatten(0, -2).to(gradient.dtype)
+        # The order of the sums must not vary. On a CPU `index_put_` on several threads varies it. On
+        # CUDA both sort the tokens with `train.deterministic`. Otherwise `index_add_` adds at once
+        # what `index_put_` adds row by row for a frequent token. (The difference is not measured.)
+        return gradient.index_add_(0, tokens, rows), None

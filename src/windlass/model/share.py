@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter that several ranks divide, by FSDP2 or by tensor parallelism."""
+"""The part that a rank holds of a parameter, which FSDP2 or tensor parallelism divides."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def block_parameters(settings: ModelSettings) -> int:
 def unit_blocks(blocks: int, parameters: int) -> int:
     """The consecutive blocks in a unit of FSDP2, if all blocks have `parameters` together."""
     units = min(blocks, -(-parameters // UNIT_PARAMETERS))
-    return -(-blocks // max(1, units))
+    return max(1, -(-blocks // max(1, units)))
 
 
 def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:

@@ -1,7 +1,7 @@
 """How tensor parallelism divides a model of `transformers`: the plan that its architecture declares.
 
-The plan (`tp_plan`) names a style for modules and parameters, as "model.layers.*.mlp.up_proj":
-"colwise". `check` reads it and rejects a model that `parallel.tensor` cannot divide by it.
+The plan (`tp_plan`) names a style for modules, as "model.layers.*.mlp.up_proj": "colwise". `check`
+reads it and rejects a model that `parallel.tensor` cannot divide by it, such as one with experts.
 """
 
 from __future__ import annotations
@@ -14,24 +14,16 @@ from torch import nn
 
 from windlass.errors import UserError
 
-GPT2_PLAN = {
-    "transformer.h.*.attn.c_attn": "qkv_colwise",
-    "transformer.h.*.attn.c_proj": "rowwise",
-    "transformer.h.*.mlp.c_fc": "colwise",
-    "transformer.h.*.mlp.c_proj": "rowwise",
-}
-COLUMNS = ("colwise", "qkv_colwise", "colwise_gather_output", "colwise_rep")
-ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+COLUMNS = ("colwise", "colwise_gather_output")
+ROWS = ("rowwise", "rowwise_split_input")
 """Styles of linear layers: with some of the outputs, with some of the inputs."""
-EXPERTS = "moe_tp_experts"
 SHARED = "replicated_with_grad_allreduce"
 """A module with whole parameters that serves this rank's heads only, as the norm of queries."""
-OF_PARAMETERS = ("colwise", "packed_colwise", "rowwise")
 WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
 
 
 def check(model: Any, ranks: int) -> dict[str, str]:
-    """The style of each module and parameter that this number of ranks divide.
+    """The style of each module that this number of ranks divide.
 
     UserError if Windlass cannot divide the network.
     """
@@ -43,12 +35,8 @@ def check(model: Any, ranks: int) -> dict[str, str]:
     if not plan:
         raise UserError(f"parallel.tensor = {ranks}: {kind} has no tp_plan: {advice}")
     for name, style in plan.items():
-        module = modules.get(name)
-        known = OF_PARAMETERS
-        if module is not None:
-            linear = isinstance(module, nn.Linear) or is_transposed(module)
-            known = (*(COLUMNS + ROWS if linear else ()), EXPERTS, SHARED)
-        if style not in known:
+        linear = isinstance(modules.get(name), nn.Linear)
+        if name not in modules or style not in (SHARED, *(COLUMNS + ROWS if linear else ())):
             problem = f'{kind} divides {name} by the style "{style}", which Windlass does not have'
             raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
     for name, is_shared in between(model, plan).items():
@@ -56,6 +44,10 @@ def check(model: Any, ranks: int) -> dict[str, str]:
             problem = f"{kind}'s tp_plan does not say how to divide {name}"
             raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
         plan[name] = SHARED
+    for name in attention_layers(plan):
+        if has_dropout(modules[name.rpartition(".")[0]]):
+            problem = f"Windlass does not divide the dropout in the attention of {kind}"
+            raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
     counts = head_counts(model, plan)
     if unfit := [count for count in counts if count % ranks]:
         fit = [n for n in range(1, ranks) if math.gcd(*counts) % n == 0]
@@ -68,8 +60,6 @@ def check(model: Any, ranks: int) -> dict[str, str]:
 def plan_of(model: Any) -> dict[str, str]:
     """The plan of a network with the names of its modules and parameters; maybe empty."""
     plan = dict(getattr(model, "_tp_plan", None) or {})
-    if model.config.model_type == "gpt2":
-        plan = GPT2_PLAN
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters()]
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
@@ -81,23 +71,21 @@ def plan_of(model: Any) -> dict[str, str]:
 
 
 def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
-    """What has no style beside layers that are cut, and whether each rank can have all of it.
+    """Modules without a style beside layers that are cut, and whether each rank can have all of them.
 
     A norm of one head's queries, and an activation with parameters, work on this rank's part. So
     their gradients are partial.
     """
     found = {}
-    cut = ("colwise", "packed_colwise")  # and not gathered
-    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style in cut}:
+    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
         layer = model.get_submodule(owner)
         for name, parameter in layer.named_parameters(prefix=owner):
             module = name.rpartition(".")[0]
-            if name in plan or plan.get(module, EXPERTS) != EXPERTS:
+            if module in plan:
                 continue
             is_head = parameter.numel() == getattr(layer, "head_dim", None)
             last = module.rpartition(".")[2]
-            what = name if module in plan else module
-            found[what] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
+            found[module] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
     return found
 
 
@@ -119,10 +107,12 @@ def attention_layers(plan: dict[str, str]) -> list[str]:
     return [
         name
         for name, style in plan.items()
-        if style in ("colwise", "qkv_colwise") and "att" in name.rpartition(".")[0].split(".")[-1]
+        if style == "colwise" and "att" in name.rpartition(".")[0].split(".")[-1]
     ]
 
 
-def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is the linear layer of GPT-2, whose weight is [inputs, outputs]."""
-    return type(module).__name__ == "Conv1D"
+def has_dropout(layer: nn.Module) -> bool:
+    """Whether a module has dropout itself."""
+    rates = [value for key, value in vars(layer).items() if "dropout" in key]
+    rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

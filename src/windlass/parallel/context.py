@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from windlass.model.documents import Documents, Spans, attend
-from windlass.model.gpt import GPT, LayerCache, Pass, RotaryEmbedding
+from windlass.model.gpt import GPT, Block, Pass
 from windlass.model.share import Peers
 from windlass.parallel.autograd import Exchange, Gather, gather
 from windlass.recipe.settings import IGNORE_INDEX
@@ -86,24 +86,11 @@ class TokenPart(NamedTuple):
         return torch.cat(outputs, 2)
 
 
-class DividedBlock(nn.Module):
-    """A block of our GPT whose dropout takes slices of the masks of all tokens.
+class DividedBlock(Block):
+    """A block of our GPT whose dropout takes slices of the masks of all tokens."""
 
-    It comes before the block's class in the order of inheritance.
-    """
-
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryEmbedding | None,
-        cache: LayerCache | None,
-        part: TokenPart | Any,
-    ) -> Tensor:
-        block: Any = self
-        if not self.training:
-            return super().forward(x, rotary, cache, part)  # type: ignore[no-any-return]
-        x = x + part.drop(block.attn(block.attn_norm(x), rotary, cache, part), block.dropout)
-        return x + part.drop(block.ff(block.ff_norm(x)), block.dropout)  # type: ignore[no-any-return]
+    def drop(self, x: Tensor, spans: Any) -> Tensor:
+        return spans.drop(x, self.dropout) if self.training else x  # type: ignore[no-any-return]
 
 
 class DividedGPT(GPT):
@@ -192,29 +179,22 @@ def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: An
     if isinstance(mask, Spans):
         assert mask.mask is not None
         return masked_attention(q, k, v, keep, mask.mask)
-    return masked_attention(q, k, v, keep, is_causal=True)
+    return masked_attention(q, k, v, keep)
 
 
 def masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keep: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with the dropout mask `keep` [B, H, T, S]."""
+    """Attention with the dropout mask `keep` [B, H, T, S]; `mask` is added to the scores, and
+    without it the attention is causal."""
     T, S = q.shape[2], k.shape[2]
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3)
-    scores = scores / math.sqrt(q.shape[3]) if scale is None else scores * scale
-    if is_causal:
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    if mask is None:
+        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+        scores = scores.masked_fill(~seen, -math.inf)
+    else:
         scores = scores + mask
     return (scores.softmax(-1) * keep).to(v.dtype) @ v
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import json
 import os
@@ -20,7 +19,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -40,11 +38,12 @@ from windlass.errors import (
     first_line,
 )
 from windlass.parallel.env import (
-    LOOPBACK,
     NO_HOSTS,
     DistEnv,
     address_to,
+    by_hosts,
     interface_to,
+    listen_at,
     this_host,
 )
 from windlass.parallel.heartbeat import Heartbeat
@@ -339,36 +338,6 @@ def gloo_interface(ranks: Ranks) -> str:
     places = ranks.all_gather_object("address", [env.node, address_to(env.addr)])
     others = (address for node, address in places if node and address)
     return interface_to(env.addr if env.node else next(others, env.addr))
-
-
-def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
-
-    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
-    """
-    several = env.nodes > 1 or (
-        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
-    )
-    try:
-        address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and several:
-            return None
-        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
-            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
-        return None
-    return listening.detach()
-
-
-def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
-    """`env` with the node and local numbers that follow from every rank's host."""
-    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
-    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
-    return replace(
-        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
-    )
 
 
 def lost_contact(error: BaseException) -> bool:

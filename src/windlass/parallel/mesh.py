@@ -45,6 +45,8 @@ class Mesh:
         loss_group: the same ranks on the backend of the device.
         replicas: the ranks that hold equal plain parameters; None if FSDP2 shards them.
         tp, cp, pp: the groups of one dimension; None if it has one rank.
+        ends: the first and last rank of `pp` if both hold the table of a tied head and this rank is
+            one of them; from `connect_ends`.
     """
 
     def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):
@@ -59,6 +61,7 @@ class Mesh:
         self.tp: dist.ProcessGroup | None = None
         self.cp: dist.ProcessGroup | None = None
         self.pp: dist.ProcessGroup | None = None
+        self.ends: dist.ProcessGroup | None = None
 
     def connect(self, strategy: Strategy, device_type: str, timeout: timedelta) -> None:
         """Create the groups; every rank calls it, after the process group of all ranks exists.
@@ -95,6 +98,12 @@ class Mesh:
                 self._subgroup(LOSS_DIMENSIONS, timeout, backend) for backend in ("gloo", None)
             )
 
+    def connect_ends(self, timeout: timedelta) -> None:
+        """Create the group of the first and last stage; every rank calls it."""
+        pairs = [[row[0], row[-1]] for row in self.rows(("pp",))]
+        two = self.sizes.pp == 2
+        self.ends = self.pp if two else dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
+
     def _subgroup(
         self, names: Sequence[str], timeout: timedelta, backend: str | None
     ) -> dist.ProcessGroup:
@@ -123,7 +132,8 @@ class Mesh:
     def groups(self) -> list[dist.ProcessGroup]:
         """Every process group of this rank."""
         groups = [dist.group.WORLD, self.all_ranks, self.loss_ranks, self.loss_group]
-        groups += [*(self.devices.get_all_groups() if self.devices is not None else []), self.cp]
+        groups += self.devices.get_all_groups() if self.devices is not None else []
+        groups += [self.cp, self.ends]
         return list({id(group): group for group in groups if group is not None}.values())
 
     def cutting_groups(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:

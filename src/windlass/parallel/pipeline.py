@@ -56,15 +56,13 @@ def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range
     return list(itertools.starmap(range, itertools.pairwise(ends)))
 
 
-def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Task]:
+def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = True) -> list[Task]:
     """The tasks of a rank, in order. It has the stages `rank`, `rank + ranks`, ... (`chunks`).
 
-    - `gpipe`: all forward passes, then all backward passes.
-    - `1f1b` (arXiv 2104.04473): as many forward passes as fill the pipeline, then forward and
-      backward passes in turn, so that a rank holds activations of at most `ranks` micro-batches.
-    - `forward`: forward passes alone, with turns as in `interleaved`.
-    - `interleaved`: the same with several stages on each rank, which take turns every `ranks`
-      micro-batches. The pipeline fills and empties in 1 / `chunks` of the time.
+    In training it is 1F1B (arXiv 2104.04473): as many forward passes as fill the pipeline, then
+    forward and backward passes in turn, so that a rank holds activations of at most `ranks`
+    micro-batches. Several stages on a rank take turns every `ranks` micro-batches (interleaved
+    1F1B). The pipeline then fills and empties in 1 / `chunks` of the time.
     """
     # The last turn also has the micro-batches that would make a turn of less than `ranks`.
     turns = max(1, micro_batches // ranks)
@@ -75,14 +73,12 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
             forward += [Task(False, chunk * ranks + rank, i) for i in range(first, stop)]
             other = (chunks - 1 - chunk) * ranks + rank
             backward += [Task(True, other, i) for i in range(first, stop)]
-    if schedule == "forward":
+    if not train:
         return forward
-    warmup = len(forward)
-    if schedule == "1f1b":
-        warmup = min(ranks - 1 - rank, micro_batches)
-    elif schedule == "interleaved":
+    warmup = min(ranks - 1 - rank, micro_batches)
+    if chunks > 1:
         longest = max(stop - first for first, stop in itertools.pairwise(ends))
-        warmup = min((chunks - 1) * longest + 2 * (ranks - 1 - rank), warmup)
+        warmup = min((chunks - 1) * longest + 2 * (ranks - 1 - rank), len(forward))
     tasks = forward[:warmup]
     for pair in zip(forward[warmup:], backward, strict=False):
         tasks += pair
@@ -91,17 +87,17 @@ def order(schedule: str, rank: int, ranks: int, chunks: int, micro_batches: int)
 
 @functools.cache
 def timetable(
-    schedule: str, ranks: int, chunks: int, micro_batches: int
+    ranks: int, chunks: int, micro_batches: int, train: bool = True
 ) -> tuple[tuple[Task | None, ...], ...]:
     """For each tick the task of each rank; a task follows the tick of what it needs."""
-    left = [deque(order(schedule, r, ranks, chunks, micro_batches)) for r in range(ranks)]
+    left = [deque(order(r, ranks, chunks, micro_batches, train)) for r in range(ranks)]
     done, ticks = set[Task](), list[tuple[Task | None, ...]]()
     while any(left):
         tick = [
             tasks[0] if tasks and needs(tasks[0], ranks * chunks) <= done else None
             for tasks in left
         ]
-        assert any(tick), f"{schedule} of {micro_batches} micro-batches on {ranks} ranks is stuck"
+        assert any(tick), f"{micro_batches} micro-batches on {ranks} ranks are stuck"
         for task in filter(None, tick):
             left[task.stage % ranks].popleft()
             done.add(task)
@@ -137,8 +133,6 @@ class Pipeline:
         rank, ranks: the place among the ranks of `pp`, and their number.
         layers: the blocks of each stage, of all ranks.
         own: the numbers of this rank's stages.
-        ends: the ranks of the first and last stage if both hold the table of a tied head and this
-            rank is one of them.
     """
 
     def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
@@ -146,23 +140,19 @@ class Pipeline:
         assert mesh.pp is not None
         self.group: dist.ProcessGroup = mesh.pp
         self.rank, self.ranks = mesh.at["pp"], mesh.sizes.pp
-        self.schedule, self.chunks = settings.pipeline_schedule, settings.chunks
+        self.chunks = settings.pipeline_chunks
         self.stages = self.ranks * self.chunks
         self.layers = split_blocks(recipe.model, model.vocab, self.stages)
         self.own = range(self.rank, self.stages, self.ranks)
         self.device = ranks.device
-        # Of the stream and the loss, which are not in the precision of bf16 weights.
+        # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         self.width, self.bucket_bytes = recipe.model.width, settings.bucket_mb * 2**20
         replicas = mesh.replicas
         self.replicas = replicas.get_group() if replicas is not None else None
-        self.ends: dist.ProcessGroup | None = None
-        if recipe.model.tie_head and self.ranks == 2:
-            self.ends = self.group
-        elif recipe.model.tie_head:
-            pairs = [[row[0], row[-1]] for row in mesh.rows(("pp",))]
-            timeout = timedelta(seconds=settings.startup_timeout_seconds)
-            self.ends = dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
+        if recipe.model.tie_head:
+            mesh.connect_ends(timedelta(seconds=settings.startup_timeout_seconds))
+        self.ends = mesh.ends
         # NCCL needs a collective of all ranks before the first batch of messages.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
@@ -180,11 +170,11 @@ class Pipeline:
 
     def run(
         self,
-        schedule: str,
         shapes: Sequence[Sequence[int]],
         work: Callable[[Task, Tensor | None], Tensor | None],
+        train: bool = True,
     ) -> None:
-        """This rank's tasks of a schedule.
+        """This rank's tasks.
 
         Args:
             shapes: The hidden states and the gradients of each micro-batch.
@@ -192,7 +182,7 @@ class Pipeline:
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
         on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and what they send
-        for tick in timetable(schedule, self.ranks, self.chunks, len(shapes)):
+        for tick in timetable(self.ranks, self.chunks, len(shapes), train):
             sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
             results = dict[Task, Tensor]()
             if (task := tick[self.rank]) is not None:
@@ -250,7 +240,7 @@ class Pipeline:
                     backward(result, arrived)
             return None if hidden is None else hidden.grad
 
-        self.run(self.schedule, [self.shape(model, m.batch.tokens) for m in micro], work)
+        self.run([self.shape(model, m.batch.tokens) for m in micro], work)
         self.sum_gradients(model)
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
@@ -348,7 +338,7 @@ class StagedGPT(GPT):
                 results.append(result)
             return result
 
-        pipe.run("forward", [pipe.shape(self, r, labels is not None) for r in rows], work)
+        pipe.run([pipe.shape(self, r, labels is not None) for r in rows], work, train=False)
         if results:
             whole = results[0] if labels is None else torch.stack(results).sum()
             whole = whole.to(pipe.dtype).contiguous()
@@ -390,7 +380,7 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def parts_of(model: GPT, pipe: Pipeline, rank: int) -> tuple[str, ...]:
-    """What the names of the parameters in the stages of a rank begin with."""
+    """The beginnings of the names of the parameters in the stages of a rank."""
     parts = list[str]()
     for stage in range(rank, pipe.stages, pipe.ranks):
         parts += [f"blocks.{i}." for i in pipe.layers[stage]]

@@ -1,6 +1,6 @@
 """Tensor parallelism (arXiv 1909.08053) of our GPT and of models of `transformers`, by a plan.
 
-A plan names a style for modules and parameters. A parameter that is cut becomes a plain tensor, this
+A plan names a style for modules. A parameter that is cut becomes a plain tensor, this
 rank's part, so its gradient, optimizer state and checkpoint need no correction. A divided module
 gets a subclass whose forward pass has the collectives; the model knows nothing of ranks. Embedding
 and head are cut by vocabulary, in a model of `transformers` if the head is plain.
@@ -20,22 +20,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from windlass.model.frozen import raised
+from windlass.model.frozen import in_autocast, raised
 from windlass.model.gpt import GPT
 from windlass.model.loss import Piece
 from windlass.model.share import Cut, Peers, become
-from windlass.model.tensor_plan import (
-    COLUMNS,
-    EXPERTS,
-    SHARED,
-    attention_layers,
-    check,
-    is_transposed,
-)
+from windlass.model.tensor_plan import ROWS, SHARED, check
 from windlass.parallel.autograd import Copy, Gather, Scatter, Sum, gather
-from windlass.parallel.context import DividedBlock, DividedGPT, mask_of_heads, masked_attention
+from windlass.parallel.context import DividedBlock, DividedGPT
 
 GPT_PLAN = {
     "attn.qkv": "qkv_colwise",
@@ -84,8 +76,7 @@ class Part(nn.Module):
 
         The backward pass adds up the ranks' gradients.
         """
-        if torch.is_autocast_enabled(x.device.type):  # the matrices would round it anyway
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = in_autocast(x)  # the matrices would round it anyway
         if self.sequence and self.training:
             return Gather.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
         return Copy.apply(x, self.tensor)  # type: ignore[no-any-return]
@@ -136,8 +127,7 @@ class Rows(Part):
 
     def forward(self, x: Tensor) -> Tensor:
         module: Any = self
-        weight = module.weight if isinstance(self, nn.Linear) else module.weight.T
-        y = self.leave(F.linear(x, raised(weight, x)))
+        y = self.leave(F.linear(x, raised(module.weight, x)))
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
@@ -174,65 +164,12 @@ class DividedHead(Part):
         return y if y.dim() == 0 else gather_logits(y, self.whole, self.tensor)
 
 
-class DividedExperts(Part):
-    """A mixture of experts, with a part of each expert."""
-
-    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        x, weights = Copy.apply(x, self.tensor), Copy.apply(weights, self.tensor)
-        return self.leave(super().forward(x, index, weights))
-
-
-class DividedAttention(Part):
-    """An attention layer of `transformers` with dropout inside."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.training:
-            return super().forward(*args, **kwargs)
-        with HeadMasks(self.tensor):
-            return super().forward(*args, **kwargs)
-
-
-class HeadMasks(TorchFunctionMode):
-    """Dropout of this rank's heads with its slice of the masks of all heads."""
-
-    def __init__(self, tensor: Peers):
-        super().__init__()
-        self.tensor = tensor
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
-            return self.attention(*args, **kwargs)
-        if function is F.dropout and args[0].dim() == 4 and kwargs.get("training", True):
-            return args[0] * mask_of_heads(args[0], args[0].shape, kwargs["p"], self.tensor)
-        return function(*args, **kwargs)
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """`F.scaled_dot_product_attention`."""
-        shape = (*q.shape[:3], k.shape[2])
-        keep = mask_of_heads(q, shape, dropout_p, self.tensor)
-        return masked_attention(q, k, v, keep, attn_mask, is_causal, scale)
-
-
 STYLES: dict[str, type[Part]] = {
     "colwise": Columns,
     "qkv_colwise": Columns,
     "colwise_gather_output": GatheredColumns,
-    "colwise_rep": GatheredColumns,
     "rowwise": Rows,
     "rowwise_split_input": SplitRows,
-    "rowwise_rep": SplitRows,
-    EXPERTS: DividedExperts,
 }
 
 
@@ -276,12 +213,9 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     plan, divider = check(network, tensor.size), Divider(network, tensor)
     divider.apply(plan)
     for name, style in plan.items():
-        if style == SHARED and name in divider.modules:
+        if style == SHARED:
             own = divider.modules[name].named_parameters()
             partial |= {f"model.{name}.{key}" for key, _ in own}
-    for name in {name.rpartition(".")[0] for name in attention_layers(plan)}:
-        if has_dropout(layer := divider.modules[name]):
-            divider.style(layer, DividedAttention)
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     if model.head_form is not None and isinstance(embedding, nn.Embedding):
         names = {module: name for name, module in divider.modules.items()}
@@ -289,13 +223,7 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
         padding, held = embedding.padding_idx, embedding.held  # padding's row gets no gradient
         embedding.padding_idx = padding - held.start if padding in held else None
         model.piece = divider.cut_vocabulary(names[head], DividedHead, len(head.weight))
-    cuts = divider.keep_parts()
-    for module in divider.modules.values():
-        if type(module).__name__ == "GPT2Attention" and not module.is_cross_attention:
-            attention: Any = module
-            attention.split_size = attention.c_attn.nf // 3
-            attention.num_heads = attention.split_size // attention.head_dim
-    return {f"model.{name}": cut for name, cut in cuts.items()}, partial
+    return {f"model.{name}": cut for name, cut in divider.keep_parts().items()}, partial
 
 
 class Divider:
@@ -313,15 +241,10 @@ class Divider:
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
-        """Divide the linear layers, experts and parameters of a plan."""
+        """Divide the linear layers of a plan."""
         for name, style in plan.items():
-            if style == SHARED:
-                continue
-            if name not in self.modules:
-                self.cut_parameter(name, style)
-                continue
-            module = self.style(self.modules[name], STYLES[style])
-            if style != EXPERTS:
+            if style != SHARED:
+                module = self.style(self.modules[name], STYLES[style])
                 self.cut_linear(name, module, style)
                 module.entrance = self.entrance_of(name, plan)
 
@@ -334,29 +257,16 @@ class Divider:
         return next(known, None) or Entrance(len(siblings))
 
     def cut_linear(self, name: str, module: Any, style: str) -> None:
-        """Cut the matrix of a linear layer; GPT-2's is [inputs, outputs]."""
-        outputs, transposed = style in COLUMNS, is_transposed(module)
-        dim = int(outputs == transposed)
+        """Cut the matrix of a linear layer."""
+        dim = 1 if style in ROWS else 0
         module.whole = size = module.weight.shape[dim]
         module.held = self.tensor.piece(size)
         ranges: tuple[range, ...] = (module.held,)
         if style == "qkv_colwise":
-            is_gpt = isinstance(self.network, GPT)
-            rows = self.network.matrix_parts(f"{name}.weight") if is_gpt else (size // 3,) * 3
-            ranges = stacked_pieces(rows, self.tensor)
+            ranges = stacked_pieces(self.network.matrix_parts(f"{name}.weight"), self.tensor)
         self.cuts[f"{name}.weight"] = Cut(dim, size, ranges, self.tensor)
-        if outputs and module.bias is not None:
+        if dim == 0 and module.bias is not None:
             self.cuts[f"{name}.bias"] = Cut(0, size, ranges, self.tensor)
-        if outputs and transposed:
-            module.nf = sum(map(len, ranges))
-
-    def cut_parameter(self, name: str, style: str) -> None:
-        """Cut a parameter that the plan names itself, as the matrices of all experts."""
-        shape = self.network.get_parameter(name).shape
-        dim = len(shape) - 1 if style == "rowwise" else max(0, len(shape) - 2)
-        size = shape[dim]
-        halves = (size // 2, size // 2) if style == "packed_colwise" else (size,)
-        self.cuts[name] = Cut(dim, size, stacked_pieces(halves, self.tensor), self.tensor)
 
     def cut_vocabulary(self, name: str, part: type[Part], vocab: int) -> Piece:
         """Cut an embedding or a head by vocabulary; returns what the loss needs to know."""
@@ -385,13 +295,6 @@ def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:
     starts = itertools.accumulate(rows, initial=0)
     own = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
     return tuple(range(start + piece.start, start + piece.stop) for start, piece in own)
-
-
-def has_dropout(layer: nn.Module) -> bool:
-    """Whether a module has dropout itself."""
-    rates = [value for key, value in vars(layer).items() if "dropout" in key]
-    rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def gather_logits(logits: Tensor, vocab: int, tensor: Peers) -> Tensor:

@@ -267,11 +267,11 @@ def layout(r: Any) -> Problems:
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
         key, text = found
         yield "parallel.tensor", f"{text}; write {near}, or change {key}"
-    stages = p.pipeline * p.chunks
+    stages = p.pipeline * p.pipeline_chunks
     if p.pipeline > 1 and stages > m.layers:
         problem = f"{stages} stages need {stages} or more layers, and the model has {m.layers}"
-        advice = f"write at most {m.layers // p.chunks or 1}"
-        advice += ', or parallel.pipeline_schedule="1f1b"' * (p.chunks > 1)
+        advice = f"write at most {m.layers // p.pipeline_chunks or 1}"
+        advice += ", or parallel.pipeline_chunks=1" * (p.pipeline_chunks > 1)
         yield "parallel.pipeline", f"{problem}: {advice}"
 
 

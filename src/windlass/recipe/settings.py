@@ -214,7 +214,7 @@ class ParallelSettings(Section):
     traffic. `auto`: true except with `shard_grad_op`."""
     tensor: int = Field(1, ge=1)
     """Ranks that divide each matrix (arXiv 1909.08053): attention heads, feed-forward width and
-    vocabulary. A model of transformers needs a `tp_plan`, or is GPT-2."""
+    vocabulary. A model of transformers needs a `tp_plan`."""
     sequence: bool = True
     """With `tensor`: its ranks also divide norms, dropout and the residual stream along the
     sequence (arXiv 2205.05198). Models of transformers keep the stream whole."""
@@ -223,9 +223,9 @@ class ParallelSettings(Section):
     enough, else it gathers keys and values (arXiv 2407.21783)."""
     pipeline: int = Field(1, ge=1)
     """Stages of consecutive blocks, each on other ranks."""
-    pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    """`1f1b` (arXiv 2104.04473) holds activations of at most `pipeline` micro-batches; `gpipe` holds
-    those of all. With `interleaved` each rank has two stages, which wait less."""
+    pipeline_chunks: int = Field(1, ge=1)
+    """With `pipeline`: stages on each rank. With several they wait less and send more messages
+    (interleaved 1F1B, arXiv 2104.04473)."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -251,11 +251,6 @@ class ParallelSettings(Section):
     @property
     def model_ranks(self) -> int:  # that hold one copy of the model, apart from sharding
         return self.tensor * self.context * self.pipeline
-
-    @property
-    def chunks(self) -> int:
-        """The stages of a pipeline on each rank."""
-        return 2 if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def layout(self) -> str:

@@ -31,7 +31,6 @@ from windlass.model.hf import HfModel
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
-from windlass.parallel.architecture import code_for
 from windlass.parallel.dist import Ranks, use_deterministic
 from windlass.parallel.parallelize import (
     attention_without_plans,
@@ -39,6 +38,7 @@ from windlass.parallel.parallelize import (
     resolve_precision,
     unwrap,
 )
+from windlass.preflight.findings import code_for
 from windlass.recipe import Horizon, Recipe
 from windlass.training.checks import check_documents, check_loss_is_a_sum, check_weights, tie_groups
 from windlass.training.directory import RunDirectory, decide_on_rank_0

@@ -21,8 +21,8 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.samples import Batch, Samples
+from windlass.model.frozen import Linear4bit
 from windlass.model.loss import SourceSums
-from windlass.model.quantised import Linear4bit
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
