@@ -67,9 +67,8 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
         ] and "step 3 is damaged" in choice.notes[0]
     else:
         assert name == "manifest.sha256"
-    for resume in ("3", str(newest)):
-        with pytest.raises(UserError):
-            choose.choose_checkpoint(run, resume)
+    with pytest.raises(UserError):
+        choose.choose_checkpoint(run, "3")
     choose.rename_damaged(choice, run)
     # and the step can be saved again
     assert not save_all(run / "checkpoints", 3, world=world, attempt="1").error
