@@ -100,7 +100,7 @@ class RunDirectory:
                 f"start over with {argument('fresh')}"
             )
         effects = {  # a branch may change the kinds of optimizer and average
-            "optimizer": ("optim.kind", "the saved state is not used"),
+            "optimizer": ("optim.kind", "the saved optimizer state is not used"),
             "average": ("train.average.kind", "the saved average is not used"),
             "precision": ("train.precision", "the losses differ"),
             "compiles": ("train.compile", "the losses differ by rounding"),
