@@ -4,6 +4,7 @@ ledger says.
 
 import json
 import math
+import re
 import sqlite3
 import struct
 import sys
@@ -63,6 +64,7 @@ def train(run: Path, attempt: int, first: int, last: int, end: str = "") -> None
             scores = {"loss": 4 / step + attempt, "perplexity": math.exp(4 / step)}
             ledger.write("eval", step, suite="loss", runtime_s=0.1, **scores)
             ledger.write("eval", step, suite="hellaswag", acc_norm=0.25 + step / 100)
+            ledger.write("eval", step, suite="lm-eval:a+b", **{"gsm8k/exact_match,strict": 0.5})
             text = f"To <be>\nor **not** {step} \N{SNOWMAN}"
             ledger.write("sample", step, index=0, prompt="To", text=text)
     if end:
@@ -234,8 +236,11 @@ def test_mlflow_holds_each_step_once(finished):
     for line in read_lines(run / "metrics.jsonl"):
         first.setdefault((line["step"], stream(line)), line)
     expected = curves_of(first.values())
-    for name, points in expected.items():  # SQL has no infinity: MLflow stores the largest number
-        expected[name] = [(step, min(value, sys.float_info.max)) for step, value in points]
+    assert "eval/lm-eval:a+b/gsm8k/exact_match,strict" in expected
+    expected = {  # SQL has no infinity: MLflow stores the largest number; it takes no + and no comma
+        re.sub("[+,]", "_", name): [(step, min(x, sys.float_info.max)) for step, x in points]
+        for name, points in expected.items()
+    }
     assert without(curves, "summary/") == expected
     assert stored.info.status == "FINISHED" and stored.info.run_name == "the-run"
     assert stored.data.params["optim.lr"] == "0.001"

@@ -473,8 +473,11 @@ def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path, m
     names: list[str] = [f"squad:{file}" for file in files]
     recipe = recipe_for(names, tmp_path / "data", format="squad", context=512)
     if mixed:
-        mix = [{"name": name[-6:-5], "source": name, "weight": 1} for name in names]
-        how = recipe.data.model_dump(include={"dir", "shard_tokens", "format"})
+        mix = [
+            {"name": "a", "source": names[0], "weight": 1, "format": "squad"},
+            {"name": "b", "source": names[1], "weight": 1, "format": "squad", "val_fraction": 0.3},
+        ]
+        how = recipe.data.model_dump(include={"dir", "shard_tokens"})
         recipe = recipe_for("", how.pop("dir"), context=512, mix=mix, **how)
     division = open_data(recipe).division
     assert division is not None

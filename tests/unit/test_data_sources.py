@@ -49,7 +49,7 @@ def test_files_that_a_directory_leaves_out_are_named(tmp_path):
 
 def test_a_directory_is_read_without_windlasss_own_and_each_real_file_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = ["runs/r/recipe.toml", "runs/r/ledger.jsonl", "runs/r/samples.txt"]
+    own = ["runs/r/recipe.toml", "runs/r/metrics.jsonl", "runs/r/samples.txt"]
     own += ["studies/s/study.json", "studies/s/recipe.toml", "studies/s/note.txt"]
     own += ["data/in-1/index.json", "data/in-1/tokenizer/merges.txt", "data/in-1/left-out.txt"]
     own += ["data/downloads/x.txt"]

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
+from windlass.model.share import blocks_of
 from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale
@@ -386,3 +387,16 @@ def test_against_torch_schedulers():
     assert curve(40, kind="cosine", warmup=0, final=0.1) == pytest.approx(cosine, rel=1e-12)
     linear = torch_values(40, "LinearLR", start_factor=1.0, end_factor=0.3, total_iters=40)
     assert curve(40, kind="linear", warmup=0, final=0.3) == pytest.approx(linear, rel=1e-9)
+
+
+def test_blocks_are_a_method_or_a_list_of_modules():
+    class Model(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for blocks in (nn.ModuleList(parts), nn.Sequential(*parts), lambda: parts):
+        assert blocks_of(Model(blocks)) == parts
+    for blocks in (None, parts, nn.Linear(2, 2)):
+        assert blocks_of(Model(blocks)) is None

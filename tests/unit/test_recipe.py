@@ -22,6 +22,7 @@ from windlass.recipe import (
     settings,
 )
 from windlass.recipe.keys import other_tools, values
+from windlass.recipe.paths import located
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.recipe.units import epochs_in
 
@@ -463,6 +464,28 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
     assert "train." not in overview
     with refused("learning_rate", "optim.lr"):
         explain("learning_rate")
+
+
+def test_every_setting_and_section_is_explained():
+    for key in (*settings(), *Recipe.model_fields):
+        assert explain(key).startswith(key) and explain(key, "quickstart").startswith(key)
+
+
+@pytest.mark.parametrize(
+    "change", ["train.grad_clip=inf", "optim.lr=nan", "eval.every=nan", "checkpoint.every=inf"]
+)
+def test_numbers_are_finite(change):
+    """`lineage.json` could not hold them, and the run would not open again."""
+    with pytest.raises(RecipeError, match=change.partition("=")[0].replace(".", r"\.")):
+        Recipe.load("quickstart", [change])
+
+
+@pytest.mark.parametrize("prefix", ["", "shards:"])
+@pytest.mark.parametrize("scheme", ["s3", "gs", "hf", "https"])
+def test_urls_are_no_paths(prefix, scheme, tmp_path):
+    source = f"{prefix}{scheme}://bucket/train-*.bin"
+    assert located("data.source", source, tmp_path) == source
+    assert located("data.source", f"{prefix}train.bin", tmp_path) == f"{prefix}{tmp_path}/train.bin"
 
 
 def test_the_version_and_the_schema():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: p
 
 
 def check_a_further_run(tmp_path: Path) -> None:
-    """A run that a ladder predicted: its report has both losses."""
+    """A run that a ladder predicted: its report has both losses, and it joins the law."""
     before = open_ladder("lad").law
     run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
     written = report(run, law="lad", plots=False)
@@ -149,6 +150,20 @@ def check_a_further_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
         report("lad", law="lad")
     check_a_plan_with_repeated_tokens(before, start["data"]["train"]["tokens"])
+
+    added = subprocess.run(
+        [*WINDLASS, "ladder", "lad", "--add", "further"], capture_output=True, text=True
+    )
+    assert added.returncode == 0, added.stderr
+    assert "Predicted by the law of scaling" in added.stdout
+    seen = open_ladder("lad")
+    assert [one.name for one in seen.observations][9:] == ["further"]
+    assert len(seen.law.fitted) == 10
+    # its own report still has the prediction without it
+    report(run, law="lad", plots=False)
+    assert rows_of(tmp_path / "further/report/predicted.csv") == [row]
+    shutil.rmtree("further")
+    assert open_ladder("lad").left_out == ["further: it is gone"]
 
 
 def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:

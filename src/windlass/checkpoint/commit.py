@@ -108,8 +108,8 @@ class Save:
             files.make_dir(folder)
         if self.rank == 0:
             what = f"checkpoint {self.path.name}"
-            # The ranks write about equally much.
-            if short := shortage(self.directory, self.shard.nbytes * self.world, what):
+            size = self.shard.total_bytes or self.shard.nbytes * self.world
+            if short := shortage(self.directory, size, what):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.error:
             raise GivenUp(self.error)

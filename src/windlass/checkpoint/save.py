@@ -151,12 +151,14 @@ class Writer:
         if device is not None:  # a CUDA device
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):  # on the host: None, and no stream
+        # `torch.cuda.stream(None)` would ask for the present device.
+        copying = contextlib.nullcontext() if device is None else torch.cuda.stream(self._stream)
+        with copying:
             for box, at in places:
                 source = box.tensor.detach()
                 target = self._host[at : at + source.nbytes].view(source.dtype).view(source.shape)
                 target.copy_(source, non_blocking=True)
-        if self._stream is not None:
+        if device is not None and self._stream:
             self._copied = self._stream.record_event()
 
     def settle(self) -> None:

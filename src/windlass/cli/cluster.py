@@ -184,7 +184,7 @@ def submit(
     if cancel:
         typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run and jobs.queued(directory)[1]:
+    if watch and not dry_run and jobs.is_followed(directory):
         return _watch(directory)
     asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
     chosen = jobs.read_site(site)

@@ -28,8 +28,11 @@ def ladder(
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
+    add: list[str] = Option([], "--add", metavar="RUN", help="A run that joins the law."),
     flops: float = Option(0.0, metavar="C", help="Budget: the best size and tokens for it."),
     hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
+    money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
+    price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
     device: str = Option("", metavar="NAME", help="Kind of device, as A100-80GB."),
     json_: Json = False,
 ) -> int:
@@ -45,11 +48,14 @@ def ladder(
 
     Example: `windlass ladder quickstart --sizes 100k,300k,1M --tokens 5,10,20`
     """
+    from windlass.run import Run
     from windlass.study import ladder as ladders
     from windlass.study.progress import Progress
 
-    if flops and hours:
-        raise UserError("give one budget: --flops or --hours")
+    if sum(map(bool, (flops, hours, money))) > 1:
+        raise UserError("give one budget: --flops, --hours or --money")
+    if bool(money) != bool(price):
+        raise UserError("--money and --price, of an hour of the device, belong together")
     words = [word.strip() for word in sizes.split(",") if word.strip()]
     study = ladders.create_ladder(recipe, words, _ratios(tokens), overrides, dir_)
     if create:
@@ -59,22 +65,27 @@ def ladder(
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
     ladders.ladder(study, progress=progress, **options)
-    seen = ladders.open_ladder(study)
-    if hours:
-        flops = hours * ladders.flops_per_hour(study.recipe, device)
+    added = [Run.open(path) for path in add]
+    seen = ladders.open_ladder(study, added)
+    if hours or money:
+        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     if json_:
         print_json(_as_json(seen, flops))
     else:
         _show(seen, flops, progress)
+    if added:
+        ladders.join(study, added)
     return exit_code(study)
 
 
 def _show(seen: Ladder, flops: float, progress: Progress) -> None:
-    """Print the law, its runs, and the best size for `flops`, if there is a budget."""
-    from windlass.reports.law import error_table, law_table
+    """Print the law, the runs beside it, and the best size for `flops`, if there is a budget."""
+    from windlass.reports.law import error_table, law_table, predicted_table
     from windlass.telemetry.measures import short
 
-    for table in (law_table(seen), error_table(seen)):
+    tables = [law_table(seen), error_table(seen)]
+    tables += [predicted_table(seen)] if seen.further else []
+    for table in tables:
         progress.console.print(table.terminal(progress.console.width, table.title))
         for note in table.notes:
             progress.console.print(note)

@@ -28,7 +28,7 @@ from windlass.seeds import seed_bytes
 
 if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
-    from windlass.recipe import Recipe
+    from windlass.recipe import DataSettings, Recipe
 
 ROLES = ("system", "user", "assistant", "tool")
 # Names of the roles in ShareGPT's files, OpenAI's `developer`, Llama's `ipython`; in any case.
@@ -358,11 +358,13 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     data, separate, questions = recipe.data, suite_sources(recipe), list[Question]()
     setting = "data.eval_source" if separate else "data.source"
     setting = "eval.squad_file" if recipe.eval.squad_file else setting
-    sources, split = (separate, "validation") if separate else (data.sources, "train")
+    split = "validation" if separate else "train"
+    held_out = [(s, part.val_fraction) for part in squad_parts(data) for s in part.sources]
+    sources = dict.fromkeys(separate, 0.0) or dict(held_out)
     if data.val_shards and not separate:
         problem = "data.val_shards holds out tokens, and the suite needs whole questions"
         raise UserError(f"{problem}; set data.val_fraction, data.eval_source or eval.squad_file")
-    for source in sources:
+    for source, fraction in sources.items():
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} has no questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
@@ -374,7 +376,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
                 asked.append(cast(Question, _example(item, spec)))
         if not separate:  # as training divides each source
             groups = np.array([question.group for question in asked], np.uint64)
-            held = held_out_examples(groups, data.val_fraction)
+            held = held_out_examples(groups, fraction)
             asked = [asked[i] for i in np.flatnonzero(held)]
         questions += asked
     if not questions:
@@ -395,8 +397,14 @@ def suite_sources(recipe: Recipe) -> list[str]:
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
-    if data.format == "squad":
-        given = [source for source in data.eval_sources if source]  # a mixture may have some
-        return given or [source for source in data.sources if source == "squad"]
+    if parts := squad_parts(data):
+        given = [source for part in parts for source in part.eval_sources if source]
+        return given or [s for part in parts for s in part.sources if s == "squad"]
     named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
     return named or ["squad"]
+
+
+def squad_parts(data: DataSettings) -> list[DataSettings]:
+    """The settings of the sources that have questions."""
+    parts = [data.part(number) for number in range(len(data.mix) or 1)]
+    return [part for part in parts if part.format == "squad"]

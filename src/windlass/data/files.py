@@ -74,7 +74,7 @@ def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
         with os.scandir(folder) as entries:
             visible = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
         names = {entry.name for entry in visible}
-        is_run = "recipe.toml" in names and names & {"ledger.jsonl", "lineage.json", "study.json"}
+        is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
         is_data = {"index.json", "tokenizer"} <= names or real == str(DOWNLOADS.resolve())
         if folder != top and (is_run or is_data):
             yield folder, None

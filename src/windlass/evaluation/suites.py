@@ -276,6 +276,8 @@ def _settings(
         "train.precision": precision,
         "train.stream": recipe.train.stream if precision in ("auto", "bf16") else "fp32",
     }
+    if LOSS_SUITE not in suites:
+        settings["eval.train_batches"] = 0
     return settings if "eval.batches" in changes else settings | {"eval.batches": 0}
 
 

@@ -273,6 +273,12 @@ def queued(directory: Path) -> tuple[str, str]:
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
+def is_followed(directory: Path) -> bool:
+    """Whether there is a job to watch: one that waits or runs, or that has finished its run."""
+    job, state = queued(directory)
+    return bool(state) or (bool(job) and Run(directory).state == "finished")
+
+
 def queued_tasks(directory: Path) -> dict[int, Queued]:
     """The tasks of a study's jobs that wait or run: the job of each by the number of its cell."""
     tasks = dict[int, Queued]()

@@ -121,6 +121,14 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> range:
     return range(rows)[rank * each : (rank + 1) * each]
 
 
+def blocks_of(model: Any) -> list[nn.Module] | None:
+    """The parts that repeat, by a model's method `blocks()` or its list of modules `blocks`."""
+    blocks = getattr(model, "blocks", None)
+    if isinstance(blocks, nn.Module):
+        return list(blocks) if isinstance(blocks, nn.ModuleList | nn.Sequential) else None
+    return list(blocks()) if callable(blocks) else None
+
+
 def draw_in_turns(
     items: Sequence[Item],
     draw: Callable[[Item], list[Tensor]],

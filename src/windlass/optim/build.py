@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.errors import UserError, plural
-from windlass.model.share import cut_of, is_sharded, whole_shape, with_cut
+from windlass.model.share import blocks_of, cut_of, is_sharded, whole_shape, with_cut
 from windlass.optim.library import library_optimizer
 from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
@@ -171,7 +171,7 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
 
 def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     """The blocks' matrices among some parameters; `parallelize` rejects a model without blocks."""
-    blocks = model.blocks() if hasattr(model, "blocks") else ()
+    blocks = blocks_of(model) or ()
     inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
     return [p for p in parameters if id(p) in inside]
 

@@ -195,6 +195,7 @@ def masked_attention(
         seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
         scores = scores.masked_fill(~seen, -math.inf)
     else:
+        assert mask.dtype != torch.bool  # a bool would add 1, not -inf
         scores = scores + mask
     return (scores.softmax(-1) * keep).to(v.dtype) @ v
 

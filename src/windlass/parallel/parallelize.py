@@ -36,7 +36,7 @@ from windlass.model.float8 import use_float8
 from windlass.model.gpt import GPT
 from windlass.model.hf import HfModel
 from windlass.model.loss import loss_tail
-from windlass.model.share import Cut, Peers, is_fsdp, with_cut
+from windlass.model.share import Cut, Peers, blocks_of, is_fsdp, with_cut
 from windlass.parallel.dist import Ranks
 from windlass.parallel.pipeline import keep_stages
 from windlass.parallel.shard import raise_tables_and_norms, shard
@@ -227,9 +227,9 @@ def check_gradients_reduced(model: nn.Module) -> None:
 
 
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
-    """`model.blocks()`; none if a user's module lacks it, or UserError if the recipe needs it."""
-    if callable(blocks := getattr(model, "blocks", None)):
-        return list(blocks())
+    """Its blocks; none if a user's module does not name them, or UserError if the recipe needs it."""
+    if (blocks := blocks_of(model)) is not None:
+        return blocks
     checkpointing = recipe.parallel.activation_checkpointing != "none"
     needs = [
         *[f"parallel.strategy = {ranks.strategy.name}"] * ranks.strategy.shards_parameters,

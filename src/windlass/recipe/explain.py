@@ -27,7 +27,8 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
     plain = loaded.model_dump(mode="json", by_alias=True)
     flat = {k: typed(value) for k, value in flatten(plain).items()}
-    flat["optim.options"] = typed(loaded.optim.options)  # a table
+    tables = [k for k in fields if k not in flat]
+    flat |= {k: typed(attrgetter(k)(loaded)) for k in tables}
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
         sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
         width = min(max(map(len, sentences)), 48)

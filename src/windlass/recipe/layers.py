@@ -19,7 +19,7 @@ from windlass.recipe.paths import home_of, located
 
 RECIPE, LINEAGE = "recipe.toml", "lineage.json"
 """In a run: the recipe to read and edit, and the recipe as Windlass last recorded it."""
-RUN_FILES = (LINEAGE, "metrics.jsonl", "average.json")
+RUN_FILES = (LINEAGE, "metrics.jsonl")
 """A directory with a recipe and one of these is a run."""
 SECTIONS = 10
 """Tables and keys at the top of a whole recipe, `preset` among them."""

@@ -30,7 +30,9 @@ Names = BeforeValidator(_names)
 class Frozen(BaseModel):
     """Settings that do not change; `Recipe.replace` makes a changed copy."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 class Section(Frozen):

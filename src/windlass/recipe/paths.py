@@ -17,12 +17,10 @@ PATHS = re.compile(
     r"data\.(source|eval_source|mix|dir|tokenizer|chat_template)"
     r"|data\.mix\.[^.]+\.(source|eval_source)"
     r"|model\.(name|init_from)|eval\.(hellaswag_file|squad_file|lm_eval_tasks)"
-    r"|checkpoint\.(resume|base)"
+    r"|checkpoint\.base"
 )
 """The settings; `run.dir` always starts from the working directory."""
-WORDS = re.compile(
-    r"|stdlib|squad|auto|byte|char|bpe|gpt2|latest|best|never|\d+|~.*|https?://.*", re.DOTALL
-)
+WORDS = re.compile(r"|stdlib|squad|auto|byte|char|bpe|gpt2|~.*|(shards:)?\w+://.*", re.DOTALL)
 """Values that are not relative paths."""
 PREFIX = re.compile("(hf|squad|shards|gpt2):")
 

@@ -299,7 +299,7 @@ class EvalSettings(Section):
     batches: int = Field(100, ge=0)
     """Global batches of the validation set to use, always the same; 0: all."""
     at_end: Literal["auto", "all", "batches"] = "auto"
-    """Data of the run's last evaluation: `all` validation data beside these `batches`, or the
+    """Data of the evaluation at the last step: `all` validation data beside these `batches`, or the
     `batches` alone; `auto`: `all` if that takes at most a tenth of the run's work."""
     train_batches: int = Field(0, ge=0)
     """Global batches of the training set to measure too (`train_loss`), as nanoGPT's

@@ -7,6 +7,8 @@ A ladder is an ordinary study whose cells differ in `model.width`, `model.layers
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +20,7 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.plan import plan
 from windlass.estimate.subject import subject_of
+from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, Recipe
 from windlass.run import Run, last_start
@@ -31,6 +34,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
+JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
 
@@ -201,15 +205,17 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     """
     study = source if isinstance(source, Study) else Study.open(source)
     given = {run.path.resolve() for run in runs}
-    rows, left_out = list[tuple[CellResult, bool]](), list[str]()
-    for result in study.results():
+    joined = [_result(run, study) for run in joined_runs(study) if run.exists]
+    left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
+    rows = list[tuple[CellResult, bool]]()
+    for result in (*study.results(), *joined):
         if result.run.path.resolve() in given:
             continue
         if result.state == "finished" and result.evaluations:
             rows.append((result, True))
         else:
             reason = result.reason or "it has no evaluation" * (result.state == "finished")
-            left_out.append(f"{result.cell.label}: {reason or result.state}")
+            left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
     for run in runs:
         result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
@@ -223,6 +229,18 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     if not measure:
         raise UserError(f"{study.path}: {remark}")
     return Ladder(study, [_observe(r, measure, fit) for r, fit in rows], left_out, measure)
+
+
+def join(study: Study, runs: Sequence[Run]) -> None:
+    """Add finished runs from elsewhere to a ladder, for every later fit of its law."""
+    new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
+    paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
+    write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
+
+
+def joined_runs(study: Study) -> list[Run]:
+    paths = read_json(study.path / JOINED).get("runs", [])
+    return [Run(Path(os.path.normpath(study.path / path))) for path in paths]
 
 
 def _result(run: Run, study: Study) -> CellResult:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import shlex
 import shutil
 import time
@@ -35,6 +36,7 @@ MLFLOW_DEFAULTS = {  # short, because the exporter tries again anyway
 }
 PROJECT = str(TelemetrySettings.model_fields["project"].default)
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
+UNKNOWN_TO_MLFLOW = re.compile(r"[^\w/.\- :]")  # in the name of a metric
 # W&B gets nothing of the machine, the code or the console. Its retries end.
 WANDB_SETTINGS: dict[str, Any] = {
     "silent": True,
@@ -171,7 +173,10 @@ class MLflow:
         metrics: list[Metric] = []
         for point in points:
             ms = round(point.time * 1e3)
-            metrics += [Metric(key, x, ms, point.step) for key, x in point.scalars.items()]
+            metrics += [
+                Metric(UNKNOWN_TO_MLFLOW.sub("_", key), x, ms, point.step)
+                for key, x in point.scalars.items()
+            ]
             for key, text in point.texts.items():
                 self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
         for first in range(0, len(metrics), MAX_METRICS):

@@ -281,7 +281,7 @@ class Follower:
         recipe, start = self.run.recipe, last_start(lines)
         world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
         settings = scrub(recipe.flat())
-        study = self.run.path.resolve().parents[1]
+        study = self.run.path.resolve().parent.parent
         if (study / "study.json").is_file():
             group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
             settings["telemetry.group"] = group or study.name

@@ -179,7 +179,9 @@ def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
         raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
     advice = list[str]()
     if sizes:
-        advice.append(f"train.micro_batch={sizes[-1]} (equal results, but for rounding)")
+        advice.append(
+            f"train.micro_batch={sizes[-1]} (equal results but for rounding and the masks of dropout)"
+        )
     if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
         advice.append("parallel.activation_checkpointing=full")
     what = f"write {' or '.join(advice)}" if advice else "use a device with more"

@@ -56,7 +56,7 @@ class RunDirectory:
         self.plan, self.ranks, self.run = plan, ranks, plan.run
         ranks.mark(0, "load")
         console.begin("looking for a checkpoint, and verifying it")
-        # The checkpoint of a new run (a branch, a path) is verified before anything changes, the
+        # The checkpoint of a new run (a branch) is verified before anything changes, the
         # checkpoint of a resumed run under the lock.
         choose = partial(choose_undamaged, ranks, lambda: candidate_checkpoints(plan, horizon))
         self.checkpoint = None if plan.resuming else choose()
@@ -104,7 +104,10 @@ class RunDirectory:
             "average": ("train.average.kind", "the saved average is not used"),
             "precision": ("train.precision", "the losses differ"),
             "compiles": ("train.compile", "the losses differ by rounding"),
-            "micro_batch": ("train.micro_batch", "dropout draws other masks, and rounding differs"),
+            "micro_batch": (
+                "train.micro_batch",
+                "rounding differs, and dropout (if any) draws other masks",
+            ),
         }
         for key, (setting, effect) in effects.items():
             if (old := before[key]) != now[key]:

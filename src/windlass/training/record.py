@@ -305,9 +305,10 @@ class Recorder:
         return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
 
     def stops_improving(self) -> bool:
-        """Whether `train.early_stop` ends the run; equal on all ranks."""
+        """Whether `train.early_stop` ends the run before its last step; equal on all ranks."""
         patience, best = self.plan.recipe.train.early_stop, self.plan.recipe.checkpoint.best
-        return 0 < patience <= without_improvement(self.evaluations, best)
+        is_before = self.state.step < self.horizon.steps
+        return is_before and 0 < patience <= without_improvement(self.evaluations, best)
 
     def finished(self, early: bool) -> None:
         """The end of the run; `early`: by `train.early_stop`."""

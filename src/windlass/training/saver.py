@@ -79,7 +79,7 @@ class Saver(Writer):
 
     def disk_shortage(self) -> str:
         """A warning if the disk has no room for the run's checkpoints; else empty."""
-        size, recorder = self.shard().nbytes * self.world, self.recorder
+        size, recorder = self.shard().total_bytes, self.recorder
         # torch's optimizers have no state before their first step.
         size += 0 if self.optimizer.state else 8 * recorder.network.sizes.trained
         present = len(list(self.directory.glob("step-????????")))
@@ -88,7 +88,7 @@ class Saver(Writer):
 
     def shard(self, average: bool = True) -> Shard:
         """The part of model, optimizer and, if asked, the average that this rank writes."""
-        return gather_shard(
+        shard = gather_shard(
             self.model,
             self.optimizer,
             self.rank,
@@ -97,6 +97,9 @@ class Saver(Writer):
             average=self.average.tensors if average else {},
             base=self.base.weights if self.base else (),
         )
+        # The first and the last stage of a pipeline hold more than the others.
+        sizes = self.ranks.all_gather_object("bytes", shard.nbytes)
+        return replace(shard, total_bytes=sum(sizes))
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""

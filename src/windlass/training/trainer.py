@@ -466,7 +466,7 @@ class Trainer:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
-        self.ends_early = state.step < self.horizon.steps and recorder.stops_improving()
+        self.ends_early = recorder.stops_improving()
         return True
 
     def rewind(self, reason: str) -> None:
