@@ -193,6 +193,12 @@ LOOP = "{% for m in messages %}BODY{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TURN = "{{ '<|im_start|>' + m.role + '\\n' }}"
 STRANGE = {
+    # a prompt with the beginning of a thought, which the template does not write into turns
+    "thinking": (
+        LOOP.replace("BODY", TURN + "{{ m.content + '<|im_end|>\\n' }}")
+        + ASK.replace("{% endif", "<think>\n{% endif"),
+        "<|im_start|>assistant\n<think>\n⟦one<|im_end|>\n⟧",
+    ),
     # the thought stays in the last turn only
     "forgetful": (
         LOOP.replace(
@@ -267,6 +273,11 @@ ANSWER = (
     + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
 )
 REWRITING = {
+    # DeepSeek-R1-Distill: no answer has its thought, and the prompt begins one
+    "r1": LOOP.replace("BODY", HEADER + ANSWER) + ASK.replace("{% endif", "<think>\n{% endif"),
+    # Qwen3 with `enable_thinking = false`: the prompt has an empty thought
+    "closed": LOOP.replace("BODY", HEADER + ANSWER)
+    + ASK.replace("{% endif", "<think>\n\n</think>\n\n{% endif"),
     # Qwen3: the last answer has a thought, perhaps an empty one
     "qwen3": LOOP.replace(
         "BODY",
@@ -291,6 +302,8 @@ THOUGHTS = [
     {"role": "assistant", "content": "the dog"},
 ]
 LEARNED = {
+    "closed": ["the cat<|im_end|>", "the dog<|im_end|>"],
+    "r1": ["hello\n</think>\n\nthe cat<|im_end|>", "\n</think>\n\nthe dog<|im_end|>"],
     "qwen3": [
         "<think>\nhello\n</think>\n\nthe cat<|im_end|>",
         "<think>\n\n</think>\n\nthe dog<|im_end|>",
@@ -354,13 +367,8 @@ def test_templates_that_cannot_be_used_are_refused() -> None:
     assert Template(hidden).rows(TALK[1:3], BYTES) == [
         [(TALK[1]["content"], False), (TALK[2]["content"], True), (256, True)]
     ]
-    # DeepSeek-R1: the prompt begins a thought, which no turn has
-    thinking = LOOP.replace("BODY", TURN + "{{ m.content }}") + ASK.replace(
-        "{% endif", "<think>{% endif"
-    )
     for source, words in [
         (other, "Answer:"),
-        (thinking, "generation prompt"),
         ("{{ raise_exception('no system here') }}", "no system here"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template"),  # out of the sandbox
         ("{% if %}", "chat template"),

@@ -106,10 +106,10 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
-        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["JSON"]),
-        ("p.json", b'[{"text": "a"}, {"te', ["JSON"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "no end"]),
+        ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
         ("q.json", b'[{"text": "a"}, 12]', ["item 2", "a number"]),
-        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["JSON"]),
+        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),
         ("r.csv", b"id,text\n1,a\n2,b,c\n", ["line 3", "3 fields", "2"]),
         ("s.csv", b'id,text\n1,"a" b\n', ["line 2", "quotation mark"]),
         ("t.csv", b"id,content\n1,a\n", ["'text'", "'content'", "data.text_key"]),
@@ -181,19 +181,23 @@ def test_conversations_from_every_form_of_file(tmp_path):
     assert "not read: 1 .json (config.json)" in notes[0]
 
 
-def test_json_is_an_array_or_lines_up_to_a_size(tmp_path, monkeypatch):
-    items = [{"text": f'"{i}" [{{\\' + "\u00e9\n" * i, "n": [i, -1.5e9, None]} for i in range(40)]
+def test_an_array_is_read_in_pieces(tmp_path):
+    items = [
+        {"text": f'"{i}" [{{\\' + "\u00e9\n" * (i % 3000), "n": [i, -1.5e9, None]}
+        for i in range(400)
+    ]
+    items.append({"text": "x" * 1_000_000})
     path = tmp_path / "a.json"
     for indent in (None, 1):
         path.write_text(json.dumps(items, indent=indent, ensure_ascii=False))
         assert records(path, format="chat") == items
+    path.write_text(" " + json.dumps(items[7], indent=1) + "\n")
+    assert records(path, format="chat") == items[7:8]
     for content in ("", "[]", " [ ] "):
         path.write_text(content)
         assert records(path, format="chat") == []
-    path.write_text(json.dumps(items))
-    monkeypatch.setattr("windlass.data.records.JSON_BYTES", 1000)
-    with refused("a.json", "NEW.jsonl"):
-        records(path, format="chat")
+    path.write_text(json.dumps(items[::-1]))  # whose first item is longer than a piece
+    assert read(tmp_path) == [item["text"] for item in items[::-1]]
 
 
 def test_questions_of_squad(tmp_path):
@@ -226,7 +230,7 @@ print(peak() - before, size)
 """
 
 
-@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "json", "csv", "parquet"])
 def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
     """A small file first, so that libraries and buffers are in the measure of neither."""
     text = "some words of a line, which is as long as others\n" * 20
@@ -241,6 +245,8 @@ def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
         elif ending == "parquet":
             table = pa.table({"text": [f"{i} {text}" for i in range(count)]})
             pq.write_table(table, path, row_group_size=count, use_dictionary=False)
+        elif ending == "json":
+            path.write_text(f"[{','.join([json.dumps({'text': text})] * count)}]")
         else:
             path.write_text(f"{json.dumps({'text': text})}\n" * count)
     names = [str(tmp_path / f"{name}.{ending}") for name in ("large", "small")]

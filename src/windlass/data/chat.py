@@ -44,7 +44,7 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 BEGIN, END = "\ufdd1", "\ufdd2"
 NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}]")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
-THOUGHT_TAGS = ("<think>", "</think>")
+THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Template:
             return self.text(messages[:count], tokenizer, ask, extra)
 
         whole, spans, done = written(places[-1] + 1), list[Span](), 0
-        answers = [self._answer(place, written, tokenizer) for place in wanted]
+        answers = [self._answer(place, messages[place], written, tokenizer) for place in wanted]
         for place, (prompt, answer) in zip(wanted, answers, strict=True):
             start, text = len(prompt), prompt + answer
             stop = _shared(whole, text, tokenizer)
@@ -160,17 +160,31 @@ class Template:
             spans[-1] = _ended(spans[-1][0], tokenizer)
         return [_cut([*spans, (whole[done:], False)], tokenizer)]
 
-    def _answer(self, place: int, written: Written, tokenizer: Tokenizer) -> tuple[str, str]:
-        """The prompt for a message, and the message as its answer; UserError if the template does
-        not write an answer after its prompt."""
+    def _answer(
+        self, place: int, message: Message, written: Written, tokenizer: Tokenizer
+    ) -> tuple[str, str]:
+        """The prompt for a message, and the message as its answer.
+
+        If the template does not write the prompt before an answer, or leaves out the answer's
+        thought, both are written nevertheless, because the model gets and writes them.
+        """
         text, prompt = written(place + 1), ""
         with contextlib.suppress(UserError):  # some templates reject such messages
             prompt = written(place, ask=True) if place else ""
         prompt = prompt or self._prompt_in(text, tokenizer)
-        if not text.startswith(prompt):
-            problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
-            raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
-        return prompt, text.removeprefix(prompt)
+        answer = text[_answer_start(place, prompt, written, tokenizer) :]
+        is_open, is_closed = (prompt.rstrip().endswith(tag) for tag in (THOUGHT, THOUGHT_END))
+        is_other = not text.startswith(prompt)
+        if is_closed and is_other:  # the prompt has an empty thought
+            answer = answer.rpartition(THOUGHT_END)[2].lstrip()
+        elif is_open and is_other:
+            answer = answer.removeprefix(THOUGHT)
+        if THOUGHT_END in self.source and THOUGHT_END not in answer and not is_closed:
+            if thought := _thought(message, tokenizer):
+                answer = ("" if is_open else f"{THOUGHT}\n") + thought + answer
+            elif is_open and is_other:
+                answer = f"\n{THOUGHT_END}\n\n{answer}"
+        return prompt, answer
 
     def _prompt_in(self, text: str, tokenizer: Tokenizer) -> str:
         """The part of a text up to the prompt that follows a user's message in this template."""
@@ -249,7 +263,31 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
 def _mark(special: re.Match[str]) -> str:
     """The text of a special token with marks; a thought's tags are the answer's own."""
     text = special[0]
-    return text if text in THOUGHT_TAGS else MARK.join(text) + MARK
+    return text if text in (THOUGHT, THOUGHT_END) else MARK.join(text) + MARK
+
+
+def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
+    """The place where a message begins in the text up to it: after its prompt, or after the lines
+    and special tokens of the prompt that the text also has."""
+    whole = written(place + 1)
+    if whole.startswith(prompt):
+        return len(prompt)
+    with contextlib.suppress(UserError):
+        first, last = (_shared(prompt, text, tokenizer) for text in (written(place), whole))
+        lines = re.finditer(f"{tokenizer.special_pattern.pattern}|\n", prompt)
+        if ends := [line.end() for line in lines if first < line.end() <= last]:
+            return ends[-1]
+    problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
+    raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
+
+
+def _thought(message: Message, tokenizer: Tokenizer) -> str:
+    """The thought of an answer with its end; empty if it has none."""
+    thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
+    if not end and (thought := message.get("reasoning_content") or ""):
+        thought, end = f"{thought}\n", f"{THOUGHT_END}\n\n"
+    text: str = _guarded(thought, tokenizer)
+    return text.lstrip().removeprefix(THOUGHT).lstrip("\n") + end
 
 
 def _shared(text: str, other: str, tokenizer: Tokenizer) -> int:

@@ -25,10 +25,7 @@ import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.chat import Template
-from windlass.data.examples import (
-    encode_example,
-    hash64,
-)
+from windlass.data.examples import encode_example, hash64, unread_keys
 from windlass.data.progress import Progress
 from windlass.data.records import MARKS, Item, SourceSpec, text_of
 from windlass.data.shards import Index, Row, ShardWriter
@@ -108,10 +105,13 @@ class Encoder:
         return np.array([*head, *tokenizer.encode_marked([(one, 0) for one in rest])[0]], np.int64)
 
     def remark(self, items: Sequence[Item]) -> str:
-        """A remark on marks between documents that the first items of a source have in their text;
-        empty if there are none."""
+        """What the first items of a source have that is not read as it may be meant: keys, or marks
+        between documents; empty if there is nothing."""
         spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
-        if spec.format != "text" or spec.special_tokens or spec.separator:
+        if spec.format != "text":
+            keys = ", ".join(unread_keys(items, spec))
+            return f"{spec.name}: not read: {keys}" if keys else ""
+        if spec.special_tokens or spec.separator:
             return ""
         for item in items:
             with contextlib.suppress(UserError):

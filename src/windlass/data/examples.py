@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,6 +53,9 @@ SHAPES = {
         '{"instruction": "...", "input": "...", "output": "..."}',
     ),
 }
+# What Windlass reads beside the keys of a shape.
+MORE_KEYS = {"system", "tools", "chat_template_kwargs"}
+ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context", "answers", "title"}
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,18 @@ def encode_example(
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
     return rows
+
+
+def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
+    """The keys of items that have a value and are not read."""
+    unread = dict[str, None]()
+    for item in items:
+        with contextlib.suppress(UserError):
+            record, shape = _shape(item, spec)
+            read = {*SHAPES[shape][0], *MORE_KEYS} if shape else QUESTION_KEYS
+            read |= ALPACA_KEYS if shape == "Alpaca" else set()
+            unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
+    return list(unread)
 
 
 def example_texts(item: Item, spec: SourceSpec) -> list[str]:

@@ -153,7 +153,7 @@ def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer) -> Corpus:
     directory = directory_of(spec, recipe)
     index = Index.load(directory)
     assert index is not None
-    return Corpus(directory, index, spec, tokenizer)
+    return Corpus(directory, index, spec, tokenizer, int(recipe.data.cache_gb * 1e9))
 
 
 class _Preparation:

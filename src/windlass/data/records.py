@@ -1,14 +1,13 @@
 """The items in local files: texts, JSON, CSV, Parquet, compressed or not.
 
-Memory is bounded: a text comes in blocks, JSON lines and CSV item by item, Parquet in batches of
-rows. A `.json` file is read whole.
+Memory is bounded for every kind of file: a text comes in blocks, JSON and CSV item by item, Parquet
+in batches of rows.
 """
 
 from __future__ import annotations
 
 import bz2
 import codecs
-import contextlib
 import csv
 import gzip
 import io
@@ -31,7 +30,6 @@ from windlass.errors import UserError, first_line, plural
 BLOCK = 1 << 20  # characters of a text in one item at most
 READ = 1 << 18  # bytes of a file at once
 TABLE_BYTES = 8 << 20  # of a table at once
-JSON_BYTES = 1_000_000_000  # of a `.json` file, which needs about three times this memory
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
@@ -241,31 +239,30 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
 
 
 def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
-    """The items of a JSON array, which is read whole; else of JSON lines."""
-    raw = stream.read(JSON_BYTES + 1)
-    if len(raw) > JSON_BYTES:
-        remedy = "convert it, for example jq -c '.[]' OLD.json > NEW.jsonl"
-        raise UserError(f"{place} has over {JSON_BYTES / 1e9:g} GB, too much for .json; {remedy}")
-    if not raw.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        yield from _lines(io.BytesIO(raw), place)
-        return
-    try:
-        values = json.loads(raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON: {error}; {TO_JSON}") from None
-    for number, value in enumerate(values, 1):
-        yield Item(f"{place}, item {number:,}", value)
-
-
-def first_record(path: Path) -> dict[str, Any]:
-    """The first object of a `.json` file; empty if it has none."""
-    with path.open("rb") as raw, contextlib.suppress(*DAMAGE):
-        head = unpacked(path, raw).read(READ).decode("utf-8-sig", "ignore")
-        value = json.JSONDecoder().raw_decode(head.lstrip("[ \r\n\t"))[0]
-        return value if isinstance(value, dict) else {}
-    return {}
+    """The items of a JSON array, or values one after another, such as JSON lines."""
+    reader, decode = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder().raw_decode
+    gap, text, number, is_end = re.compile(r"[\s,]*"), reader.read(READ).lstrip(), 0, False
+    is_array = text.startswith("[")
+    at = int(is_array)
+    while True:
+        start = end = cast(re.Match[str], gap.match(text, at)).end()
+        if text.startswith("]", start) if is_array else is_end and start == len(text):
+            return
+        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array has no end", True
+        if start < len(text):
+            try:
+                value, end = decode(text, start)
+            except (ValueError, RecursionError) as error:
+                problem, broken = getattr(error, "msg", first_line(error)), getattr(error, "pos", 0)
+                is_cut = problem.startswith("Unterminated") or broken > len(text) - 16
+        if is_cut and not is_end and end in (start, len(text)):
+            more = reader.read(max(READ, len(text) - start))
+            text, at, is_end = text[start:] + more, 0, not more
+        elif end == start:
+            raise UserError(f"{where} is not JSON: {problem}; {TO_JSON}")
+        else:
+            yield Item(where, value)
+            number, at = number + 1, end
 
 
 def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:

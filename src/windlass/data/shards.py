@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from windlass.data.remote import RemoteFile
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError
 from windlass.fileio import Files, HashedFile
 
 FORMAT = 6
-INDEX = "index.json"
+INDEX, CACHE = "index.json", "cache"
 OPEN_FILES = 128
 # A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
@@ -48,22 +49,33 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    file: str  # name in the data directory, or absolute path of a shard that another tool wrote
+    file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
     tokens: int
     rows: int = 0  # of its table
     documents: int = 0  # that start in it; 0: unknown (shards of other tools)
-    sha256: str
+    sha256: str  # of a remote shard its version
     dtype: str  # `uint16` or `uint32`
     offset: int = 0  # bytes of header before the first token
     table: str = ""  # SHA-256 of its table; empty: no table (shards of other tools)
     mask: str = ""  # SHA-256 of its mask; empty: no mask
+
+    @property
+    def is_remote(self) -> bool:
+        return "://" in self.file
+
+    @property
+    def identity(self) -> str:
+        """What tells its tokens from others, in any directory."""
+        return f"{self.file} {self.sha256}" if self.is_remote else self.sha256
 
     def beside(self, ending: str) -> str:
         """The file of the shard's table (`.documents`) or mask (`.mask`)."""
         return str(Path(self.file).with_suffix(ending))
 
     def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
-        """Size and SHA-256 of each of its files, by name."""
+        """Size and SHA-256 of each of its files on this machine, by name."""
+        if self.is_remote:
+            return {}
         size = self.offset + self.tokens * on_disk(self.dtype).itemsize
         files = {self.file: (size, self.sha256)}
         if self.table:
@@ -142,6 +154,14 @@ def prepare_again(directory: Path) -> str:
 
 def bad_shard(path: Path | str, problem: str) -> UserError:
     return UserError(f"the shard {path} {problem}")
+
+
+def unknown_id(place: str, block: np.ndarray, vocab: int, done: int) -> UserError:
+    """The error of an id that the tokenizer does not have; `done`: the ids of the shard before."""
+    at = int(np.argmax(block >= vocab))
+    id_ = f"the token id {int(block[at]):,} at place {done + at:,}"
+    reason = f"the vocabulary has {vocab:,} ids: it was made with another tokenizer"
+    return bad_shard(place, f"has {id_}, and {reason}")
 
 
 @cache
@@ -280,11 +300,13 @@ class LocalFile:
 class Stream:
     """The tokens of a source's shards as one row. Threads may share it."""
 
-    def __init__(self, directory: Path, index: Index):
+    def __init__(self, directory: Path, index: Index, cache_bytes: int = 0):
+        """`cache_bytes`: of remote shards on this machine's disk."""
         self.index, self.shards, self._directory = index, index.shards, directory
         # The start of each shard in the row, and the row's end, int64 [shards + 1].
         self.edges = np.cumsum([0, *(shard.tokens for shard in self.shards)], dtype=np.int64)
-        self._open, self._lock = dict[str, LocalFile](), threading.Lock()
+        self._open: dict[str, LocalFile | RemoteFile] = {}
+        self._lock, self._cache_bytes = threading.Lock(), cache_bytes
 
     def __len__(self) -> int:
         return int(self.edges[-1])
@@ -295,7 +317,10 @@ class Stream:
         for shard, begin, end in self._shards_of(start, start + len(out)):
             count, dtype = end - begin, on_disk(shard.dtype)
             offset, size = shard.offset + begin * dtype.itemsize, count * dtype.itemsize
-            out[done : done + count] = np.frombuffer(self._pread(shard.file, size, offset), dtype)
+            ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
+            if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
+                raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
+            out[done : done + count] = ids
             done += count
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -322,19 +347,24 @@ class Stream:
             yield shard, begin, end
             start, place = start + end - begin, place + 1
 
-    def _pread(self, name: str, count: int, offset: int) -> bytes:
-        file = self._open.get(name) or self._opened(name)
+    def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
+        file = self._open.get(name) or self._opened(name, version)
         raw = file.pread(count, offset)
         if len(raw) != count:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")
         return raw
 
-    def _opened(self, name: str) -> LocalFile:
+    def _opened(self, name: str, version: str) -> LocalFile | RemoteFile:
         with self._lock:
-            if len(self._open) >= OPEN_FILES:
-                self._open.pop(next(iter(self._open)))
+            local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
+            if len(local) >= OPEN_FILES:  # a remote file has no descriptor
+                self._open.pop(local[0])
             try:
-                self._open[name] = LocalFile(self._directory / name)
+                if "://" in name:
+                    cache = self._directory / CACHE
+                    self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
+                else:
+                    self._open[name] = LocalFile(self._directory / name)
             except OSError as error:
                 raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
             return self._open[name]

@@ -32,7 +32,6 @@ from windlass.data.records import (
     Item,
     SourceSpec,
     column_value,
-    first_record,
     is_text,
     other_keys,
     read_files,
@@ -97,10 +96,12 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, tables)
 
     def has_items(path: Path) -> bool:
-        record = first_record(path)
-        if spec.format == "chat":
-            return bool(record and (spec.columns or not CONVERSATION_KEYS.isdisjoint(record)))
-        return spec.format == "text" and not {spec.text_key.partition(".")[0]}.isdisjoint(record)
+        with suppress(UserError, StopIteration):
+            record = record_of(next(read_files(spec, [path], [1])))
+            if spec.format == "chat":
+                return bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record)
+            return not {spec.text_key, spec.text_key.partition(".")[0]}.isdisjoint(record)
+        return False
 
     return find(spec.path, spec.setting, endings, has_items)
 

@@ -49,10 +49,11 @@ class Corpus:
     index: Index
     spec: SourceSpec
     tokenizer: Tokenizer
+    cache_bytes: int = 0  # of remote shards on this machine's disk
 
     @cached_property
     def stream(self) -> Stream:
-        return Stream(self.directory, self.index)
+        return Stream(self.directory, self.index, self.cache_bytes)
 
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
         """The token of the source up to which each document has at most so many characters."""
@@ -97,7 +98,7 @@ class Part:
     @property
     def identity(self) -> list[Any]:
         """What determines the tokens of the row."""
-        shards = [(shard.sha256, shard.tokens) for shard in self.corpus.index.shards]
+        shards = [(shard.identity, shard.tokens) for shard in self.corpus.index.shards]
         shards, places = ([], self.edges) if self.text else (shards, self.ranges)
         return [self.text, shards, hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()]
 
@@ -409,13 +410,13 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
     separate = [shard for p in pieces if p.is_val for shard in p.corpus.index.shards]
-    files = {key for shard in separate for key in (shard.file, shard.sha256)}
+    files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
             also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & ~p.is_cut)
         else:
-            shards = [{s.file, s.sha256} & files for s in p.corpus.index.shards]
+            shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)
         shared += int((also & (sizes_of(p.train) > 0)).sum())
         keep(p.train, ~also)

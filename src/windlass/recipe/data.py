@@ -116,6 +116,8 @@ class DataSettings(Section):
     shards_dtype: Literal["auto", "uint16", "uint32"] = "auto"
     """With `shards:`: type of the ids in files that do not name it; `auto`: `uint32` if the
     vocabulary has more than 65,536 ids."""
+    cache_gb: float = Field(20.0, gt=0)
+    """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
     """Read documents until they have this number of tokens, held-out ones included; at least 100
     documents. Several sources have equal parts; 0: all."""

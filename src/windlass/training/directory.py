@@ -221,7 +221,7 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
 def shards_in(directory: Path) -> list[str]:
     """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
     index = Index.load(directory)
-    shards = [shard.sha256 for shard in index.shards] if index else []
+    shards = [shard.identity for shard in index.shards] if index else []
     return [index.tokenizer.fingerprint, *shards] if index else []
 
 

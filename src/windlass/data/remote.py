@@ -1,0 +1,199 @@
+"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk. The
+loader reads in the background, so a block may take its time.
+
+The processes of a host may share a cache directory. It has the blocks of files: a block is a file
+that appears when it is whole. The least recently used blocks are deleted to make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from windlass.errors import RunFailed, UserError, first_line, needs
+from windlass.fileio import Files, locked
+
+Value = TypeVar("Value")
+
+BLOCK_BYTES = 4 << 20
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)  # pauses after failed attempts
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp"}
+# What tells two versions of a file apart, as far as its file system says it.
+VERSION = (
+    *("size", "ETag", "etag", "blob_id", "md5Hash", "generation", "mtime", "created"),
+    *("Last-Modified", "LastModified", "last_modified"),
+)
+
+
+class RemoteFile:
+    """One URL (`https://`, `s3://`, `gs://`, `hf://`). Threads may share it.
+
+    - `size` in bytes, and `version`, which differs for another content of the URL.
+    """
+
+    def __init__(self, url: str, cache: Path, cache_bytes: int, version: str = ""):
+        """`cache` holds blocks of any files, `cache_bytes` at most.
+
+        Raises UserError if the URL does not exist or may not be read, or does not have `version`.
+        """
+        self.url, self._cache, self._cache_bytes = url, cache, cache_bytes
+        self._files, self._path = _file_system(url)
+        self.size, self.version = _retried(url, self._state)
+        if version and version != self.version:
+            remedy = "bring it back, or prepare the data again"
+            raise UserError(f"{url} has changed since it was prepared: {remedy}")
+        # the beginning of the blocks' names
+        self._name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
+
+    def pread(self, count: int, offset: int) -> bytes:
+        """The bytes from `offset` on, fewer than `count` at the end of the file.
+
+        Raises RunFailed or UserError if the file has changed since it was opened, or cannot be
+        read.
+        """
+        parts, stop = list[bytes](), min(offset + count, self.size)
+        while offset < stop:
+            number, begin = divmod(offset, BLOCK_BYTES)
+            end = min(BLOCK_BYTES, begin + stop - offset)
+            part = self._cached(number, begin, end)
+            parts.append(self._block(number)[begin:end] if part is None else part)
+            offset += end - begin
+        return b"".join(parts)
+
+    def _place(self, number: int) -> tuple[Path, int]:
+        """A block's path in the cache, and its length."""
+        length = min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
+        return self._cache / f"{self._name}-{number:06d}", length
+
+    def _cached(self, number: int, begin: int, end: int) -> bytes | None:
+        """A part of a block in the cache; None if the cache does not have the whole block."""
+        path, length = self._place(number)
+        try:
+            with path.open("rb", buffering=0) as file:
+                part = os.pread(file.fileno(), end - begin, begin)
+                is_whole = os.fstat(file.fileno()).st_size == length
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # another process may just have deleted it
+            os.utime(path)
+        return part if is_whole else None
+
+    def _block(self, number: int) -> bytes:
+        """A block, from the cache or the network; one process of a host at a time asks for it."""
+        path, length = self._place(number)
+        try:
+            with locked(self._cache / f"{self._name}.lock"):
+                if (block := self._cached(number, 0, length)) is None:
+                    block = _retried(self.url, lambda: self._download(number, length))
+                    with locked(self._cache / ".lock"):
+                        if make_room(self._cache, self._cache_bytes - length):
+                            Files().replace(path, block, durable=False)
+                return block
+        except OSError as error:
+            remedy = "free some space, or lower data.cache_gb"
+            raise RunFailed(f"{self._cache}: {error.strerror}; {remedy}") from None
+
+    def _download(self, number: int, length: int) -> bytes:
+        first = number * BLOCK_BYTES
+        try:
+            block: bytes = self._files.cat_file(self._path, start=first, end=first + length)
+        finally:  # a file that is shorter now has no such range
+            if self._state() != (self.size, self.version):
+                problem = "has changed since this run opened it, so its tokens are others"
+                raise RunFailed(f"{self.url} {problem}: bring it back, or prepare the data again")
+        if len(block) > length:
+            problem = "the server sends the whole file for a part of it"
+            raise RunFailed(f"{self.url}: {problem}; download it and name the file")
+        if len(block) < length:
+            raise ConnectionError(f"{len(block):,} of {length:,} bytes came")
+        return block
+
+    def _state(self) -> tuple[int, str]:
+        """Size and version of the file now."""
+        if not self.url.startswith("hf:"):  # whose listing would count against its rate limit
+            self._files.invalidate_cache()
+        info: dict[str, Any] = self._files.info(self._path)
+        if not isinstance(info.get("size"), int):
+            raise UserError(f"{self.url} cannot be read: the server does not say its size")
+        return info["size"], " ".join(f"{key}={info[key]}" for key in VERSION if key in info)
+
+
+def make_room(cache: Path, allowed: int) -> bool:
+    """Delete blocks until at most `allowed` bytes are left; False if that is not possible.
+
+    The caller holds the lock of the cache.
+    """
+    blocks = list[tuple[int, int, str]]()
+    for entry in os.scandir(cache):
+        if entry.name.endswith(".new"):  # of a process that was killed
+            Path(entry.path).unlink(missing_ok=True)
+        elif not entry.name.endswith(".lock"):
+            stat = entry.stat()
+            blocks.append((stat.st_mtime_ns, stat.st_size, entry.path))
+    used = sum(size for _, size, _ in blocks)
+    for _, size, path in sorted(blocks):
+        if used <= allowed:
+            break
+        Path(path).unlink(missing_ok=True)
+        used -= size
+    return used <= allowed
+
+
+def list_urls(pattern: str) -> list[str]:
+    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself.
+
+    UserError if none matches.
+    """
+    if "*" not in pattern and "[" not in pattern:
+        return [pattern]
+    files, path = _file_system(pattern)
+    urls = [files.unstrip_protocol(name) for name in _retried(pattern, lambda: files.glob(path))]
+    if not urls:
+        raise UserError(f"no file matches {pattern}")
+    return sorted(urls)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the file's path in it."""
+    import fsspec
+
+    scheme = url.partition("://")[0]
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+    except ImportError:
+        raise UserError(f"{url} {needs(PACKAGES.get(scheme, scheme))}") from None
+    except ValueError:
+        schemes = ", ".join(f"{one}://" for one in PACKAGES)
+        raise UserError(f"{url}: Windlass reads files of {schemes}") from None
+    return files, str(path)
+
+
+def _retried(url: str, action: Callable[[], Value]) -> Value:
+    """The result of an action on the network, in several attempts.
+
+    Raises UserError for an answer that will not change, RunFailed after the last attempt.
+    """
+    for seconds in (*RETRY_SECONDS, 0.0):
+        try:
+            return action()
+        except (UserError, RunFailed):
+            raise
+        except Exception as error:  # of fsspec, or of the client behind it
+            cause = error.__cause__ or error
+            # For HTTP fsspec reports every failure as a missing file.
+            answer = cause if url.startswith("http") else error
+            text, status = first_line(cause), getattr(answer, "status", 0)
+            if status == 404 or isinstance(answer, FileNotFoundError):
+                text, status = "it does not exist", 404
+            is_refused = 400 <= status < 500 and status not in (408, 429)
+            if is_refused or isinstance(answer, PermissionError):
+                remedy = "check the URL, and the credentials of its file system"
+                raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
+            problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"
+        time.sleep(seconds)
+    raise RunFailed(f"{problem}; start again to resume")

@@ -1,0 +1,282 @@
+"""Remote files: a real HTTP server with ranges, its faults, the bound of the cache, two processes."""
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from data_fixtures import recipe_for
+from windlass.data import remote
+from windlass.data.open import open_data
+from windlass.data.remote import RemoteFile, list_urls
+from windlass.data.shards import Index, Shard, Stream
+from windlass.data.vocabulary import byte_tokenizer
+from windlass.errors import RunFailed, UserError
+
+BLOCK = 1000
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `files`; counts the ranges that it sent, and drops or refuses what a test says."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.sent, self.lock = dict[str, bytes](), Counter(), threading.Lock()
+        self.drops, self.status, self.whole = 0, 0, False
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def url(self, name):
+        return f"http://127.0.0.1:{self.server_port}/{name}"
+
+    def handle_error(self, request, client_address):
+        pass  # a dropped connection
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(False)
+
+    def do_GET(self):
+        self.answer(True)
+
+    def answer(self, has_body):
+        server, name = self.server, self.path.strip("/")
+        if not name and has_body:
+            links = "".join(f'<a href="{one}">{one}</a>' for one in server.files)
+            return self.send(200, links.encode(), True, {})
+        if server.status or name not in server.files:
+            return self.send(server.status or 404, b"", has_body, {})
+        body = server.files[name]
+        tag = {"ETag": f'"{hash(body)}"', "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        if not has_body or not asked or server.whole:
+            return self.send(200, body, has_body, tag)
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        if int(first) >= len(body):
+            return self.send(416, b"", True, tag)
+        part = body[int(first) : int(last) + 1]
+        with server.lock:
+            server.sent[name, int(first)] += 1
+            dropped, server.drops = server.drops > 0, max(0, server.drops - 1)
+        if dropped:
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            self.wfile.write(part[: len(part) // 2])
+            self.close_connection = True
+            return None
+        return self.send(206, part, True, tag)
+
+    def send(self, status, body, has_body, headers):
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if has_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setattr(remote, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", (0.01, 0.01))
+    with Server() as one:
+        one.files["a.bin"] = np.random.default_rng(0).bytes(10 * BLOCK + 137)
+        yield one
+        one.shutdown()
+
+
+def size_of(cache):
+    return sum(path.stat().st_size for path in cache.iterdir() if not path.name.endswith(".lock"))
+
+
+def test_any_part_is_what_the_server_has_and_a_block_is_sent_once(server, tmp_path):
+    body, random = server.files["a.bin"], np.random.default_rng(1)
+    file = RemoteFile(server.url("a.bin"), tmp_path / "cache", 1 << 20)
+    assert file.size == len(body)
+    for _ in range(60):
+        start, count = int(random.integers(len(body))), int(random.integers(1, 2500))
+        assert file.pread(count, start) == body[start : start + count]
+    assert file.pread(5, len(body) - 2) == body[-2:] and file.pread(5, len(body)) == b""
+    again = RemoteFile(server.url("a.bin"), tmp_path / "cache", 1 << 20)
+    assert again.pread(len(body), 0) == body
+    assert set(server.sent.values()) == {1} and len(server.sent) == 11
+
+
+def test_the_cache_keeps_its_bound_and_what_was_used_last(server, tmp_path):
+    body, cache = server.files["a.bin"], tmp_path / "cache"
+    file = RemoteFile(server.url("a.bin"), cache, 3 * BLOCK + 10)
+    for number in (0, 2, 0, 4, 0, 6, 0, 8, 0):
+        assert file.pread(BLOCK, number * BLOCK) == body[number * BLOCK : (number + 1) * BLOCK]
+        assert size_of(cache) <= 3 * BLOCK + 10
+    assert server.sent["a.bin", 0] == 1
+    small = RemoteFile(server.url("a.bin"), tmp_path / "small", BLOCK // 2)  # smaller than a block
+    assert small.pread(len(body), 0) == body and size_of(tmp_path / "small") <= BLOCK // 2
+
+
+def test_a_dropped_connection_is_tried_again(server, tmp_path):
+    server.drops = 2
+    body = server.files["a.bin"]
+    file = RemoteFile(server.url("a.bin"), tmp_path / "cache", 0)
+    assert file.pread(BLOCK, 0) == body[:BLOCK] and server.sent["a.bin", 0] == 3
+    server.drops = 3
+    with pytest.raises(RunFailed, match=r"a\.bin cannot be read after 3 attempts.*start again"):
+        file.pread(BLOCK, BLOCK)
+
+
+def test_a_missing_or_closed_file_is_not_tried_again(server, tmp_path):
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"b\.bin cannot be read: it does not exist; check the URL"):
+        RemoteFile(server.url("b.bin"), tmp_path, 1 << 20)
+    server.status = 403
+    with pytest.raises(UserError, match=r"403.*credentials"):
+        RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    server.status = 0
+    file = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    del server.files["a.bin"]
+    with pytest.raises(UserError, match=r"a\.bin cannot be read: it does not exist"):
+        file.pread(1, 0)
+    assert time.monotonic() - started < 10
+
+
+def test_a_busy_server_is_tried_again_and_a_dead_one_named(server, tmp_path):
+    server.status = 503
+    with pytest.raises(RunFailed, match=r"a\.bin cannot be read after 3 attempts: 503"):
+        RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    with pytest.raises(RunFailed, match="cannot be read after 3 attempts"):
+        RemoteFile("http://127.0.0.1:1/a.bin", tmp_path, 1 << 20)
+
+
+@pytest.mark.parametrize("size", [10 * BLOCK + 137, BLOCK])
+def test_a_file_that_changes_is_not_read_on(server, tmp_path, size):
+    old = server.files["a.bin"]
+    file = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    assert file.pread(10, 0) == old[:10]
+    server.files["a.bin"] = np.random.default_rng(2).bytes(size)
+    with pytest.raises(RunFailed, match=r"a\.bin has changed.*prepare the data again"):
+        file.pread(10, 5 * BLOCK)
+    new = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)  # nothing of the old one
+    assert new.version != file.version
+    with pytest.raises(UserError, match=r"a\.bin has changed since it was prepared"):
+        RemoteFile(server.url("a.bin"), tmp_path, 1 << 20, file.version)
+    assert new.pread(size, 0) == server.files["a.bin"]
+
+
+def test_a_server_without_ranges_is_refused(server, tmp_path):
+    server.whole = True
+    file = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    with pytest.raises(RunFailed, match=r"sends the whole file.*download it"):
+        file.pread(1, 0)
+
+
+def test_what_a_killed_process_left_is_no_block(server, tmp_path):
+    body = server.files["a.bin"]
+    first = RemoteFile(server.url("a.bin"), tmp_path, 1 << 20)
+    first.pread(BLOCK, 4 * BLOCK)
+    (torn,) = (path for path in tmp_path.iterdir() if not path.name.endswith(".lock"))
+    torn.write_bytes(b"torn")
+    (tmp_path / ".other.123.new").write_bytes(b"left over")
+    assert first.pread(BLOCK, 4 * BLOCK) == body[4 * BLOCK : 5 * BLOCK]
+    assert torn.stat().st_size == BLOCK and not list(tmp_path.glob(".*.new"))
+
+
+def read_all(url, cache, cache_bytes, sizes, start):
+    remote.BLOCK_BYTES = BLOCK
+    start.wait()
+    file, total = RemoteFile(url, cache, cache_bytes), 0
+    for place in range(0, file.size, 250):
+        total += sum(file.pread(250, place))
+        sizes.append(size_of_now(cache))
+    sizes.append(-total)
+
+
+def size_of_now(cache):
+    total = 0
+    for path in cache.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size * (not path.name.endswith(".lock"))
+    return total
+
+
+@pytest.mark.parametrize("bound", [1 << 20, 3 * BLOCK])
+def test_two_processes_share_a_cache(server, tmp_path, bound):
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        sizes, start = manager.list(), manager.Event()
+        own = (server.url("a.bin"), tmp_path / "cache", bound, sizes, start)
+        processes = [context.Process(target=read_all, args=own) for _ in range(2)]
+        for process in processes:
+            process.start()
+        start.set()
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+        measured = list(sizes)
+    totals = [-size for size in measured if size < 0]
+    assert totals == [sum(server.files["a.bin"])] * 2
+    assert max(measured) <= bound
+    if bound > 10 * BLOCK:
+        assert set(server.sent.values()) == {1}
+
+
+def test_remote_shards_are_the_local_ones(server, tmp_path):
+    draw = np.random.default_rng(3)
+    for name in ("train-0.bin", "train-1.bin", "val-0.bin"):
+        ids = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+        server.files[name] = ids
+        (tmp_path / name).write_bytes(ids)
+    base = {"dir": str(tmp_path / "data"), "tokenizer": "byte", "context": 32}
+    local = open_data(recipe_for(f"shards:{tmp_path}/*.bin", **base))
+    recipe = recipe_for(f"shards:{server.url('')}*-?.bin", **base, cache_gb=5e-6)
+    data, everything = open_data(recipe), np.arange(len(local.train))
+    for _ in range(2):
+        for ours, wanted in ((data.train, local.train), (data.val, local.val)):
+            rows = everything[: len(wanted)]
+            assert len(ours) == len(wanted) > 100
+            assert (ours.read(rows).tokens == wanted.read(rows).tokens).all()
+    server.files["train-1.bin"] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
+    with pytest.raises(UserError, match="has changed since it was prepared"):
+        open_data(recipe).train.read(everything)
+
+
+def test_a_remote_shard_stays_open_beside_many_local_ones(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 2)
+    server.files["a.bin"] = bytes(8)
+    shards = [Shard(file=server.url("a.bin"), tokens=4, sha256="", dtype="uint16")]
+    for number in range(4):
+        file = f"{number}.bin"
+        (tmp_path / file).write_bytes(bytes(8))
+        shards.append(Shard(file=file, tokens=4, sha256="", dtype="uint16"))
+    about = byte_tokenizer().describe()
+    index = Index(key={}, source={}, tokenizer=about, shard_tokens=4, shards=shards)
+    stream = Stream(tmp_path, index, 100)
+    stream.read(0, 4)
+    remote_file = stream._open[server.url("a.bin")]
+    stream.read(0, 20)
+    assert stream._open[server.url("a.bin")] is remote_file
+    assert list(stream._open)[1:] == ["2.bin", "3.bin"]
+
+
+def test_urls_of_a_pattern(server, tmp_path):
+    server.files |= {"train-1.bin": b"1", "train-0.bin": b"0", "val-0.bin": b"2"}
+    base = server.url("")
+    assert list_urls(f"{base}train-*.bin") == [f"{base}train-0.bin", f"{base}train-1.bin"]
+    assert list_urls(f"{base}a.bin?token=1") == [f"{base}a.bin?token=1"]
+    with pytest.raises(UserError, match="no file matches"):
+        list_urls(f"{base}test-*.bin")
+    with pytest.raises(UserError, match="Windlass reads files of s3://"):
+        list_urls("nothing://a/*.bin")
+    with pytest.raises(UserError, match="s3fs"):
+        RemoteFile("s3://bucket/a.bin", tmp_path, 0)
