@@ -202,6 +202,16 @@ def test_tokenizers_are_compared_in_bits_per_byte(create):
         assert measure == "" and word in remark and "no best" in remark
 
 
+def test_an_untrained_model_does_not_win(create):
+    study = create(["optim.lr=1e-2,1e-3"])
+    line = {"kind": "eval", "suite": "loss", "tokens": 640, "samples": 10}
+    for cell, loss in zip(study.cells, (2.8, 2.1), strict=True):
+        before, after = line | {"step": 0, "loss": 2.0}, line | {"step": 9, "loss": loss}
+        write_ledger(study.run_of(cell), before, after, FINISHED)
+    assert labels(study.winners().groups) == ["lr=0.001"]
+    assert [(r.score, r.best_loss) for r in study.results()] == [(2.8, 2.0), (2.1, 2.0)]
+
+
 def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
     for step, loss, samples in ((1, 1.0, 32), (2, 3.0, 64)):
         line = {"kind": "eval", "step": step, "suite": "loss", "loss": loss, "samples": samples}

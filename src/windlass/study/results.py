@@ -212,7 +212,7 @@ class CellResult:
     first_loss: float | None = None
     eval_loss: float | None = None
     best_loss: float | None = None
-    score: float | None = None  # the best value of `measure`, step 0 included
+    score: float | None = None  # the best value of `measure` after step 0
     lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
     evaluations: tuple[Evaluation, ...] = ()
     validation: ValidationData | None = None
@@ -336,7 +336,8 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
     alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
     scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
-    scores, speed = scores_by_step(lines, measure), throughput(lines)
+    scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
+    speed = throughput(lines)
     top, last = scores.best, train[-1] if train else {}
     summaries = [x for x in lines if x["kind"] == "summary"]
     return {
