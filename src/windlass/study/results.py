@@ -208,6 +208,7 @@ class CellResult:
     reason: str = ""
     step: int = 0  # of the last `train` or `eval` line
     steps: int | None = None
+    attempt: int = -1  # of the last `train` line
     loss: float | None = None
     first_loss: float | None = None
     eval_loss: float | None = None
@@ -234,7 +235,8 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "first_loss", "lower", "evaluations", "validation"}
+        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower"}
+        left_out |= {"evaluations", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -349,6 +351,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     return {
         "step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
+        "attempt": last.get("attempt", -1),
         "loss": last.get("loss"),
         "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
