@@ -107,21 +107,29 @@ def test_where_runs_are_and_are_not_looked_for(top):
 
 def test_a_study_is_one_row(top):
     study = Study.create(
-        Recipe.load("quickstart", ["train.steps=70"]), ["run.seed=1,2,3"], top / "sweeps" / "seeds"
+        Recipe.load("quickstart", ["train.steps=70"]), ["optim.lr=1,2,3"], top / "sweeps" / "seeds"
     )
     (row,) = [row for row in overview(top) if row.cells]
     assert (row.run, row.state, row.cells, row.cells_done) == ("sweeps/seeds", "new", 3, 0)
     make(study.run_of(study.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
-    make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.75)])
+    make(study.run_of(study.cells[1]).path, 70, 20, "preempted", [(20, 3.25)])
     (row,) = [row for row in overview(top) if row.cells]
     assert row.run == "sweeps/seeds"
     assert row.state == "interrupted"
     assert row.step == 90
     assert row.steps == 210
-    assert row.best_loss == 3.5
+    assert row.best_loss == 3.5 == study.winners().groups[0].median
     (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
-    assert [row.run for row in overview(study.path)] == [cell.directory for cell in study.cells[:2]]
+    make(study.path / "probes" / "2-ranks" / "0", 9, 9, "finished")
+    study.set_status(study.cells[1], "pruned", "not in the better half")
+    rows = overview(study.path)
+    assert [row.run for row in rows] == [cell.directory for cell in study.cells]
+    assert [row.state for row in rows] == ["finished", "pruned", "waiting"]
+    assert [row.step for row in rows] == [70, 20, None]
+    seeds = Study.create(study.recipe, ["run.seed=1,2"], top / "sweeps" / "only")
+    make(seeds.run_of(seeds.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
+    assert next(row for row in overview(top) if row.run == "sweeps/only").best_loss is None
     (study.path / "recipe.toml").write_text("[train]\nsteps = 71\n")
     assert next(row.state for row in overview(top) if row.run == "sweeps/seeds") == "damaged"
 

@@ -114,3 +114,14 @@ def test_a_scaling_study_says_how_well_it_scales(tmp_path):
     assert worked.text == "2 of 2 cells finished"
     assert (scales.text, scales.remark) == ("Efficiency 80.0 % on 2 ranks", "Speed-up 1.600")
     assert "2 ranks, the fastest setup: 62.5 ms a step" in fast.remark
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"), [([0], "the baseline, 1 host, 1 rank, has no"), ([1, 2], "only 1 rank")]
+)
+def test_a_scaling_study_says_why_it_does_not_know_how_well_it_scales(tmp_path, numbers, why):
+    listed = worlds(1, 2, 4)
+    options = {"step": lambda _: phases(50.0), "failed": numbers}
+    seen = StudyView(build_scaling(tmp_path / "s", Scaling("strong"), listed, **options).path)
+    scales = answers(seen.views, seen)[1]
+    assert scales.text.startswith(f"Not known: {why}") and not scales.remark

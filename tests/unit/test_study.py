@@ -97,7 +97,7 @@ def test_a_study_that_grows_has_the_same_seeds_everywhere(study, create, tmp_pat
     grown = create(["run.seed=5"])
     assert labels(grown.cells[6:]) == [f"lr={lr} seed=5" for lr in (0.01, 0.001, 0.003)]
     assert [len(group.results) for group in grown.groups()] == [3] * 3
-    assert grown.winners().remark == ""
+    assert "seed" not in grown.winners().remark
     Study.create(QUICKSTART, ["optim.lr=1e-2,1e-3"], tmp_path / "plain")
     plain = Study.create(QUICKSTART, ["run.seed=5,6"], tmp_path / "plain")
     for group in plain.groups():
@@ -160,6 +160,7 @@ def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study, cre
         ("parallel.world=1,2", [], "parallel.world"),
         ("run.seed=1,2", [], "seed"),
         ("optim.lr=1e-2,1e-3", ["lr=0.001"], ""),
+        ("optim.lr+train.global_batch=1e-2+8,1e-3+16", [], "optim.lr has the train.global_batch of"),
         ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.01 width=64", "lr=0.001 width=32"], ""),
     ],
 )
@@ -171,6 +172,12 @@ def test_the_best_is_named_where_a_lower_loss_decides(create, axes, best, word):
     finish(study, 4.0, 2.5, 3.0, 3.5)
     winners, remark = study.winners()
     assert (labels(winners), word in remark) == (best, True)
+
+
+def test_halving_compares_the_learning_rates_of_each_width(create):
+    study = create(["model.width=32,64", "optim.lr=1e-2,1e-3"])
+    finish(study, 4.0, 3.5, 2.0, 2.5)
+    assert halved(study.results()).keys() == {study.cells[3].key}
 
 
 def test_tokenizers_are_compared_in_bits_per_byte(create):
@@ -200,6 +207,16 @@ def test_tokenizers_are_compared_in_bits_per_byte(create):
     ):
         measure, remark = common_measure([first, other])
         assert measure == "" and word in remark and "no best" in remark
+
+
+def test_an_untrained_model_does_not_win(create):
+    study = create(["optim.lr=1e-2,1e-3"])
+    line = {"kind": "eval", "suite": "loss", "tokens": 640, "samples": 10}
+    for cell, loss in zip(study.cells, (2.8, 2.1), strict=True):
+        before, after = line | {"step": 0, "loss": 2.0}, line | {"step": 9, "loss": loss}
+        write_ledger(study.run_of(cell), before, after, FINISHED)
+    assert labels(study.winners().groups) == ["lr=0.001"]
+    assert [(r.score, r.best_loss) for r in study.results()] == [(2.8, 2.0), (2.1, 2.0)]
 
 
 def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):

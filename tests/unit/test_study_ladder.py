@@ -16,7 +16,7 @@ from windlass.model.size import count
 from windlass.processes import WINDLASS
 from windlass.reports.law import predicted_table
 from windlass.run import last_start
-from windlass.study.ladder import Ladder, assignments, create_ladder, open_ladder, shape_of
+from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import Law, Observation, effective_tokens
 
 VOCAB = 50_304
@@ -94,6 +94,25 @@ def test_a_ladder_needs_sizes_evaluations_and_a_gpt(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monkeypatch):
+    path, again = tmp_path / "my ladder", tmp_path / "other"
+    shape = ["model.width=16", "model.heads=1", "data.tokenizer=byte", "model.vocab=0"]
+    words = ["ladder", "quickstart", *shape, "--sizes", "1x16,2x16", "--dir", path]
+    assert f"`windlass submit '{path}'`" in call(*words, "--create")[0]
+    monkeypatch.setattr("windlass.study.ladder.sweep", None)  # nothing trains
+    for more, message in (
+        (["train.steps=3"], "train.steps"),
+        (["optim.weight_decay=0.5"], "optim.weight_decay"),
+        (["--tokens", "1,2"], "name the sizes"),
+        (["--dir", again], "name the sizes"),
+        (["--add", again], "not a run directory"),
+        (["--flops", "-1"], "--flops"),
+        (["--hours", "1", "--device", "cpu"], "no plan of the speed"),
+    ):
+        assert message in call("ladder", path, *more, code=2)[1]
+    assert not (path / "runs").exists() and not again.exists()
+
+
 def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "words.txt")
@@ -159,6 +178,9 @@ def check_a_further_run(tmp_path: Path) -> None:
     seen = open_ladder("lad")
     assert [one.name for one in seen.observations][9:] == ["further"]
     assert len(seen.law.fitted) == 10
+    join(seen.study, [seen.study.runs()[0], run])  # a cell of the ladder itself, and it again
+    assert len(open_ladder("lad", [run, run]).observations) == 10
+    assert len(open_ladder("lad").observations) == 10
     # its own report still has the prediction without it
     report(run, law="lad", plots=False)
     assert rows_of(tmp_path / "further/report/predicted.csv") == [row]

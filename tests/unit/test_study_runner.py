@@ -216,6 +216,11 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
     assert (code, states(study)) == (DONE, ["diverged", "finished"])
     assert "loss 9.000 at step" in study.results()[0].reason
     assert study.run_of(study.cells[0]).state == "preempted"
+    again = {"stop_diverged": True, "retry_failed": True}
+    code, study, _ = play([{"failed": 2, "losses": [4.0]}, {}], **again)
+    assert (code, states(study)) == (1, ["failed", "finished"])
+    assert play([{"losses": [4.0]}, {}], **again)[0] == DONE
+    assert states(study) == ["finished"] * 2
 
 
 def test_halving_leaves_the_worse_half_behind(play):

@@ -299,9 +299,13 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         ("1,2", "1,8", "2 hosts with 2 GPUs each cannot have 8 ranks"),
         ("1,2", "1,3", "cannot have 3 ranks"),
         ("1", "1,2", "one number of hosts for each of --worlds"),
+        ("0", "2", "--nodes 0: numbers of hosts are 1 and more"),
     ):
         more = ["--nodes", nodes, "--worlds", worlds, *gpus, *slurm]
         assert message in call("scale", "quickstart", *more, code=2)[1]
     assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]
     local = call("scale", "quickstart", "--worlds", "1,2", *gpus, "--dry-run", code=2)[1]
     assert "--dry-run" in local and "--nodes" in local  # nothing was trained
+    local = call("scale", "quickstart", "--worlds", "1,2", "--max-size", "1G", code=2)[1]
+    assert "options of jobs need --nodes" in local
+    assert "--no-probe" in call(*words, *gpus, *slurm, "--no-probe", code=2)[1]

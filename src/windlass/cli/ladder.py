@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +23,14 @@ def ladder(
     recipe: StudyName,
     overrides: Overrides,
     sizes: str = Option("", metavar="N,N,...", help="Parameters, as 1M,3M,10M; or 4x128 shapes."),
-    tokens: str = Option("5,10,20,40", metavar="N,N,...", help="Tokens per parameter."),
+    tokens: str = Option("", metavar="N,N,...", help="Per parameter; default 5,10,20,40."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-ladder-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
     add: list[str] = Option([], "--add", metavar="RUN", help="A run that joins the law."),
-    flops: float = Option(0.0, metavar="C", help="Budget: the best size and tokens for it."),
+    flops: float = Option(0.0, min=0, metavar="C", help="Budget: the best size and tokens for it."),
     hours: float = Option(0.0, min=0, metavar="H", help="Budget in hours of a --device."),
     money: float = Option(0.0, min=0, metavar="M", help="Budget in money; needs --price."),
     price: float = Option(0.0, min=0, metavar="P", help="Price of an hour of the --device."),
@@ -56,19 +57,19 @@ def ladder(
         raise UserError("give one budget: --flops, --hours or --money")
     if bool(money) != bool(price):
         raise UserError("--money and --price, of an hour of the device, belong together")
+    added = [Run.open(path) for path in add]
     words = [word.strip() for word in sizes.split(",") if word.strip()]
     study = ladders.create_ladder(recipe, words, _ratios(tokens), overrides, dir_)
     if create:
         cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
-        typer.echo(f"{cells}; `windlass submit {study.path}` trains them")
+        typer.echo(f"{cells}; `windlass submit {shlex.quote(str(study.path))}` trains them")
         return DONE
+    if hours or money:
+        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
     ladders.ladder(study, progress=progress, **options)
-    added = [Run.open(path) for path in add]
     seen = ladders.open_ladder(study, added)
-    if hours or money:
-        flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     if json_:
         print_json(_as_json(seen, flops))
     else:
@@ -95,11 +96,13 @@ def _show(seen: Ladder, flops: float, progress: Progress) -> None:
         best = f"{short(size)} {counted}, {short(tokens)} tokens"
         loss = seen.law.predict(size, tokens)
         progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
-    progress.notify(f"report: windlass report {seen.study.path}")
+    progress.notify(f"report: windlass report {shlex.quote(str(seen.study.path))}")
 
 
 def _ratios(text: str) -> list[float]:
-    """`5,10,20` as numbers above 0; UserError for anything else."""
+    """`5,10,20` as numbers above 0, none for an empty text; UserError for anything else."""
+    if not text:
+        return []
     try:
         values = [float(word) for word in text.split(",") if word.strip()]
     except ValueError:

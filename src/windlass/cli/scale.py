@@ -83,12 +83,14 @@ def scale(
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
     options["path"] = dir_
     if nodes:
+        if no_probe:
+            raise UserError("--no-probe is for cells on this machine: leave it or --nodes out")
         asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
         asked |= {"min_busbw": min_busbw, "max_size": max_size}
         options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
         options |= {"worlds": whole_numbers("worlds", worlds), "retry_failed": retry_failed}
         return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
-    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
+    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw, max_size)):
         raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}

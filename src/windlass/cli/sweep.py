@@ -72,7 +72,7 @@ def sweep(
     Each cell is a run in its own directory. After a kill the same command resumes. More values
     or another axis add cells to the study. A failed cell stays in the table with its reason,
     and the others continue. With --halving a cell continues at its 1st, 2nd, 4th, ...
-    evaluation only if it is in the better half of the cells that have got there, by
+    evaluation only if it is in the better half of the cells of its size that have got there, by
     checkpoint.best. A cell diverges when its loss is not finite or 1 nat above its first.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.

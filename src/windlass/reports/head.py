@@ -318,14 +318,16 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
     if winners:
         quality = Answer("Which setup is best?", winners[0].name, winners[0].why)
-    elif "efficiency" in largest.values:
+    elif "efficiency" in largest.values and len({setup.world for setup in measured}) > 1:
         efficiency, speedup = (
             show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")
         )
         text = f"Efficiency {efficiency} on {plural(largest.world, 'rank')}"
         quality = Answer(question, text, f"Speed-up {speedup}")
     else:
-        quality = Answer(question, "Not known: one number of ranks")
+        measured_alone = f"only {plural(largest.world, 'rank')} measured"
+        why = largest.missing.get("efficiency", measured_alone)
+        quality = Answer(question, f"Not known: {why}")
     step = show(fastest.values["step_ms"], "rate")
     text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
     remark = f"{fastest.name}, the fastest setup: {step} ms a step"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.run import Run, effective, read_lines
-from windlass.study.results import DONE_STATES, CellResult, common_measure, summarize, time_left
+from windlass.study.results import DONE_STATES, CellResult, find_winners, summarize, time_left
 from windlass.study.study import Study
 from windlass.telemetry.timing import device_hours
 
@@ -41,7 +41,7 @@ class RunRow(NamedTuple):
     steps: int | None = None
     left_s: float | None = None  # seconds to the end of a run that is running
     loss: float | None = None  # the last training loss, in nats
-    best_loss: float | None = None  # lowest validation loss; of a study, if its losses compare
+    best_loss: float | None = None  # lowest validation loss; of a study, the best that it reports
     tokens_per_s: float | None = None
     changed: str | None = None  # the time of its last line
     device_hours: float | None = None  # of all starts; for a study, of all cells
@@ -51,12 +51,15 @@ class RunRow(NamedTuple):
 
 
 def overview(directory: Path, sort: str = "name") -> list[RunRow]:
-    """A row for each run and study at or under a directory; for a study, a row for each run.
+    """A row for each run and study at or under a directory; for a study, a row for each cell.
 
     `sort`: a key of SORTS; rows without that value come last.
     """
     field, largest_first = SORTS[sort]
-    rows = [_row(path, directory) for path in find_runs(directory)]
+    try:
+        rows = list(map(_cell_row, Study.open(directory).results()))
+    except UserError:  # not a study, or a damaged one
+        rows = [_row(path, directory) for path in find_runs(directory)]
 
     def missing(row: RunRow) -> bool:
         value = getattr(row, field)
@@ -103,14 +106,22 @@ def _row(path: Path, top: Path) -> RunRow:
     )
 
 
+def _cell_row(result: CellResult) -> RunRow:
+    name, state = result.cell.directory, result.state
+    if not result.begun:
+        return RunRow(name, state, steps=result.steps)
+    row = _row(result.run.path, result.run.path)._replace(run=name)
+    ended_early = state == "finished" and row.state == "ended early"
+    return row if ended_early else row._replace(state=state, left_s=result.left_s)
+
+
 def _study_row(path: Path, name: str) -> RunRow:
     try:
         study = Study.open(path)
     except UserError:
         return RunRow(name, "damaged")
     results, runs = study.results(), study.runs()
-    losses = [r.best_loss for r in results if r.best_loss is not None]
-    comparable = common_measure([r.validation for r in results])[0] == LOSS
+    best = find_winners(results, study.measure, study.values).groups
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
     return RunRow(
@@ -118,7 +129,7 @@ def _study_row(path: Path, name: str) -> RunRow:
         _study_state(results),
         step=sum(r.step for r in results),
         steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None,
-        best_loss=min(losses, default=None) if comparable else None,
+        best_loss=best[0].median if best and study.measure == LOSS else None,
         changed=f"{datetime.fromtimestamp(max(changed), UTC):%FT%T.%fZ}" if changed else None,
         device_hours=sum(own for _, own in hours) or None,
         gpu_hours=sum(own for on_gpus, own in hours if on_gpus) or None,

@@ -34,6 +34,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
+TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
@@ -74,7 +75,7 @@ class Ladder:
 def ladder(
     recipe: Recipe | Run | Study | str | Path,
     sizes: Sequence[str] = (),
-    tokens: Sequence[float] = (5, 10, 20, 40),
+    tokens: Sequence[float] = (),
     overrides: Changes = (),
     *,
     path: str | Path | None = None,
@@ -85,7 +86,7 @@ def ladder(
     Args:
         recipe: The settings that all cells share; or a ladder, to continue it.
         sizes: Numbers of parameters (`10M`), or shapes as `4x128` (layers x width).
-        tokens: Training tokens for each parameter.
+        tokens: Training tokens for each parameter; default 5, 10, 20 and 40.
         overrides: Changes to the recipe.
         path: The study's directory; None: `studies/<preset>-ladder-<hash>`.
         options: `world`, `workers`, `retry_failed`, `progress`: as for `sweep`.
@@ -99,15 +100,15 @@ def ladder(
 
 def create_ladder(
     recipe: Recipe | Run | Study | str | Path,
-    sizes: Sequence[str],
-    tokens: Sequence[float],
+    sizes: Sequence[str] = (),
+    tokens: Sequence[float] = (),
     overrides: Changes = (),
     path: str | Path | None = None,
 ) -> Study:
     """Create the study of a ladder, or add cells to it."""
     base, _, place = load_study(recipe, "sweep", overrides)
-    if not sizes and place is not None:
-        return Study.open(place)
+    if not sizes and place and not tokens and path is None:
+        return Study.create(base, (), place)
     if not sizes:
         raise UserError(f"{argument('sizes', ['1M', '3M', '10M'])}: name the sizes of the ladder")
     if not base.eval.every:
@@ -115,7 +116,8 @@ def create_ladder(
     # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
     base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
     usual = Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
-    return Study.create(base, assignments(base, sizes, tokens), Path(path or place or usual))
+    grid = assignments(base, sizes, tokens or TOKENS)
+    return Study.create(base, grid, Path(path or place or usual))
 
 
 def assignments(recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float]) -> list[Assignment]:
@@ -204,7 +206,7 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     Raises UserError if the losses of the runs do not compare.
     """
     study = source if isinstance(source, Study) else Study.open(source)
-    given = {run.path.resolve() for run in runs}
+    given = {run.path.resolve(): run for run in runs}
     joined = [_result(run, study) for run in joined_runs(study) if run.exists]
     left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
     rows = list[tuple[CellResult, bool]]()
@@ -216,7 +218,7 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
         else:
             reason = result.reason or "it has no evaluation" * (result.state == "finished")
             left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
-    for run in runs:
+    for run in given.values():
         result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
             state = f"{result.state}, without an evaluation" * (result.state == "finished")
@@ -239,8 +241,11 @@ def join(study: Study, runs: Sequence[Run]) -> None:
 
 
 def joined_runs(study: Study) -> list[Run]:
+    """The runs that joined a ladder from elsewhere."""
     paths = read_json(study.path / JOINED).get("runs", [])
-    return [Run(Path(os.path.normpath(study.path / path))) for path in paths]
+    runs = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
+    own = {study.run_of(cell).path.resolve() for cell in study.cells}
+    return [run for run in runs if run.path.resolve() not in own]
 
 
 def _result(run: Run, study: Study) -> CellResult:

@@ -208,11 +208,12 @@ class CellResult:
     reason: str = ""
     step: int = 0  # of the last `train` or `eval` line
     steps: int | None = None
+    attempt: int = -1  # of the last `train` line
     loss: float | None = None
     first_loss: float | None = None
     eval_loss: float | None = None
     best_loss: float | None = None
-    score: float | None = None  # the best value of `measure`, step 0 included
+    score: float | None = None  # the best value of `measure` after step 0
     lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
     evaluations: tuple[Evaluation, ...] = ()
     validation: ValidationData | None = None
@@ -234,7 +235,8 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "first_loss", "lower", "evaluations", "validation"}
+        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower"}
+        left_out |= {"evaluations", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -272,12 +274,18 @@ def read_result(
     return CellResult(cell, run, measure, state, reason, left_s=left, **values)
 
 
+def place_of(assignment: Assignment) -> str:
+    """The settings of a cell that a score does not decide; each such choice has its own best."""
+    given = {k: v for k, v in assignment.items() if k.startswith(NO_CHOICE) and k != SEED}
+    return repr(given)
+
+
 def halved(results: Sequence[CellResult]) -> dict[str, str]:
     """The cells that asynchronous successive halving (arXiv 1810.05934) stops, and why, by key.
 
     At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
-    cells that have got there, itself included. Evaluations count in the order of their times, so a
-    later call decides alike.
+    cells of its `place_of` that have got there, itself included. Evaluations count in the order of
+    their times, so a later call decides alike.
     """
     events = [
         (evaluation.time, number, result, evaluation)
@@ -285,12 +293,12 @@ def halved(results: Sequence[CellResult]) -> dict[str, str]:
         for number, evaluation in enumerate(result.evaluations, 1)
         if number.bit_count() == 1
     ]
-    reasons, rungs = dict[str, str](), dict[int, list[float]]()
+    reasons, rungs = dict[str, str](), dict[tuple[int, str], list[float]]()
     for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
         if result.cell.key in reasons:
             continue
         loss = evaluation.score if result.lower else -evaluation.score
-        rung = rungs.setdefault(number, [])
+        rung = rungs.setdefault((number, place_of(result.cell.assignment)), [])
         rung.append(math.inf if math.isnan(loss) else loss)
         if not loss <= sorted(rung)[max(len(rung) // 2, 1) - 1]:
             score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
@@ -336,12 +344,14 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
     alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
     scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
-    scores, speed = scores_by_step(lines, measure), throughput(lines)
+    scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
+    speed = throughput(lines)
     top, last = scores.best, train[-1] if train else {}
     summaries = [x for x in lines if x["kind"] == "summary"]
     return {
         "step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
+        "attempt": last.get("attempt", -1),
         "loss": last.get("loss"),
         "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
@@ -426,7 +436,8 @@ def find_winners(
     """The groups with the best median score.
 
     Groups whose seeds have all finished come before the others. There is no winner if the losses
-    cannot be compared, or if a lower loss decides between none of the varied settings.
+    cannot be compared, or if a lower loss decides between none of the varied settings; the remark
+    then has the reason.
 
     Args:
         values: the settings that the study assigns, each with its values.
@@ -445,8 +456,7 @@ def find_winners(
         return Winners([], f"There is no best cell: the study varies {only}.")
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
-        place = {key: value for key, value in group.assignment.items() if key not in choices}
-        rivals.setdefault(repr(place), []).append(group)
+        rivals.setdefault(place_of(group.assignment), []).append(group)
     sign, fewer = 1 if any(r.lower for r in results) else -1, list[str]()
     winners = list[tuple[tuple[bool, float], SeedGroup]]()
     for groups in rivals.values():
@@ -458,6 +468,13 @@ def find_winners(
         winners.append(min(ranked, key=lambda pair: pair[0]))
         few = [group for group in groups if len(group.results) < most]
         fewer += [f"{group.label} has {len(group.results)} of {most} seeds" for group in few]
+    if not winners:
+        if any(group.scores for groups in rivals.values() for group in groups):
+            amounts = ", ".join(key for key in varied if key not in choices)
+            why = f"no other choice of {', '.join(choices)} has the {amounts} of a finished cell"
+        else:
+            why = "no cell has finished with a score"
+        return Winners([], f"There is no best cell: {why}.")
     if fewer:
         seeds = ",".join(map(str, values[SEED]))
         advice = f"add its other cells with run.seed={seeds}, else it ranks last."

@@ -139,6 +139,11 @@ def train_command(study: Study, cell: Cell) -> list[str]:
     return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
+def new_divergence(process: CellProcess, result: CellResult) -> str:
+    """How a cell diverged in this process; an earlier attempt does not count."""
+    return result.divergence if result.attempt > process.attempt else ""
+
+
 @dataclass
 class Sweep:
     """A sweep at work; the options are those of `sweep`."""
@@ -286,15 +291,17 @@ class Sweep:
                 command = [*command, "--world", str(world)]
             devices = free if len(free) == world else []
             directory = self.study.run_of(cell).path
-            self.running.append(CellProcess(cell, command, directory, threads, devices))
+            self.running.append(
+                CellProcess(cell, command, directory, threads, devices, result.attempt)
+            )
 
     def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
         cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
         if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
-        if self.stop_diverged and result.divergence:
-            self.study.set_status(cell, "diverged", result.divergence)
+        if self.stop_diverged and (divergence := new_divergence(process, result)):
+            self.study.set_status(cell, "diverged", divergence)
             process.terminate()
         elif cell.key in pruned:
             self.study.set_status(cell, "pruned", pruned[cell.key])
@@ -305,7 +312,7 @@ class Sweep:
         cell, result = process.cell, self.study.result(process.cell)
         if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
             return False
-        reason = process.failure(code)
+        reason, divergence = process.failure(code), new_divergence(process, result)
         if code == LOST:  # its job starts it again, on other hosts
             self.lost = reason
             self.study.set_status(cell, "interrupted", reason)
@@ -316,8 +323,8 @@ class Sweep:
             self.study.set_status(cell, "interrupted", reason)
             return times <= RETRIES
         elif code != DONE:
-            diverged = result.divergence and code != BAD_INPUT
+            diverged = divergence and code != BAD_INPUT
             self.study.set_status(cell, "diverged" if diverged else "failed", reason)
-        elif result.divergence and result.state != "finished":
-            self.study.set_status(cell, "diverged", result.divergence)
+        elif divergence and result.state != "finished":
+            self.study.set_status(cell, "diverged", divergence)
         return False

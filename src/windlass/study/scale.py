@@ -114,6 +114,8 @@ def submit_scale(
 
     Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
     """
+    if any(n < 1 for n in nodes):
+        raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
     worlds = list(options.get("worlds") or ())  # a preset's are those of one host
     base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
     on_cpu = base.parallel.device == "cpu"

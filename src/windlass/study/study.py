@@ -288,8 +288,7 @@ class Study:
         """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
         winners = self.winners()
         if winners.cell is None:
-            reason = winners.remark or "no cell has finished with a score"
-            raise UserError(f"{self.path}: {reason.rstrip('.')}; see to_pandas()")
+            raise UserError(f"{self.path}: {winners.remark.rstrip('.')}; see to_pandas()")
         return winners.cell.run
 
     def to_pandas(self) -> Any:
