@@ -160,7 +160,7 @@ def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study, cre
         ("parallel.world=1,2", [], "parallel.world"),
         ("run.seed=1,2", [], "seed"),
         ("optim.lr=1e-2,1e-3", ["lr=0.001"], ""),
-        ("optim.lr+train.global_batch=1e-2+8,1e-3+16", [], "optim.lr has the train.global_batch of"),
+        ("optim.lr+train.global_batch=1e-2+8,1e-3+16", [], "optim.lr has the train.global_"),
         ("optim.lr=1e-2,1e-3 model.width=32,64", ["lr=0.01 width=64", "lr=0.001 width=32"], ""),
     ],
 )

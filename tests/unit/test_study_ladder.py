@@ -220,6 +220,8 @@ def test_a_further_run_does_not_choose_the_law_that_predicts_it(tmp_path: Path):
 def table_row(ladder: Ladder) -> tuple[float, float]:
     """The predicted and the measured loss of a ladder's further run."""
     table = predicted_table(ladder)
+    titles = {column.name: column.heading for column in table.columns}
+    assert (titles["low"], titles["high"]) == ("10 %", "90 %")
     names = [column.name for column in table.columns]
     (row,) = table.rows
     return row[names.index("predicted")], row[names.index("measured")]

@@ -193,7 +193,6 @@ def track(
     run: RunOrStudy,
     to: str = Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
     timeout: float = Option(0.0, min=0, help="Seconds to wait for the tracker; 0: no limit."),
-    only: int = Option(-1, hidden=True, help="One cell of a study, for the tasks of an array job."),
 ) -> None:
     """Replay a run into W&B, MLflow or TensorBoard.
 
@@ -207,8 +206,8 @@ def track(
     runs: list[str | Path] = [run]
     if Study.is_study(run):
         study = Study.open(run)
-        cells = study.cells if only < 0 else study.cells[only : only + 1]
-        runs = [cell.path for cell in map(study.run_of, cells) if cell.metrics_path.is_file()]
+        cells = map(study.run_of, study.cells)
+        runs = [cell.path for cell in cells if cell.metrics_path.is_file()]
     for path in runs:
         for note in trackers.track(path, to, timeout):
             say(note.text)

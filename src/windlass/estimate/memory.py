@@ -162,7 +162,8 @@ class Step:
         self.weights = self.master * rank.total
         self.block = self.master * rank.block
         self.root = self.weights - self.layers * self.block
-        # A unit of FSDP2: its gradients, which it reduces in float32, and its gathered parameters in autocast's precision.
+        # A unit of FSDP2: its gradients, which it reduces in float32, and its gathered parameters
+        # in autocast's precision.
         self.unit = self.full * rank.unit_blocks * rank.block
         self.gathered = self.compute * rank.unit_blocks * rank.block
         # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.

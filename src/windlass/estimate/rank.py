@@ -34,7 +34,7 @@ COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 class Program:
     """Habits of the program that trains, in bytes of a number; 0 is Windlass's.
 
-    Published measurements come from other programs (`published.py`).
+    Published measurements come from other programs (`benchmarks/published.py`).
     """
 
     weight: int = 0  # of weights and optimizer state; 0: 4, in fp64 8

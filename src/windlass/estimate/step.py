@@ -1,4 +1,4 @@
-"""The time of a training step: one model for the plan, its layouts, and scaling studies. No torch.
+"""The time of a training step: one model for the plan and its layouts. No torch.
 
 A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 
@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from windlass.estimate.devices import Device
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
@@ -27,9 +27,6 @@ from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
 from windlass.telemetry.timing import device_table
-
-if TYPE_CHECKING:
-    pass
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of

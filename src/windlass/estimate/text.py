@@ -126,7 +126,8 @@ def _print_memory(plan: Any, console: Console) -> None:
         fits = "tight" if row.tight else {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
-    samples = f"{first.share or first.micro_batch * first.accumulation:,}, the sequences of a rank in a step"
+    most = f"{first.share or first.micro_batch * first.accumulation:,}"
+    samples = f"{most}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
     if any(row.layout.reduce_each is True for row in rows):
         notes.append("each: parallel.reduce_each_micro_batch=true.")

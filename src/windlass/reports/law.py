@@ -130,8 +130,8 @@ def predicted_table(ladder: Ladder) -> Table:
         Column("parameters", "Parameters", "count"),
         Column("tokens", "Tokens", "count"),
         Column("predicted", "Predicted", "loss"),
-        Column("low", "Lowest", "loss"),
-        Column("high", "Highest", "loss"),
+        Column("low", "10 %", "loss"),
+        Column("high", "90 %", "loss"),
         Column("measured", "Measured", "loss"),
         Column("error", "Error", "share"),
     ]

@@ -301,9 +301,9 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: those of the first cell. The command names the study's preset and
-        repeats its changes, except a number of steps that was cut down for the study. Without a
-        preset it names the study's recipe file.
+        `world`: the ranks, if the assignment sets none; 0: those of the first cell. The command
+        names the study's preset and repeats its changes, except a number of steps that was cut
+        down for the study. Without a preset it names the study's recipe file.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():

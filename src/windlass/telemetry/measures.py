@@ -238,7 +238,7 @@ examples | count | count
         name: Measure(name, kind="count", role="place")
         for name in (
             *(*PLACE, "samples", "tokens", "label_tokens", "train_samples", "train_tokens"),
-            *("full_samples", "full_tokens", "batches", "first_batch_s", "items_hash"),
+            *("full_samples", "full_tokens", "batches", "items_hash"),
             *("event", "index", "hours", "lower"),
         )
     },

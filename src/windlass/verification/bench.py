@@ -102,7 +102,8 @@ class Bench:
     ) -> Run:
         """Train in this process without output, or for a task or a world in processes of their own.
 
-        `branch_from`: RUN@STEP, in this process. Raises RuntimeError with the last lines of processes that fail.
+        `branch_from`: RUN@STEP, in this process. Raises RuntimeError with the last lines of
+        processes that fail.
         """
         if world == 1 and task is None:
             with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
