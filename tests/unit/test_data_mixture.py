@@ -334,7 +334,9 @@ def test_conversations_beside_text(texts, tmp_path, packing):
     assert data.template is not None
     for number, (name, path, *own) in enumerate(sources):
         form = "chat" if own else "text"
-        one = open_data(recipe.replace({"data.source": str(path), "data.format": form}))
+        one = open_data(
+            recipe.replace({"data.mix": [], "data.source": str(path), "data.format": form})
+        )
         for mixed, single in ((data.train, one.train), (data.val, one.val)):
             assert mixed.names[number] == name
             numbers = np.arange(len(single))
