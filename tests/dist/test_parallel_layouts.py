@@ -117,7 +117,10 @@ DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("parts", "recomputed"), [("old", "full"), ("new", "selective")])
+@pytest.mark.parametrize(
+    ("parts", "recomputed"),
+    [("old", "full"), pytest.param("new", "selective", marks=pytest.mark.full)],
+)
 def test_dropout_draws_the_masks_of_one_process(parts, recomputed):
     """Attention by heads (`old`) and by gathered keys too, with padding at the end of the parts,
     and with recomputed activations.
@@ -259,8 +262,9 @@ def read(join, folder, kind):
 
 
 @pytest.mark.dist
+@pytest.mark.full
 @pytest.mark.timeout(600)  # 72 checkpoints are read
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_every_layout_reads_the_checkpoint_of_every_other(tmp_path, kind):
     more = {"optim__kind": kind, "train__micro_batch": 2}
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **NEW, **more))

@@ -65,7 +65,17 @@ TUTORIALS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted({path.name for path in PAGES.glob("*.md")} - {"slurm.md"}))
+QUICK = {"own-text.md", "more-gpus.md"}  # the others are slower
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=[] if path.name in QUICK else [pytest.mark.full])
+        for path in sorted(PAGES.glob("*.md"))
+        if path.name != "slurm.md"
+    ],
+)
 def test_every_command_of_a_tutorial_runs(name, tmp_path, prepared, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     page = TUTORIALS[name]

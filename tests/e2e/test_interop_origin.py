@@ -154,7 +154,7 @@ def test_code_that_comes_with_a_model_runs_where_it_is_asked_for_and_is_exported
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # from peft
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.full), 4])
 def test_text_alone_trains_a_model_of_images_and_leaves_the_rest_alone(lora, tmp_path):
     """On two ranks, because DDP rejects parameters without gradient."""
     from peft import PeftModel

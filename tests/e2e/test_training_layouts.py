@@ -227,9 +227,8 @@ train(Recipe.load("quickstart", sys.argv[1:]), callbacks=[Spoil()])
 """
 
 
-@pytest.mark.parametrize(
-    "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [TENSOR, CONTEXT], ids=["tensor", "context"])
 def test_rewinds_and_an_early_end_are_those_of_one_process(corpus, tmp_path, layout):
     """A NaN on the last rank alone, then a spike; no better evaluation later on ends the run."""
     more: dict[str, object] = {

@@ -34,7 +34,7 @@ TENSOR, CONTEXT = {"parallel.tensor": 2}, {"parallel.context": 2}
 full = pytest.mark.full
 CASES = [
     ("single", 1, 4, {}),
-    ("ddp", 2, 2, {}),
+    pytest.param("ddp", 2, 2, {}, marks=full),
     ("full_shard", 2, 2, {}),
     ("auto", 2, 2, TENSOR),
     pytest.param("shard_optim", 2, 2, {}, marks=full),

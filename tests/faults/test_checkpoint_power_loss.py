@@ -168,8 +168,7 @@ def cuts(scratch: Path, scene: str, images: int, disk: Disk, world: int = 1) -> 
     ("scene", "world"),
     [
         *((scene, 1) for scene in SCENES),
-        ("next", GRID),
-        *(pytest.param(scene, GRID, marks=pytest.mark.full) for scene in ("first", "again")),
+        *(pytest.param(scene, GRID, marks=pytest.mark.full) for scene in SCENES),
     ],
 )
 @pytest.mark.parametrize("images", [3, pytest.param(30, marks=pytest.mark.full)])

@@ -89,7 +89,15 @@ def children(process) -> list[psutil.Process]:
         return []
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "chat", "squad"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "text",
+        "jsonl",
+        "chat",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("parquet", "squad")),
+    ],
+)
 def test_killed_again_and_again_it_ends_with_the_same_bytes(tmp_path, kind):
     settings, wanted = whole_of(tmp_path, kind)
     root, log, draw = tmp_path / "data", tmp_path / "log.txt", random.Random(5)

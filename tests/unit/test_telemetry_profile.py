@@ -51,7 +51,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path)
 
 
 def test_a_wrong_profile_is_refused(corpus, tmp_path):
-    with refused("telemetry.profile", "STEP:COUNT"):
+    with refused("telemetry.profile", "100:3"):
         tiny_recipe(corpus, tmp_path / "run", telemetry__profile="0:5")
 
 
