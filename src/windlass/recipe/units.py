@@ -26,9 +26,9 @@ EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 def _check_duration(value: Any) -> Any:
     if isinstance(value, str):
         epochs_in(value)
-    elif type(value) not in (int, float) or not 0 <= value <= (
-        1 if type(value) is float else value
-    ):
+        return value
+    most = 1 if isinstance(value, float) else math.inf
+    if type(value) not in (int, float) or not 0 <= value <= most:
         raise ValueError(f"it takes {DURATION}")
     return value
 
