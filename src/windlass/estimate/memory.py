@@ -212,16 +212,17 @@ class Step:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes dropout on a CPU, a part of a dropout's mask, or fp64 on CUDA. Then attention
-        # saves whole T x T matrices.
+        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU. Then
+        # attention saves whole T x T matrices (`model.dropout.masked_attention`).
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
         plain = plain or (self.cuda and c == 8)
         if not plain or (model.qk_norm and not upcast):
             saved += n * (d + 2 * k) * c  # queries, keys and values, which are one tensor
-        if plain:  # computes in fp32: the scores and, with dropout, its mask and their product
-            squares = n * heads * model.context * (3 if model.dropout else 1)
-            return saved + (squares + 3 * n * d) * max(4, c) + n * d * c
+        if plain:
+            squares = max(4, c) if self.cuda else c  # softmax, in fp32 on CUDA
+            squares += 2 * c if model.dropout else 0  # the dropout mask and their product
+            return saved + (n * heads * model.context) * squares + 4 * n * d * c
         if self.cuda and kv_heads != heads and self.layout.precision != "bf16":
             saved += 2 * n * d * c  # keys and values for each head (`documents.repeats_heads`)
         if model.qk_norm or model.position == "rope":

@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from windlass.model.dropout import dropout_mask, masked_attention
+
 HALF = (torch.float16, torch.bfloat16)
 MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
 
@@ -41,6 +43,9 @@ def attend(
 ) -> Tensor:
     """`scaled_dot_product_attention` of [B, H, T, E] to [B, K, S, E], for K heads or fewer."""
     masked = type(mask) is Tensor  # not torch's `CausalBias`
+    if dropout and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        keep = dropout_mask((*q.shape[:3], k.shape[2]), dropout, q)
+        return masked_attention(q, k, v, keep, mask if masked else None)
     if repeats_heads(q.shape[1], k.shape[1], q.device.type, q.dtype, masked):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout}

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend
+from windlass.model.dropout import dropped
 from windlass.model.loss import (
     PLAIN,
     Piece,
@@ -399,11 +400,6 @@ class GPT(nn.Module):
         if name.startswith("blocks."):
             std /= math.sqrt(m.width_multiple)
         return torch.empty(shape).normal_(0.0, std, generator=generator)
-
-
-def dropped(x: Tensor, rate: float) -> Tensor:
-    """Dropout; it costs nothing at rate 0."""
-    return F.dropout(x, rate) if rate else x
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.model.documents import Documents, Spans, attend
+from windlass.model.dropout import dropout_mask, masked_attention
 from windlass.model.gpt import GPT, Block, Pass
 from windlass.model.share import Peers
 from windlass.parallel.autograd import Exchange, Gather, gather
@@ -51,8 +52,8 @@ class TokenPart(NamedTuple):
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
         """Dropout of the stream [B, T, D]; the mask is a slice of the one of all tokens."""
-        whole = torch.ones(x.shape[0], self.length, x.shape[2], dtype=x.dtype, device=x.device)
-        return x * F.dropout(whole, rate)[:, self.stream.clamp(max=self.length - 1)]
+        whole = dropout_mask((x.shape[0], self.length, x.shape[2]), rate, x)
+        return x * whole[:, self.stream.clamp(max=self.length - 1)]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
@@ -182,30 +183,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: An
     return masked_attention(q, k, v, keep)
 
 
-def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None = None
-) -> Tensor:
-    """Attention with the dropout mask `keep` [B, H, T, S]; `mask` is added to the scores, and
-    without it the attention is causal."""
-    T, S = q.shape[2], k.shape[2]
-    if q.shape[1] != k.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
-    if mask is None:
-        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        scores = scores.masked_fill(~seen, -math.inf)
-    else:
-        assert mask.dtype != torch.bool  # a bool would add 1, not -inf
-        scores = scores + mask
-    return (scores.softmax(-1) * keep).to(v.dtype) @ v
-
-
 def mask_of_heads(
     like: Tensor, shape: tuple[int, ...], rate: float, tensor: Peers | None
 ) -> Tensor:
     """A dropout mask [B, H, T, S] of this rank's heads: its slice of the mask of all heads."""
     B, H, T, S = shape
     if tensor is None:
-        return F.dropout(like.new_ones(shape), rate)
-    whole = F.dropout(like.new_ones(B, H * tensor.size, T, S), rate)
+        return dropout_mask(shape, rate, like)
+    whole = dropout_mask((B, H * tensor.size, T, S), rate, like)
     return whole[:, tensor.rank * H : (tensor.rank + 1) * H]
