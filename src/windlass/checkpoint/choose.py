@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint.format import DIGEST, MANIFEST, STEP_DIR, is_whole, names_in
 from windlass.checkpoint.lineage import Lineage, read_lineage
 from windlass.checkpoint.load import Checkpoint, checkpoints_in, read_checkpoint
-from windlass.checkpoint.retention import policy_of, retain, scores_by_step
+from windlass.checkpoint.retention import policy_of, retain
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, last_start
+from windlass.telemetry.scores import scores_by_step
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks

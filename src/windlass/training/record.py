@@ -18,7 +18,6 @@ import torch
 
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
 from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
@@ -39,6 +38,7 @@ from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import short
 from windlass.telemetry.profile import StepProfile, record_memory
+from windlass.telemetry.scores import LOSS, Scores, scores_by_step, without_improvement
 from windlass.telemetry.timing import (
     Goodput,
     StepTimer,
@@ -316,8 +316,8 @@ class Recorder:
         text, fields = "finished", dict[str, Any]()
         if early:
             count, since = without_improvement(self.evaluations, measure), "there was none"
-            if (step := scores.best) is not None:
-                since = f"the best was {scores[step]:.4f} at step {step:,}"
+            if scores.best is not None:
+                since = f"the best was {scores.best:.4f} at step {scores.best_step:,}"
             without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
             fields = {"early_stop": count, "reason": f"{without}; {since}"}
             text = f"finished early, after {fields['reason']}"
@@ -453,10 +453,10 @@ class Recorder:
             steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples or None,
             final_loss=(trained or [None])[-1],
             final_eval_loss=(losses or [None])[-1],
-            best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
+            best_eval_loss=scores_by_step(lines, LOSS).best,
             best_measure=measure,
-            best_step=scores.best,
-            best_score=None if scores.best is None else scores[scores.best],
+            best_step=scores.best_step,
+            best_score=scores.best,
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,

@@ -462,7 +462,7 @@ class Trainer:
         if scores is None:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
-        if unsaved and recorder.scores.best == state.step:
+        if unsaved and recorder.scores.best_step == state.step:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
