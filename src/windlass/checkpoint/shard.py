@@ -40,7 +40,6 @@ class Shard:
 
     boxes: list[Box]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
-    total_bytes: int = 0  # of the boxes of all ranks; 0: unknown
 
     @property
     def nbytes(self) -> int:

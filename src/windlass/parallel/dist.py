@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
+
+Value = TypeVar("Value")
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
 EXIT_SECONDS = 10.0  # after which a failed rank ends even if its communicators still wait
@@ -113,6 +115,22 @@ class Ranks:
     def broadcast_object(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank; the others' values are ignored."""
         return self._exchange(f"broadcast/{name}", value, range(1))[0]
+
+    def decide(self, name: str, decision: Callable[[], Value]) -> Value:
+        """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
+        value, error, failed = None, "", False
+        if self.main:
+            try:
+                value = decision()
+            except (UserError, RunFailed) as raised:
+                error, failed = raised.text, isinstance(raised, RunFailed)
+            except OSError as raised:
+                place = f"{raised.filename}: " if raised.filename else ""
+                error = f"{place}{raised.strerror or raised}; give another run.dir"
+        value, error, failed = self.broadcast_object(name, [value, error, failed])
+        if error:
+            raise RunFailed(error) if failed else UserError(error)
+        return value  # type: ignore[return-value]
 
     def _exchange(self, name: str, value: Any, senders: Sequence[int]) -> list[Any]:
         if self.store is None or self.world == 1:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
-from windlass.evaluation.source import evaluating
-from windlass.model.build import scalar
+from windlass.model.build import evaluating, scalar
 from windlass.model.documents import Documents, takes_documents
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
+from windlass.training.memory import ran_out_of_memory
 
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
 
@@ -152,8 +152,3 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
         causes = "labels may be in the input"
     guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
     return f"the first loss is {loss:.4g}, and {guess}: {causes}"
-
-
-def ran_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. torch's allocator for a CPU raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
