@@ -146,15 +146,10 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     names = {id(p): name for name, p in model.named_parameters()}
     multiple = width_multiple(model)
     if settings.kind != "muon":
-        # LoRA+: as `peft.optimizers.create_loraplus_optimizer` divides them
-        is_fast = settings.lora_plus_ratio > 1
-        fast = [p for p in parameters if is_fast and ("lora_B" in names[id(p)] or p.ndim == 1)]
         hidden = _matrices(model, parameters) if multiple != 1 else []
-        apart = {id(p) for p in (*fast, *hidden)}
+        apart = {id(p) for p in hidden}
         rest = [p for p in parameters if id(p) not in apart]
         groups = _split_by_decay(rest, settings, settings.lr, "")
-        lr = settings.lr * settings.lora_plus_ratio
-        groups += _split_by_decay(fast, settings, lr, "lora_B.")
         slow = _split_by_decay(hidden, settings, settings.lr / multiple, "hidden.")
         return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
     matrices = _matrices(model, parameters)
