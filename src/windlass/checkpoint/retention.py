@@ -1,6 +1,6 @@
 """The checkpoints that stay. No torch.
 
-The scores that decide come from the ledger, because a save begins before the evaluation of its step.
+The scores come from the ledger, because a save begins before the evaluation of its step.
 """
 
 from __future__ import annotations

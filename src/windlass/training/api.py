@@ -61,7 +61,7 @@ def train(
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
         model: Your own module, trained from its present weights. `forward(tokens [B, T], labels
             [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
-            checkpointing, compilation and Muon need `blocks()`, the list of its repeated parts. With
+            checkpointing, compilation and Muon need `blocks()`, a list of repeated parts. With
             `vocab` Windlass compares it with the data; with `new_cache` (as in `GPT`) it samples.
             A causal language model of `transformers` works as it is.
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token

@@ -37,7 +37,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     if recipe.train.steps == "compute-optimal":
         if own_model:
             raise UserError(
-                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
+                'train.steps = "compute-optimal" needs the model of a recipe; write steps or epochs'
             )
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
@@ -49,7 +49,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
-    """The division of a step's samples over the ranks, with a micro-batch that the memory allows."""
+    """The division of a step's samples over the ranks, with a micro-batch that fits into memory."""
     batch = plan.recipe.batch(ranks.world, ranks.device.type)
     if plan.recipe.train.micro_batch:
         return batch
@@ -76,10 +76,10 @@ def open_micro_batch(
 ) -> BatchPlan:
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
-    A resumed run keeps its own, so that it has equal bits, unless memory ran out. On CUDA it is the
+    A resumed run keeps its micro-batch, for equal bits, unless memory ran out. On CUDA it is the
     largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
-    by tokens stays. `vocab`: 0 for a user's own model. `documents`: those of a row, if attention
-    keeps them apart.
+    by tokens stays. `vocab`: 0 for a user's module. `documents`: their number in a row, if
+    attention keeps them apart.
     """
     recipe = plan.recipe
     if free is not None:

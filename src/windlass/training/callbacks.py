@@ -151,8 +151,8 @@ class Callbacks:
     """Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss."""
 
     def __post_init__(self) -> None:
-        own = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
-        gathered = self.ranks.all_gather_object("user code", [own, sorted(self.code.suites)])
+        sees_steps = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+        gathered = self.ranks.all_gather_object("user code", [sees_steps, sorted(self.code.suites)])
         self.see_steps = any(sees for sees, _ in gathered)
         for rank, (_, suites) in enumerate(gathered):
             if suites != gathered[0][1]:

@@ -84,7 +84,7 @@ def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe
     if any(ranks.all_gather_object("sum of the loss", wrong)):
         raise UserError(
             f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
-            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the two halves of "
+            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the halves of "
             "the labels of the second. Return the loss summed over labels that are not -100 "
             '(reduction="sum"); Windlass divides it by their number in the whole step '
             "(train.startup_checks=false: no check)"
@@ -140,7 +140,7 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """A warning if the loss of step 1 is far from the loss of guessing among `rows` tokens, or ""."""
+    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
     chance = math.log(max(2, rows))
     likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
     if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked

@@ -31,7 +31,7 @@ from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
 
 MORE_DATA = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
-"""Facts of the data with a line of their own in the header."""
+"""Facts of the data that have a line each in the header."""
 
 
 def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, str], list[str]]:

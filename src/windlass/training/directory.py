@@ -85,7 +85,7 @@ class RunDirectory:
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
     def compare(self, now: Mapping[str, Any]) -> None:
-        """Add a warning for each difference between this start and the one that wrote the checkpoint.
+        """Add a warning for each difference between this start and the start that saved.
 
         `now`: from `Network.facts`. UserError if the data has changed.
         """
@@ -113,7 +113,7 @@ class RunDirectory:
                 warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
 
     def left_out(self) -> list[tuple[int, int]]:
-        """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""
+        """The samples that rewinds to the checkpoint have left out."""
         assert self.checkpoint is not None
         read = partial(left_out, self.run.path, self.checkpoint.path)
         return [(start, stop) for start, stop in self.ranks.decide("left out", read)]
@@ -174,9 +174,9 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     directories of all sources.
 
     Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's own disk, so there the hosts compare the shards.
+    read-only, or a copy on each host's disk, so for data the hosts compare the shards.
     """
-    own = [shards_in(place) for place in data]
+    shards_here = [shards_in(place) for place in data]
     places = {"run.dir": run.absolute()}
     if data:
         places["data.dir"] = data[0].parent.absolute()
@@ -184,7 +184,7 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     def create() -> dict[str, str]:
         marks = {}
         for key, place in places.items():
-            if key == "data.dir" and all(own):
+            if key == "data.dir" and all(shards_here):
                 continue
             parent = next(path for path in (place, *place.parents) if path.is_dir())
             try:  # a new name, which is in no cache of NFS
@@ -196,9 +196,9 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
         return marks
 
     marks = ranks.decide("shared", create)
-    prepared = ranks.broadcast_object("prepared", own)
+    prepared = ranks.broadcast_object("prepared", shards_here)
     missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, own, strict=True)):
+    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
         missing.append("data.dir")
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
     if ranks.main:
@@ -214,7 +214,7 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
 
 
 def shards_in(directory: Path) -> list[str]:
-    """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
+    """The tokenizer and shards of prepared data, by their hashes; empty without data."""
     index = Index.load(directory)
     shards = [shard.identity for shard in index.shards] if index else []
     return [index.tokenizer.fingerprint, *shards] if index else []
@@ -253,7 +253,7 @@ def rename_old_run(path: Path) -> None:
 def acquire_run_lock(run: Path) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends.
 
-    Returns None if the file system has no locks. Raises UserError, with the holder, after
+    Returns None if the file system lacks locks. Raises UserError, with the holder, after
     LOCK_WAIT_SECONDS.
     """
     try:

@@ -19,7 +19,7 @@ from windlass.run import STARTS, Run
 from windlass.telemetry.profile import save_memory
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
-SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
+SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts with the same world size
 
 
 def ran_out_of_memory(error: Exception) -> bool:
@@ -46,7 +46,7 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
     advice = list[str]()
     if sizes:
         advice.append(
-            f"train.micro_batch={sizes[-1]} (equal results but for rounding and the masks of dropout)"
+            f"train.micro_batch={sizes[-1]} (equal results, except for rounding and dropout)"
         )
     if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
         advice.append("parallel.activation_checkpointing=full")
@@ -55,9 +55,9 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
 
 
 def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
-    """The micro-batch recorded after memory ran out on as many ranks; else 0.
+    """The micro-batch recorded after memory ran out with this world size; else 0.
 
-    `starts`: else the micro-batch of the last start, if it had as many ranks.
+    `starts`: else the micro-batch of the last start, if it had this world size.
     """
     lines = [event for event in run.events if starts and event["event"] in STARTS]
     for recorded in (read_json(run.path / SMALLER), *lines[-1:]):

@@ -1,6 +1,4 @@
-"""The model of a training: built or the user's own, checked, divided among the ranks, with its first
-weights.
-"""
+"""The model of a training: built, or the user's; checked, divided, with its first weights."""
 
 from __future__ import annotations
 
@@ -38,13 +36,12 @@ from windlass.training.checks import check_documents, check_loss_is_a_sum, check
 
 
 class Network:
-    """The model of a training: the recipe's, without values for its weights, or the user's own.
+    """The model of a training: the recipe's, without values for its weights, or the user's.
 
     Attributes:
         own: Whether the module is the user's.
         sizes, groups: Its parameters, counted, and by group of the optimizer.
-        origin: For `environment.json`: the class of a user's own model, or the files of
-            `transformers`.
+        origin: For `environment.json`: the user's class, or the files of `transformers`.
         flops_per_token: Forward and backward; None: unknown.
         precision, compiled: `train.precision` and `train.compile`, with `auto` resolved.
         warnings: For the start.
@@ -61,7 +58,7 @@ class Network:
         module: nn.Module | None,
         run: Path | None,
     ):
-        """Raises UserError if the model cannot be saved, or has no row for some token.
+        """Raises UserError if the model cannot be saved, or lacks a row for some token.
 
         `module`: the user's; `run`: a run that may hold the configuration of a model of
         `transformers`.
@@ -86,7 +83,7 @@ class Network:
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
         check_master(recipe, self.precision)
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
-        if recipe.train.compile == "auto":  # a user's own module compiles only by `true`
+        if recipe.train.compile == "auto":  # a user's module compiles only by `true`
             self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
             if self.compiled and (missing := self._missing_tools()):
                 self.compiled = False

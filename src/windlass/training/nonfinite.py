@@ -52,10 +52,10 @@ def decide_nonfinite(
         problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        if not fp16:  # no update was made since the first bad step
+        if not fp16:  # the updates since the first bad step were skipped
             step -= counts.bad - 1
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-        problem += f" (gradient norm {grad_norm}). The update was not made: {advice}"
+        problem += f" (gradient norm {grad_norm}). The update was skipped: {advice}"
     return policy, f"step {step}: {problem}"
 
 

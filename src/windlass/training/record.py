@@ -146,7 +146,7 @@ class Recorder:
         self.evaluations.append(line)
 
     def rewound(self, reason: str, first: int, stop: int) -> None:
-        """Begin a new attempt, whose lines replace those of repeated steps.
+        """Begin a new attempt, whose lines replace the lines of repeated steps.
 
         The rewind leaves out samples `first` to `stop`.
         """

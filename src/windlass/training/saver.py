@@ -1,4 +1,4 @@
-"""The saves of a training: what they hold, their commits and reports, and the save before a stop."""
+"""The saves of a training: their content, commits and reports, and the save before a stop."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ class Saver(Writer):
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
     def disk_shortage(self) -> str:
-        """A warning if the disk has no room for the run's checkpoints; else empty."""
+        """A warning if the disk is too full for the run's checkpoints; else empty."""
         size, recorder = self.shard().nbytes * self.world, self.recorder
-        # torch's optimizers have no state before their first step.
+        # torch's optimizers lack their state before the first step.
         size += 0 if self.optimizer.state else 8 * self.trained
         present = len(list(self.directory.glob("step-????????")))
         count = checkpoints_to_come(self.recipe, recorder.horizon, self.state.step, present)
@@ -157,9 +157,9 @@ class Saver(Writer):
         if seconds > self.grace and not self._warned:
             self._warned = True
             self.recorder.console.warning(
-                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a stop "
-                "loses the steps since the last save; raise checkpoint.grace_seconds (a batch job: "
-                "--time)"
+                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a "
+                "stop loses the steps since the last save; raise checkpoint.grace_seconds (in a batch "
+                "job --time)"
             )
 
     def stop_run(self, stop: StopSignals) -> bool:
@@ -169,8 +169,8 @@ class Saver(Writer):
         newest checkpoint; without one the run has failed.
         """
         step, recorder = self.state.step, self.recorder
-        own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
-        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
         mine = self.expected_seconds(step), self.grace
         needed, grace = self.ranks.broadcast_object("needed", mine)
         signalled, left = any(names), grace - max(seconds)

@@ -238,9 +238,7 @@ def release_memory() -> None:
 
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """Configure the device until `stack` ends; UserError if this build of torch has no kernels for
-    it.
-    """
+    """Configure the device until `stack` ends; UserError if torch lacks kernels for it."""
     use_deterministic(recipe.train.deterministic)
     if device.type == "cuda":
         about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
@@ -251,7 +249,7 @@ def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> No
     if recipe.data.ragged_:
         stack.enter_context(attention_without_plans())
         # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
-        # none. The allocator may be in use already, so its environment variable would come too late.
+        # none. Its environment variable would come too late.
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         if device.type == "cuda" and not any(name in os.environ for name in names):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -110,11 +110,11 @@ class StepResult:
     tokens: int  # over all ranks, without padding
     label_tokens: int  # over all ranks, unmasked
     padded_tokens: int  # over all ranks, with padding
-    spike: float | None = None  # the global loss if it is a spike and there was no update
+    spike: float | None = None  # the global loss if it is a spike, whose update was skipped
 
 
 class LossScaler:
-    """fp16's loss scale, on the device: an overflow halves it, 2,000 steps without one double it."""
+    """fp16's loss scale, on the device. An overflow halves it, 2,000 good steps double it."""
 
     def __init__(self, device: torch.device, state: TrainState, precision: str):
         """`scale` is None in other precisions."""
@@ -284,7 +284,8 @@ class Buffers:
             return
         # A module may replace its buffers. A view of bytes must begin at a multiple of its type's
         # size.
-        tensors = [module._buffers[name].detach() for module, name in self.owners]  # type: ignore[union-attr]
+        buffers = [module._buffers[name] for module, name in self.owners]
+        tensors = [buffer.detach() for buffer in buffers if buffer is not None]
         tensors.sort(key=lambda tensor: -tensor.element_size())
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group

@@ -71,7 +71,7 @@ FAILING_SAVE_SECONDS = 5.0
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A training on one rank, set up by `setup.py`. Every rank calls each method at the same step."""
+    """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
     recipe: Recipe
     ranks: Ranks
@@ -152,8 +152,12 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.stop_reason)]
-                flags = collectives.max_async(own, ranks)
+                wishes = [
+                    self.stop.requested,
+                    self.saver.failures,
+                    bool(self.callbacks.stop_reason),
+                ]
+                flags = collectives.max_async(wishes, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
