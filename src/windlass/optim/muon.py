@@ -198,36 +198,33 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         first = matrices[0].parameter
         dtype = self.dtype or torch.promote_types(first.dtype, torch.float32)
-        sharded, world = is_sharded(first), 1
+        sharded, group = is_sharded(first), self.group
         if sharded:
             from torch.distributed.tensor import Shard
 
-            dim = first.placements.index(Shard(0))
-            place = first.device_mesh.get_group(dim), first.device_mesh.get_local_rank(dim)
-            world = first.device_mesh.size(dim)
-        elif self.group is not None:
-            world, place = dist.get_world_size(self.group), (self.group, dist.get_rank(self.group))
+            group = first.device_mesh.get_group(first.placements.index(Shard(0)))
+        world = dist.get_world_size(group) if group is not None else 1
         largest = max(whole_shape(matrix.parameter).numel() for matrix in matrices)
         size = world * max(1, self.at_once // largest)
         for start in range(0, len(matrices), size):
             batch = matrices[start : start + size]
             values = [x.to(self.device_type, dtype) for x in islice(ahead, len(batch))]
             if sharded:
-                yield from self._sharded(batch, values, *place)
+                yield from self._sharded(batch, values, group)
             elif world > 1:
-                yield from self._replicated(batch, values, *place)
+                yield from self._replicated(batch, values, group)
             else:
                 yield from orthogonalise_all(batch, values)
 
     def _sharded(
-        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup, rank: int
+        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup
     ) -> list[Tensor]:
         """Each rank collects its matrices, orthogonalises them and sends the rows back.
 
         One dimension of the mesh cuts every matrix, by rows; its ranks share the work: matrix i is
         rank i's, modulo the ranks.
         """
-        world = dist.get_world_size(group)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
         mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
         out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()
         for matrix in mine:
@@ -255,10 +252,10 @@ class MuonAdamW(torch.optim.Optimizer):
         return updates
 
     def _replicated(
-        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup, rank: int
+        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup
     ) -> Iterator[Tensor]:
         """Equal plain tensors on all ranks: each orthogonalises a part and broadcasts it."""
-        world, works = dist.get_world_size(group), list[Any]()
+        rank, world, works = dist.get_rank(group), dist.get_world_size(group), list[Any]()
         updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
         new = orthogonalise_all(batch[rank::world], values[rank::world])
         updates[rank::world] = [x.contiguous() for x in new]

@@ -145,8 +145,8 @@ class Trainer:
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
-        if owns_collector := not gc.isenabled():  # `windlass train` leaves it to its loop
-            gc.freeze()  # what was imported stays
+        if owns_collector := not gc.isenabled():  # `windlass train` has turned it off
+            gc.freeze()  # imported modules stay, so a collection need not look at them
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.take_logged())
