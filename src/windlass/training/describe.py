@@ -63,21 +63,26 @@ def report_start(
     network: Network,
     data: Data,
     batch: BatchPlan,
+    *,
     mixture: Mixture | None,
     checkpoint: Checkpoint | None,
-    launch: tuple[dict[str, str], list[str]],
+    launch: dict[str, str],
+    places: list[str],
     warnings: Iterable[str],
 ) -> None:
-    """The header, warnings, and the event of the start. `launch`: from `record_launch`."""
+    """The header, warnings, and the event of the start.
+
+    `launch` and `places`: from `record_launch`.
+    """
     ranks, console = recorder.ranks, recorder.console
     state, horizon = recorder.state, recorder.horizon
     facts = describe(data)
     if mixture is not None:
         facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
     measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
-    shown = header(recorder, network, batch, facts, launch[0])
+    shown = header(recorder, network, batch, facts, launch)
     console.header(shown | {"eval": str(measured or "")}, state.step)
-    console.log(launch[1])
+    console.log(places)
     export = "" if network.own else export_note(plan.recipe.model)
     for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
         if text:

@@ -18,7 +18,7 @@ from windlass.evaluation.suites import Suites
 from windlass.model.loss import takes_sources
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
-from windlass.parallel.dist import init_process_group, init_store, use_deterministic
+from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, unwrap
 from windlass.preflight.findings import code_for
@@ -86,15 +86,7 @@ def open_trainer(
     """Set up a training, in order; `stack` closes the parts in reverse order."""
     recipe, run, own = plan.recipe, plan.run, module is not None
 
-    # Ranks. At first they exchange values only, because preparing the data may take longer than a
-    # collective; then each rank chooses its device, and the mesh has its groups.
-    ranks = stack.enter_context(init_store(detect_env(), recipe))
-    if ranks.env.nodes > 1:
-        check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
-    if data is None:
-        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
-    init_process_group(ranks, recipe)
-    prepare_device(recipe, ranks.device, stack)
+    ranks, data = join_ranks(plan, data, stack)
     batch = batch_of(plan, ranks, data, own)
     horizon = horizon_of(recipe, data, own)
 
@@ -139,7 +131,7 @@ def open_trainer(
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
-    launch = record_launch(run, ranks, network)
+    launch, places = record_launch(run, ranks, network)
     recorder = Recorder(
         run,
         recipe,
@@ -205,11 +197,39 @@ def open_trainer(
         stop_at=stop_at,
     )
     warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
-    report_start(recorder, plan, network, data, batch, mixture, checkpoint, launch, warnings)
+    report_start(
+        recorder,
+        plan,
+        network,
+        data,
+        batch,
+        mixture=mixture,
+        checkpoint=checkpoint,
+        launch=launch,
+        places=places,
+        warnings=warnings,
+    )
     if plan.changes:
         report_changes(recorder, plan)
         directory.write_settings()
     return trainer
+
+
+def join_ranks(plan: StartPlan, data: Data | None, stack: ExitStack) -> tuple[Ranks, Data]:
+    """This rank among the others, and the data, prepared if necessary.
+
+    At first the ranks exchange values only, because preparing the data may take longer than a
+    collective. Then each rank chooses its device, and the mesh gets its groups.
+    """
+    recipe = plan.recipe
+    ranks = stack.enter_context(init_store(detect_env(), recipe))
+    if ranks.env.nodes > 1:
+        check_shared(ranks, plan.run.path, data_dirs(recipe) if data is None else [])
+    if data is None:
+        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+    init_process_group(ranks, recipe)
+    prepare_device(recipe, ranks.device, stack)
+    return ranks, data
 
 
 def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
