@@ -88,7 +88,7 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     longer, longest = (recipe.replace(f"train.steps={steps}") for steps in (16, 20))
     train(recipe)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RunFailed("a failure of the test")
 
     places = (

@@ -149,12 +149,12 @@ def _check_same_model(
         if name not in saved | checkpoint.manifest.aliases.keys():
             problems.append(f"{short} is missing")
         elif (shape := checkpoint.info(name).shape) != (here := tuple(whole_shape(tensor))):
-            problems.append(f"{short} is {list(shape)} in it and {list(here)} here")
+            problems.append(f"{short} is {list(shape)} there and {list(here)} here")
         elif (dtype := checkpoint.dtype(name)) != tensor.dtype and {dtype, tensor.dtype} != {
             torch.float32,
             torch.bfloat16,
         }:
-            problems.append(f"{short} is {dtype} in it and {tensor.dtype} here")
+            problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
     extra = sorted(saved - set(targets) - others)
     problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in extra]
     if problems:
