@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -19,7 +20,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -37,15 +40,8 @@ from windlass.errors import (
     UserError,
     first_line,
 )
-from windlass.parallel.env import (
-    NO_HOSTS,
-    DistEnv,
-    address_to,
-    by_hosts,
-    interface_to,
-    listen_at,
-    this_host,
-)
+from windlass.launch.schedulers import host_name
+from windlass.parallel.env import LOOPBACK, NO_HOSTS, DistEnv
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
@@ -342,6 +338,66 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.mesh, ranks.status.place = Mesh(sizes, env.rank, sequence), sizes.place(env.rank)
     ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
+
+
+def this_host() -> str:
+    """A name that no other host of the job has.
+
+    Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
+    network.
+    """
+    name = host_name(os.environ) or socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{name} {boot} {os.readlink('/proc/self/ns/net')}"
+    return name
+
+
+def address_to(host: str) -> str:
+    """This machine's address on the route to a host; empty if it is the loopback."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
+        own = str(probe.getsockname()[0])
+        return "" if own.startswith("127.") else own
+    return ""
+
+
+def interface_to(host: str) -> str:
+    """This machine's network interface on the route to a host; empty if it is the loopback."""
+    import psutil
+
+    address, interfaces = address_to(host), psutil.net_if_addrs().items()
+    return next((name for name, every in interfaces if address in {a.address for a in every}), "")
+
+
+def listen_at(env: DistEnv) -> int | None:
+    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
+
+    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
+    """
+    several = env.nodes > 1 or (
+        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
+    )
+    try:
+        address = socket.gethostbyname(env.addr)
+        if address.startswith("127.") and several:
+            return None
+        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
+            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
+        return None
+    return listening.detach()
+
+
+def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
+    """`env` with the node and local numbers that follow from every rank's host."""
+    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
+    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
+    return replace(
+        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
+    )
 
 
 def gloo_interface(ranks: Ranks) -> str:
