@@ -18,10 +18,11 @@ from windlass import train
 from windlass.data.open import open_data
 from windlass.data.order import permute
 from windlass.data.prepare import prepare
-from windlass.errors import RunFailed
+from windlass.errors import OutOfMemory, RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
-from windlass.model.gpt import GPT
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, initialise
 from windlass.model.size import count, flops_per_token
 from windlass.optim import build
 from windlass.reports.run_charts import charts
@@ -241,6 +242,23 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     assert resets == [1], (
         "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
     )
+
+
+def test_a_users_module_takes_a_smaller_micro_batch_in_the_next_start(corpus, tmp_path, memory_for):
+    """Its first weights are gone, so the same process cannot start again."""
+    recipe = recipe_of(corpus, tmp_path / "run")
+
+    def module() -> torch.nn.Module:
+        model = build_model(recipe, open_data(recipe).vocab, "cpu")
+        initialise(model, 0)
+        return model
+
+    memory_for(5)
+    with refused("micro-batches of 8", "micro-batches of 4", error=OutOfMemory):
+        train(recipe, model=module())
+    run = train(recipe, model=module())
+    sizes = [e["micro_batch"] for e in run.events if e["event"] in STARTS]
+    assert run.state == "finished" and sizes == [8, 4]
 
 
 def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:

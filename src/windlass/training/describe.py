@@ -25,7 +25,7 @@ from windlass.recipe.load import MEASURED_ON
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.measures import short
-from windlass.training import memory
+from windlass.training.memory import OUT_OF_MEMORY, is_new_size
 from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
@@ -111,9 +111,9 @@ def report_start(
         extended_from=plan.extends_from or None,
         branched_from=str(branched.absolute()) if branched else None,
     )
-    if ranks.main and memory.is_new_size(plan.run, batch.micro_batch):
+    if ranks.main and is_new_size(plan.run, batch.micro_batch):
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
-        recorder.emit(memory.OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
+        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
 
 
 def report_changes(recorder: Recorder, plan: StartPlan) -> None:

@@ -44,11 +44,11 @@ from windlass.parallel.parallelize import (
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.training import memory
 from windlass.training.callbacks import Callbacks
 from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
+from windlass.training.memory import out_of_memory, ran_out_of_memory
 from windlass.training.nonfinite import BadSteps
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
@@ -209,10 +209,10 @@ class Trainer:
                 if stopping or not complete:
                     return self.saver.stop_run(self.stop)
         except RuntimeError as error:
-            if not memory.ran_out_of_memory(error):
+            if not ran_out_of_memory(error):
                 raise
             step = state.step + 1
-            raise memory.out_of_memory(recipe, self.recorder.run, ranks, self.batch, step) from None
+            raise out_of_memory(recipe, self.recorder.run, ranks, self.batch, step) from None
         finally:
             loader.close()
             if owns_collector:
