@@ -85,7 +85,10 @@ class Saver(Writer):
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
     def disk_shortage(self) -> str:
-        """A warning if the disk is too full for the run's checkpoints; else empty."""
+        """Rank 0's warning if the disk is too full for the run's checkpoints; else empty."""
+        if not self.ranks.main:
+            return ""
+        # The ranks write about as much as each other.
         size, recorder = self.shard().nbytes * self.world, self.recorder
         # torch's optimizers lack their state before the first step.
         size += 0 if self.optimizer.state else 8 * self.trained
