@@ -47,7 +47,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         ),
         "counted": counted(model),
         "parameters": [p for p in model.parameters() if p.requires_grad],
-        "network": SimpleNamespace(precision=precision),
+        "precision": precision,
         "losses": LossSum(state, ranks),
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),

@@ -2,7 +2,6 @@
 speeds, epochs.
 """
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -19,10 +18,11 @@ from windlass import train
 from windlass.data.open import open_data
 from windlass.data.order import permute
 from windlass.data.prepare import prepare
-from windlass.errors import RunFailed
+from windlass.errors import OutOfMemory, RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.launch.local import launch
-from windlass.model.gpt import GPT
+from windlass.model.build import build_model
+from windlass.model.gpt import GPT, initialise
 from windlass.model.size import count, flops_per_token
 from windlass.optim import build
 from windlass.reports.run_charts import charts
@@ -191,15 +191,6 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_fo
     assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
 
 
-def test_the_losses_before_a_smaller_micro_batch_are_counted(corpus, tmp_path, memory_for):
-    rare = {"telemetry.every": 100, "checkpoint.every": 0, "eval.every": 0}
-    limit = each_step(lambda now: memory_for(3) if now.step == 3 else None)
-    run = train(recipe_of(corpus, tmp_path / "run", **rare), callbacks=[limit])
-    [saved] = run.checkpoints_dir.glob("step-*/state.json")
-    assert next(e["step"] for e in run.events if e["event"] == "out_of_memory") == 3
-    assert json.loads(saved.read_text())["losses"] == 12
-
-
 def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(
     corpus, tmp_path, monkeypatch
 ):
@@ -251,6 +242,23 @@ def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_
     assert resets == [1], (
         "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
     )
+
+
+def test_a_users_module_takes_a_smaller_micro_batch_in_the_next_start(corpus, tmp_path, memory_for):
+    """Its first weights are gone, so the same process cannot start again."""
+    recipe = recipe_of(corpus, tmp_path / "run")
+
+    def module() -> torch.nn.Module:
+        model = build_model(recipe, open_data(recipe).vocab, "cpu")
+        initialise(model, 0)
+        return model
+
+    memory_for(5)
+    with refused("micro-batches of 8", "micro-batches of 4", error=OutOfMemory):
+        train(recipe, model=module())
+    run = train(recipe, model=module())
+    sizes = [e["micro_batch"] for e in run.events if e["event"] in STARTS]
+    assert run.state == "finished" and sizes == [8, 4]
 
 
 def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:
@@ -315,7 +323,7 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
     assert "memory ran out in step" in capfd.readouterr().err
 
 
-def test_a_single_rank_repeats_a_later_step_before_the_first_save(corpus, tmp_path, monkeypatch):
+def test_a_single_rank_starts_again_before_the_first_save(corpus, tmp_path, monkeypatch):
     forward, calls = GPT.forward, []
 
     def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
@@ -329,8 +337,7 @@ def test_a_single_rank_repeats_a_later_step_before_the_first_save(corpus, tmp_pa
     whole = untouched(recipe)
     monkeypatch.setattr(GPT, "forward", limited)
     run = train(recipe)
-    assert [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"] == [
-        (3, 4)
-    ]
+    sizes = [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"]
+    assert sizes == [(0, 4)] and len(run.lines("train")) == len(whole.lines("train"))
     losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

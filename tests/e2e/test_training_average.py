@@ -19,7 +19,7 @@ from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import trainer
+from windlass.training import state, trainer
 
 __all__ = ["corpus"]
 
@@ -114,8 +114,8 @@ def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
 
 def forget(monkeypatch) -> None:
     """Restore the average's count without its tensors."""
-    restore = trainer.restore
-    monkeypatch.setattr(trainer, "restore", lambda *given: restore(*given[:3]))
+    restore = state.restore
+    monkeypatch.setattr(state, "restore", lambda *given: restore(*given[:3]))
 
 
 @pytest.mark.parametrize("forgets", [False, True])

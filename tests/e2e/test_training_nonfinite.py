@@ -20,7 +20,7 @@ from windlass.errors import RunFailed, Stopped
 from windlass.launch.local import launch
 from windlass.parallel import parallelize
 from windlass.run import Run, read_lines
-from windlass.training import network, state, trainer
+from windlass.training import network, setup, state, trainer
 from windlass.training.state import SCALE_START
 
 __all__ = ["corpus"]
@@ -67,7 +67,7 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     """As on CUDA, forced here: between logs the update is called off on the device, and a save
     looks before it saves.
     """
-    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
     recipe = recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0})
     with refused("step 5:", "loss not finite", error=RunFailed):
         train(recipe, callbacks=[spoil(4, NAN)])
@@ -75,7 +75,7 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
 
 
 def test_bad_step_that_is_only_seen_later_is_not_sampled(corpus, tmp_path, spoil, monkeypatch):
-    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
     late = {"telemetry.every": 100, "eval.every": 0, "eval.sample_every": 5}
     recipe = recipe_of(corpus, tmp_path / "run", **late, **{"checkpoint.every": 0})
     with refused("step 5:", error=RunFailed):
@@ -87,7 +87,7 @@ def test_bad_step_that_is_only_seen_later_is_not_sampled(corpus, tmp_path, spoil
 def test_a_stop_while_data_is_late_looks_before_it_saves(
     corpus, tmp_path, spoil, monkeypatch, policy
 ):
-    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
+    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
     late = {"telemetry.every": 100, "eval.every": 0, "train.on_nonfinite": policy}
     recipe, run = recipe_of(corpus, tmp_path / "run", **late), Run(tmp_path / "run")
 

@@ -28,7 +28,7 @@ from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
 from windlass.run import Run, read_lines
-from windlass.training import directory, trainer
+from windlass.training import directory, setup
 from windlass.training.start import is_restart, job_id, resolve_start
 
 __all__ = ["corpus"]
@@ -88,13 +88,13 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     longer, longest = (recipe.replace(f"train.steps={steps}") for steps in (16, 20))
     train(recipe)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RunFailed("a failure of the test")
 
     places = (
         (directory, "candidate_checkpoints"),
-        (trainer.Network, "divide"),
-        (trainer, "Recorder"),
+        (setup.Network, "divide"),
+        (setup, "Recorder"),
     )
     for module, name in places:
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
@@ -198,7 +198,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     with refused("extend_to=", "3 epochs"):
         train(recipe, extend_to="three epochs")
     with monkeypatch.context() as patch, pytest.raises(RunFailed):
-        patch.setattr(trainer, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
+        patch.setattr(setup, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
     assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
@@ -267,7 +267,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(trainer, "Recorder", None)  # before the run's first event
+        patch.setattr(setup, "Recorder", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")
@@ -427,7 +427,7 @@ def test_an_error_without_a_file_is_shown(tmp_path):
         raise OSError("odd")
 
     with pytest.raises(UserError) as raised:
-        directory.decide_on_rank_0(alone(), "odd", decide)
+        alone().decide("odd", decide)
     assert "odd" in str(raised.value) and "None" not in str(raised.value)
 
 

@@ -42,12 +42,12 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     trainers, copy, write = record_trainers(monkeypatch), Writer._copy, Writer._write
     snapshots, two_steps_later = dict[int, dict[str, Any]](), threading.Event()
 
-    def copy_late(self: Writer, save: Any) -> None:
+    def copy_late(self: Writer, save: Any, shard: Any) -> None:
         if device == "cuda":
             self._stream = self._stream or torch.cuda.Stream()
             with torch.cuda.stream(self._stream):
                 torch.cuda._sleep(200_000_000)  # about 0.1 s
-        copy(self, save)
+        copy(self, save, shard)
 
     def write_late(self: Writer, *job: Any) -> None:
         assert two_steps_later.wait(60)

@@ -24,7 +24,6 @@ from windlass.model.build import build_model, read_sizes
 from windlass.model.frozen import Linear4bit
 from windlass.model.gpt import initialise
 from windlass.model.hf_files import WeightFiles
-from windlass.optim.build import make_groups
 from windlass.recipe import Recipe, RecipeError
 from windlass.run import Run
 
@@ -463,42 +462,10 @@ def test_a_frozen_embedding_does_not_learn_added_tokens(tmp_path: Path) -> None:
         build_model(recipe.replace("data.add_tokens=[]"), VOCAB + 3)
 
 
-@PEFT
-def test_the_learning_rates_of_lora_plus_are_those_of_peft(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from peft.optimizers import create_loraplus_optimizer
-    from transformers import AutoModelForCausalLM
-
-    lora = {"rank": 4, "dora": True}
-    recipe = recipe_of(tmp_path, lora=lora).replace("optim.lr=1e-3", "optim.lora_plus_ratio=16")
-    model: Any = build_model(recipe, 0)
-    groups = make_groups(model, recipe.optim)
-    config = LoraConfig(r=4, target_modules="all-linear", use_dora=True)
-    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config)
-    adam = torch.optim.AdamW
-    reference = create_loraplus_optimizer(peft, adam, lr=1e-3, loraplus_lr_ratio=16)
-
-    def rates(network: Any, groups: Any, prefix: str) -> dict[str, float]:
-        names = {id(p): name.removeprefix(prefix) for name, p in network.named_parameters()}
-        return {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
-
-    ours = rates(model, groups, "model.")
-    assert ours == rates(peft, reference.param_groups, "base_model.model.")
-    assert {name.split(".lora_")[1][0]: lr for name, lr in ours.items()} == {
-        "A": 1e-3,
-        "B": 1.6e-2,
-        "m": 1.6e-2,
-    }
-    plain = make_groups(model, recipe.replace("optim.lora_plus_ratio=1").optim)
-    assert [group["lr"] for group in plain] == [1e-3] * len(plain)
-
-
 def test_variants_without_adapters_or_on_4_bits_are_refused(tmp_path: Path) -> None:
     for key, settings in (("model.lora.dora", {"dora": True}), ("rslora", {"rslora": True})):
         with refused(key, "model.lora.rank", error=RecipeError):
             recipe_of(tmp_path, lora=settings)
-    with refused("optim.lora_plus_ratio", "model.lora.rank", error=RecipeError):
-        recipe_of(tmp_path).replace("optim.lora_plus_ratio=16")
     with refused("model.lora.dora", "fp32", error=RecipeError):
         recipe_of(tmp_path, lora={"dora": True, "rank": 4, "base": "4bit"})
     for name in ("layers.1", "mlp", "up_proj"):

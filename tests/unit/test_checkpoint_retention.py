@@ -1,7 +1,7 @@
 """Which checkpoints stay, as examples and as properties."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,15 +14,11 @@ from windlass.checkpoint.retention import (
     FINAL,
     PERIODIC,
     Policy,
-    Scores,
     retain,
-    scores_by_step,
-    without_improvement,
 )
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
-
-NAN, INF = float("nan"), float("inf")
+from windlass.telemetry.scores import Scores
 
 
 class Saved(NamedTuple):
@@ -68,32 +64,6 @@ def test_what_stays_and_why(checkpoints, policy, scores, expected) -> None:
     assert reasons == expected.split(", ")
 
 
-def test_scores_are_the_finite_values_in_the_ledger() -> None:
-    lines = [
-        {"kind": "eval", "step": 1, "suite": "loss", "loss": 3.0},
-        {"kind": "eval", "step": 2, "loss": NAN},
-        {"kind": "eval", "step": 1, "suite": "squad", "f1": 10.0, "loss": 9.0},
-        {"kind": "train", "step": 3, "loss": 1.0},
-    ]
-    wanted = {"loss": {1: 3.0}, "squad.f1": {1: 10.0}, "hellaswag.acc": {}}
-    assert {measure: retention.scores_by_step(lines, measure) for measure in wanted} == wanted
-    assert Scores().best is None and Scores({2: 1.0, 1: 1.0, 0: NAN}).best == 1
-    assert Scores({1: 3.0, 2: 2.0, 3: INF}, lower=False).best == 1
-    assert Scores({1: 3.0, 2: 2.0, 3: -INF}).best == 2
-
-
-def test_a_suite_of_ones_own_says_whether_less_is_better() -> None:
-    lines: list[dict[str, Any]] = [
-        {"kind": "eval", "step": 1, "suite": "own:x", "error": 0.1, "right": 0.1},
-        {"kind": "eval", "step": 2, "suite": "own:x", "error": 0.2, "right": 0.2},
-    ]
-    assert scores_by_step(lines, "own:x.error").best == 2, "more is better if it says nothing"
-    lines = [line | {"lower": ["error"]} for line in lines]
-    assert scores_by_step(lines, "own:x.error").best == 1
-    assert scores_by_step(lines, "own:x.right").best == 2
-    assert without_improvement(lines, "own:x.error") == 1
-
-
 saved = st.builds(
     Saved,
     st.integers(1, 50),
@@ -117,7 +87,7 @@ def test_properties(checkpoints, scores, last, keep_best):
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     assert all(c in staying for c in (*newest_first[:1], *regular[:last]))
     measured = {c.step: scores[c.step] for c in checkpoints if c.step in scores}
-    assert not keep_best or not measured or Scores(measured).best in {c.step for c in staying}
+    assert not keep_best or not measured or Scores(measured).best_step in {c.step for c in staying}
     # What stays would stay again: a second look deletes nothing more.
     assert all(retain(staying, policy, Scores(scores)).values())
 

@@ -261,7 +261,7 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     thread, writer = threading.current_thread, Writer(tmp_path / "checkpoints")
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: calls.update({thread().name: d}))
     monkeypatch.setattr(Shard, "device", torch.device("cuda", 3))
-    monkeypatch.setattr(writer, "_copy", lambda save: setattr(writer, "_copied", Mock()))
+    monkeypatch.setattr(writer, "_copy", lambda save, shard: setattr(writer, "_copied", Mock()))
     commit(writer, 3, shard_of({}))
     assert calls == {"checkpoint-writer": torch.device("cuda", 3)}
 

@@ -7,8 +7,8 @@ import torch
 
 from helpers import refused
 from windlass.errors import UserError
-from windlass.parallel.dist import choose_device
-from windlass.parallel.env import DistEnv, by_hosts, detect_env, interface_to, listen_at
+from windlass.parallel.dist import by_hosts, choose_device, interface_to, listen_at
+from windlass.parallel.env import DistEnv, detect_env
 
 
 def variables(text: str) -> dict[str, str]:

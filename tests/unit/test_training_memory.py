@@ -24,7 +24,7 @@ from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.batch import measured_sizes, open_micro_batch
-from windlass.training.network import prepare_device
+from windlass.training.setup import prepare_device
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])

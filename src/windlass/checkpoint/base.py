@@ -74,7 +74,7 @@ def fill_base(
         check_same(base, identify(directory, checkpoint.path.parent.parent, ranks))
     except UserError as error:
         problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
-        advice = "put it back (a link is enough), or write where it is: checkpoint.base=DIR"
+        advice = "put it back (a link is enough), or name its directory: checkpoint.base=DIR"
         raise UserError(f"{problem}; {advice}") from None
     for module in model.modules():
         if is_fsdp(module):
@@ -83,12 +83,12 @@ def fill_base(
 
 
 def find_base(base: Base, recipe: Recipe, download: bool = True) -> Path:
-    """The directory of a base: `checkpoint.base`, or where the recipe's model comes from."""
+    """The directory of a base: `checkpoint.base`, or the origin of the recipe's model."""
     moved, name = recipe.checkpoint.base, recipe.model.name.removeprefix("hf:")
     if base.commit and not moved:
         return hub.directory(name, base.commit, weights=True, download=download)
     if not (directory := Path(moved or name).expanduser()).is_dir():
-        raise UserError(f"there is no directory {directory}")
+        raise UserError(f"the directory {directory} does not exist")
     return directory
 
 
@@ -102,11 +102,11 @@ def check_base(base: Base, recipe: Recipe) -> str:
 
 
 def check_same(base: Base, files: dict[str, FileInfo]) -> None:
-    """Raise UserError if the files in a directory are not those of the base."""
+    """Raise UserError if the files in a directory differ from the base."""
     for name, expected in base.files.items():
-        if (there := files.get(name)) is None:
+        if (present := files.get(name)) is None:
             raise UserError(f"{name} is missing")
-        if there != expected:
+        if present != expected:
             raise UserError(f"the SHA-256 of {name} is not {expected.sha256[:12]}…")
 
 
@@ -125,10 +125,10 @@ def identify(
         sizes = {name: stat.st_size for name, stat in stats.items()}
         times = {name: stat.st_mtime_ns for name, stat in stats.items()}
         look = {"directory": str(directory.resolve()), "sizes": sizes, "times_ns": times}
-        known = read_json(record) if record else {}
+        recorded = read_json(record) if record else {}
         rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
-        seen = known.get("look") == look
-        digests = known["sha256"] if seen else dict(hash_files(directory, sizes, rank, world))
+        seen = recorded.get("look") == look
+        digests = recorded["sha256"] if seen else dict(hash_files(directory, sizes, rank, world))
     except OSError as error:
         problem = f"{error.filename} cannot be read: {error.strerror}"
     if ranks is not None:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 from windlass.checkpoint.format import DIGEST, MANIFEST, STEP_DIR, is_whole, names_in
 from windlass.checkpoint.lineage import Lineage, read_lineage
 from windlass.checkpoint.load import Checkpoint, checkpoints_in, read_checkpoint
-from windlass.checkpoint.retention import policy_of, retain, scores_by_step
+from windlass.checkpoint.retention import policy_of, retain
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, last_start
+from windlass.telemetry.scores import scores_by_step
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
@@ -99,7 +100,7 @@ def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Checkp
 def choose_checkpoint(
     run_dir: str | Path, resume: str = "latest", *, measure: str = "", up_to: int | None = None
 ) -> Checkpoint | None:
-    """The `first_undamaged` of the `candidates`; None if the run has no checkpoint."""
+    """The `first_undamaged` of the `candidates`; None if the run lacks checkpoints."""
     return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
@@ -183,8 +184,8 @@ class CheckpointList:
     """The bases that the checkpoints refer to: `name`, `files`, `bytes`, and with `verified` their
     `problem`."""
     checkpoints: list[dict[str, Any]]
-    """By step: `step`, `path`, `time` of the commit (UTC, ISO 8601), `bytes` and `world` (None if it
-    is damaged), `scores` of its step in the ledger, why retention has `kept` it, and its `problem`."""
+    """By step: `step`, `path`, `time` of the commit (UTC, ISO 8601), `bytes` and `world` (None if
+    it is damaged), `scores` of its step in the ledger, why retention has `kept` it, `problem`."""
     temporary: list[str]  # directories of a save or removal that is in progress or interrupted
     bad: list[str]  # damaged ones, renamed to `bad-...`
 
@@ -198,8 +199,8 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
         horizons = [recipe.horizon(began["steps"], began["samples_per_epoch"])]
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
     scores = {measure: scores_by_step(ledger, measure) for measure in (LOSS_SUITE, policy.measure)}
-    found = checkpoints_in(directory)
-    why = retain([c.content for c in found if c.content], policy, scores[policy.measure])
+    saved = checkpoints_in(directory)
+    why = retain([c.content for c in saved if c.content], policy, scores[policy.measure])
     rows = [
         {
             "step": c.step,
@@ -211,9 +212,9 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
             "kept": why.get(c.serial, []),
             "problem": c.verify() if verify else c.problem,
         }
-        for c in sorted(found, key=lambda c: c.step)
+        for c in sorted(saved, key=lambda c: c.step)
     ]
-    bases = {c.content.base.title: c.content.base for c in found if c.content and c.content.base}
+    bases = {c.content.base.title: c.content.base for c in saved if c.content and c.content.base}
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     bad = [n for n in names if n.startswith("bad-")]

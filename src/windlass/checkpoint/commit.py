@@ -28,6 +28,7 @@ from windlass.checkpoint.format import (
     DIGEST,
     MANIFEST,
     STATE,
+    Base,
     Damaged,
     Manifest,
     digest_line,
@@ -38,7 +39,7 @@ from windlass.checkpoint.format import (
     step_dir,
 )
 from windlass.errors import first_line
-from windlass.fileio import to_json
+from windlass.fileio import Files, to_json
 
 PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
 SLOWEST_POLL_SECONDS = 0.25
@@ -56,16 +57,23 @@ class Save:
     Without an `error` the checkpoint at `path` is then durable and visible.
     """
 
-    writer: Any  # the `Writer`, with what all its saves have in common
+    directory: Path  # the run's `checkpoints`
     step: int
     save_id: str  # the same on all ranks, and never used twice in a run
-    shard: Any  # the `Shard` that this rank writes
+    rank: int
+    world: int
+    files: Files
+    piece_bytes: int  # per write
+    deadline: float  # seconds; how long rank 0 waits for the other ranks after its part
+    nbytes: int  # of this rank's tensors
+    aliases: Mapping[str, str]  # of tied weights: a name, and the name under which it is saved
+    base: Base | None
     meta: Mapping[str, Any]
     counters: bytes = b"{}"
     image: Any = b""  # this rank's file in host memory: header length, header, numbers
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """By name `dtype`, `shape` of the whole tensor, `chunks`: place in the file, offsets, sizes."""
-    error: str = ""  # why it failed; before `run` why there is no image, so that all ranks give up
+    error: str = ""  # why it failed; before `run` why `image` is missing, so that all ranks give up
     warning: str = ""  # a problem that did not fail the save
     ended: bool = False
     waited_s: float = 0.0  # the step waited for the save before this one
@@ -74,9 +82,6 @@ class Save:
     write_s: float = 0.0  # from the copy to the end: hashing, writing, syncing and agreement
 
     def __post_init__(self) -> None:
-        writer = self.writer
-        self.directory, self.files = writer.directory, writer.files
-        self.rank, self.world = writer.rank, writer.world
         self.path = step_dir(self.directory, self.step)
         self.temporary = self.directory / f".saving-{self.save_id}"
         self.tombstone = self.directory / f".failed-{self.save_id}"
@@ -108,7 +113,7 @@ class Save:
             files.make_dir(folder)
         if self.rank == 0:
             what = f"checkpoint {self.path.name}"
-            size = self.shard.total_bytes or self.shard.nbytes * self.world
+            size = self.nbytes * self.world  # the ranks write about as much as each other
             if short := shortage(self.directory, size, what):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.error:
@@ -116,7 +121,7 @@ class Save:
         part = {"host": socket.gethostname(), "files": {}, "tensors": self.tensors}
         if self.tensors:
             name, digest = FILE.format(self.rank), hashlib.sha256()
-            data, piece_bytes = self.image, self.writer.piece_bytes
+            data, piece_bytes = self.image, self.piece_bytes
             with files.create(self.temporary / name) as output:
                 for at in range(0, len(data), piece_bytes):
                     digest.update(data[at : at + piece_bytes])
@@ -128,7 +133,7 @@ class Save:
     def _collect_parts(self) -> list[dict[str, Any]]:
         """Rank 0: every rank's part. GivenUp if one reports an error, or at the deadline."""
         parts: dict[int, dict[str, Any]] = {}
-        for _ in _polls(self.writer.deadline):
+        for _ in _polls(self.deadline):
             names = set(names_in(self.temporary))
             for rank in set(range(self.world)) - parts.keys():
                 if PART.format(rank) in names:
@@ -139,7 +144,7 @@ class Save:
             if len(parts) == self.world:
                 return [parts[rank] for rank in range(self.world)]
         late = ", ".join(str(r) for r in range(self.world) if r not in parts)
-        problem = f"no part came from rank {late} within {self.writer.deadline:g} s"
+        problem = f"no part came from rank {late} within {self.deadline:g} s"
         raise GivenUp(f"{problem}; is {self.directory} on a file system that all ranks share?")
 
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> Manifest:
@@ -201,16 +206,16 @@ class Save:
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "world": self.world,
             "meta": self.meta,
-            "aliases": self.shard.aliases,
+            "aliases": dict(self.aliases),
             "tensors": dict(sorted(tensors.items())),
             "files": written,
-            "base": self.writer.base and self.writer.base.model_dump(),
+            "base": self.base and self.base.model_dump(),
         }
         return to_json(manifest)
 
     def _await_commit(self) -> None:
         """Other ranks: wait, longer than rank 0 does, until rank 0 has committed or given up."""
-        for _ in _polls(2 * self.writer.deadline + 60.0):
+        for _ in _polls(2 * self.deadline + 60.0):
             names = names_in(self.directory)
             if self.tombstone.name in names:
                 raise GivenUp("rank 0 gave the save up")

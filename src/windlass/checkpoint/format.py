@@ -71,7 +71,7 @@ FileName = Annotated[str, Field(pattern=r"^(rank-\d{5,}\.safetensors|state\.json
 
 
 class Damaged(ValueError):
-    """A checkpoint differs from what was written; the message names the file and the difference."""
+    """A checkpoint has changed since its commit; the message names the file and the difference."""
 
 
 class Chunk(NamedTuple):

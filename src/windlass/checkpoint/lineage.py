@@ -42,13 +42,13 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
     """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
     serial = max((c.serial for c in checkpoints_in(run / "checkpoints")), default=0)
     before = read_lineage(run) or Lineage()
-    kept: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
+    current: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
     if checkpoint is None:
-        return Lineage(serial=serial, job=dict(job), **kept)
-    here, there = run.resolve(), checkpoint.resolve()
-    path = there.relative_to(here) if there.is_relative_to(here) else there
-    kept |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
-    return Lineage(serial=serial, job=dict(job), **kept)
+        return Lineage(serial=serial, job=dict(job), **current)
+    directory, path = run.resolve(), checkpoint.resolve()
+    path = path.relative_to(directory) if path.is_relative_to(directory) else path
+    current |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    return Lineage(serial=serial, job=dict(job), **current)
 
 
 def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def read_lineage(run: Path) -> Lineage | None:
         return None
     except (OSError, ValidationError):
         raise UserError(
-            f"{path}, which says where the run's current steps began, cannot be read: restore it, "
+            f"{path}, which says from where the run continues, cannot be read: restore it, "
             "or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
         ) from None
 
@@ -90,10 +90,10 @@ def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
 def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
     """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
 
-    The recipe has no path of the run, which may move, and no setting of one start alone.
+    Windlass leaves out the path of the run, which may move, and settings of one start.
     """
-    own = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
-    path, recipe = run / RECIPE, recipe.replace(own, {"checkpoint.resume": "latest"})
+    unset = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
+    path, recipe = run / RECIPE, recipe.replace(unset, {"checkpoint.resume": "latest"})
     text = recipe.toml().encode()
     before = path.read_bytes() if path.is_file() else b""
     replaced = hashlib.sha256(before).hexdigest()

@@ -86,7 +86,7 @@ class Checkpoint:
     def with_weights(self, weights: str) -> Checkpoint:
         """This checkpoint, or with `average` one whose model has the averaged weights.
 
-        UserError if it has none. Weights that are not trained have no average.
+        UserError if it lacks them. Frozen weights are not averaged.
         """
         if weights not in WEIGHTS:
             raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
@@ -141,7 +141,7 @@ class Checkpoint:
         count = math.prod(chunk.sizes) * dtype.itemsize
         path = self.path / chunk.file
         try:
-            # Copy-on-write, because torch has no tensor that is only read.
+            # Copy-on-write, because torch lacks read-only tensors.
             numbers = np.memmap(path, np.uint8, "c", chunk.at, (count,))
         except (OSError, ValueError) as error:
             raise Damaged(f"{path} cannot be read: {error}") from None
@@ -166,8 +166,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def checkpoints_in(directory: Path) -> list[Checkpoint]:
     """Every whole checkpoint of a run: damaged ones first, then by commit, newest first."""
     paths = [directory / name for name in names_in(directory) if STEP_DIR.match(name)]
-    found = [read_checkpoint(path) for path in paths if is_whole(path)]
-    return sorted(found, key=lambda c: (-c.serial if c.content else -math.inf, -c.step))
+    whole = [read_checkpoint(path) for path in paths if is_whole(path)]
+    return sorted(whole, key=lambda c: (-c.serial if c.content else -math.inf, -c.step))
 
 
 def open_checkpoint(path: str | Path, deep: bool = True) -> Checkpoint:

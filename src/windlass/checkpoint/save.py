@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from windlass.checkpoint.commit import Save, explain
 from windlass.checkpoint.format import Base, Manifest, names_in
 from windlass.checkpoint.lineage import read_lineage
 from windlass.checkpoint.load import checkpoints_in
-from windlass.checkpoint.retention import PERIODIC, Policy, Scores, retain
+from windlass.checkpoint.retention import PERIODIC, Policy, retain
 from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
 from windlass.fileio import PIECE_BYTES, Files, to_json
+from windlass.telemetry.scores import Scores
 
 POLL_SECONDS = 0.1
 # Of the writer, so that it takes the time that computing threads leave. More would let a program
@@ -114,12 +115,24 @@ class Writer:
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
         begin = time.perf_counter()
-        facts = {"reason": PERIODIC} | dict(meta or {})
-        save = Save(self, step, f"{step:08d}-{self.attempt}-{self._started + 1}", shard, facts)
+        save = Save(
+            directory=self.directory,
+            step=step,
+            save_id=f"{step:08d}-{self.attempt}-{self._started + 1}",
+            rank=self.rank,
+            world=self.world,
+            files=self.files,
+            piece_bytes=self.piece_bytes,
+            deadline=self.deadline,
+            nbytes=shard.nbytes,
+            aliases=shard.aliases,
+            base=self.base,
+            meta={"reason": PERIODIC} | dict(meta or {}),
+        )
         try:
             save.counters = to_json(dict(counters))
             warned = self._warning
-            self._copy(save)
+            self._copy(save, shard)
             save.warning = "" if warned else self._warning
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
@@ -127,7 +140,7 @@ class Writer:
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
         self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
         self._saves.append(save)
-        job = save, scores or Scores(), self._copied
+        job = save, scores or Scores(), self._copied, shard.device
         name = "checkpoint-writer"
         self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
         self._thread.start()
@@ -136,13 +149,13 @@ class Writer:
             self._until_idle(None, while_waiting)
             save.waited_s += time.perf_counter() - staged
 
-    def _copy(self, save: Save) -> None:
-        """Begin to copy the boxes of a save into host memory, as its file.
+    def _copy(self, save: Save, shard: Shard) -> None:
+        """Begin to copy the boxes of a shard into host memory, as the file of a save.
 
-        From CUDA a stream of its own copies them, as they are after all that was launched so far.
+        From CUDA another stream copies them, as they are after all that was launched so far.
         """
-        header, places, size = save.shard.layout(self.rank)
-        device = save.shard.device
+        header, places, size = shard.layout(self.rank)
+        device = shard.device
         self._allocate(size, device)
         image = memoryview(self._host.numpy())[:size]
         image[: len(header)] = header
@@ -209,14 +222,20 @@ class Writer:
             if while_waiting is not None:
                 while_waiting()
 
-    def _write(self, save: Save, scores: Scores, copied: torch.cuda.Event | None) -> None:
+    def _write(
+        self,
+        save: Save,
+        scores: Scores,
+        copied: torch.cuda.Event | None,
+        device: torch.device | None,
+    ) -> None:
         """Write, commit and clean up; any error becomes the save's."""
         began = time.perf_counter()
         if self.background and sys.platform == "linux":  # elsewhere it is the whole process's
             with contextlib.suppress(OSError):  # a sandbox may forbid it
                 os.nice(NICENESS)
         try:
-            if copied is not None and (device := save.shard.device) is not None:
+            if copied is not None:
                 torch.cuda.set_device(device)  # a new thread would make a context on device 0
                 copied.synchronize()
             content = save.run(self._next_serial())
@@ -230,7 +249,7 @@ class Writer:
                     save.warning = f"old checkpoints could not be removed: {explain(problem)}"
         except Exception as problem:
             save.error = explain(problem)
-        save.image, save.shard = b"", replace(save.shard, boxes=[])  # free the state
+        save.image = b""  # the next save reuses its memory
         save.write_s = time.perf_counter() - began
         if not save.error:
             self.last_seconds = save.write_s + save.staged_s

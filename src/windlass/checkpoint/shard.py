@@ -1,7 +1,7 @@
 """The part of a training's state that a rank writes: its boxes, and their file.
 
 Each rank holds a box of each tensor, or the whole tensor. Ranks that hold the same box divide its
-rows, so that each writes about the same number of bytes. A reader asks for boxes of its own layout.
+rows, so that each writes about the same number of bytes. A reader asks for boxes of any layout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Shard:
 
     boxes: list[Box]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
-    total_bytes: int = 0  # of the boxes of all ranks; 0: unknown
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +56,7 @@ class Shard:
         places, end = list[tuple[Box, int]](), 0
         for box in sorted(self.boxes, key=lambda box: -box.tensor.element_size()):  # all aligned
             begin, end = end, end + box.tensor.nbytes
-            name = box.name  # further boxes of a tensor need names of their own
+            name = box.name  # further boxes of a tensor need other names
             while name in header:
                 name = f"{box.name}@{','.join(map(str, box.offsets))}"
             dtype, shape = TYPE_NAMES[box.tensor.dtype], list(box.tensor.shape)
@@ -91,13 +90,13 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1
     first_rank = rank - rank % (world // stages)
     peers = range(first_rank, first_rank + world // stages)
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
-    known: dict[Any, tuple[int, ...]] = {}
+    ranks_of: dict[Any, tuple[int, ...]] = {}
     for name, tensor in tensors.items():
         place = (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else ()
         key = (*place, cut_of(tensor) is not None)
-        if key not in known:
-            known[key] = holders(tensor, peers)
-        groups.setdefault(known[key], {})[name] = tensor
+        if key not in ranks_of:
+            ranks_of[key] = holders(tensor, peers)
+        groups.setdefault(ranks_of[key], {})[name] = tensor
     boxes = list[Box]()
     for ranks, held in groups.items():
         local = {name: local_part(tensor) for name, tensor in held.items()}
@@ -143,16 +142,16 @@ def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
     alike = peers[cut.peers.rank :: cut.peers.size] if cut else peers  # neighbours differ in `tp`
     if not is_sharded(tensor):
         return tuple(alike)
-    mesh, own = tensor.device_mesh, [slice(None)] * tensor.device_mesh.ndim
+    mesh, place = tensor.device_mesh, [slice(None)] * tensor.device_mesh.ndim
     if (dim := sharding_dim(tensor)) is not None:
-        own[dim] = (mesh.get_coordinate() or ())[dim]
+        place[dim] = (mesh.get_coordinate() or ())[dim]
     ranks, free, same = mesh.mesh.reshape(-1).tolist(), set(peers), list[int]()
     while free:  # the lowest rank that is left is the lowest rank of another copy
         shift = min(free) - min(ranks)
         if not (copy := {rank + shift for rank in ranks}) <= free:
             raise NotImplementedError(f"a checkpoint of {peers} with the mesh {mesh}")
         free -= copy
-        same += [rank + shift for rank in mesh.mesh[tuple(own)].reshape(-1).tolist()]
+        same += [rank + shift for rank in mesh.mesh[tuple(place)].reshape(-1).tolist()]
     return tuple(sorted(rank for rank in same if rank in alike))
 
 
@@ -179,15 +178,15 @@ def boxes_of(
         return
     if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
         mesh = tensor.device_mesh
-        own = rows_of_rank(tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
-        assert len(local) == len(own), f"other rows of {tensor.shape}"
-        start += own.start
-    rows, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
+        rows = rows_of_rank(tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
+        assert len(local) == len(rows), f"other rows of {tensor.shape}"
+        start += rows.start
+    part, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
     if cut is None:
-        yield tuple(offsets), rows
+        yield tuple(offsets), part
         return
     at = 0
-    for part in cut.ranges if cut.dim else cut.within(start, start + len(rows)):
-        offsets[cut.dim] = part.start
-        yield tuple(offsets), rows.narrow(cut.dim, at, len(part))
-        at += len(part)
+    for box in cut.ranges if cut.dim else cut.within(start, start + len(part)):
+        offsets[cut.dim] = box.start
+        yield tuple(offsets), part.narrow(cut.dim, at, len(box))
+        at += len(box)

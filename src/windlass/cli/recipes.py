@@ -61,7 +61,8 @@ def recipe(
 
     Example: `windlass recipe quickstart optim.lr=3e-4`
     """
-    from windlass.recipe import explain, json_schema
+    from windlass.recipe import json_schema
+    from windlass.recipe.explain import explain
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import alone, casting_once, evaluating, is_new
+from windlass.evaluation.source import alone
+from windlass.model.build import casting_once, evaluating
 from windlass.model.few_rows import few_rows
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
@@ -110,7 +111,7 @@ def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
     model = unwrap(model)
     bos, settings = getattr(model, "bos", None), getattr(model, "settings", None)
     if not text and not tokenizer.begin:
-        if isinstance(settings, ModelSettings) and is_new(settings) and tokenizer.first:
+        if isinstance(settings, ModelSettings) and settings.is_new and tokenizer.first:
             return list(tokenizer.first)
         if bos is not None:
             return [bos]

@@ -23,8 +23,7 @@ from windlass.data.samples import Samples
 from windlass.data.sources import SourceSpec, open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import casting_once, evaluating
-from windlass.model.build import scalar
+from windlass.model.build import casting_once, evaluating, scalar
 from windlass.model.documents import Branches, documents_of
 from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums, takes_sources

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,12 @@ from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter
-from windlass.model.build import build_model, keeping_modes, own_module
+from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
-from windlass.model.share import is_fsdp
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Changes, Recipe
-from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
@@ -104,7 +101,7 @@ def find_source(
         if not tokenizer and "own_model" not in run.environment:  # on the user's own data
             tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
             tokenizer = tokenizer if tokenizer.vocab <= choice.meta["vocab"] else None
-        if tokenizer and is_new(run.recipe.model):
+        if tokenizer and run.recipe.model.is_new:
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
         recipe = run.recipe.replace(READ_HERE).replace(overrides, NO_LAYOUT)
@@ -192,45 +189,6 @@ def load_model(
         UserError: The model does not exist, is damaged, or needs `model`.
     """
     return open_model(find_source(run, overrides, model, weights), alone(device or None)).eval()
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside; afterwards modes are restored and parameters sharded again.
-
-    It also drops the weights of `casting_once`.
-
-    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
-    would train the wrong ones.
-    """
-    with keeping_modes(model):
-        model.eval()
-        try:
-            yield
-        finally:
-            torch.clear_autocast_cache()
-            for module in model.modules():
-                if is_fsdp(module):
-                    module.reshard()
-
-
-@contextmanager
-def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """One of several passes with unchanged weights: only the first casts them to low precision.
-
-    The end of an outermost `autocast` drops what it cast.
-    """
-    torch.autocast_increment_nesting()
-    try:
-        with autocast():
-            yield
-    finally:
-        torch.autocast_decrement_nesting()
-
-
-def is_new(model: ModelSettings) -> bool:
-    """Whether a model's training began with random weights."""
-    return not model.init_from and (model.kind == "gpt" or model.from_scratch)
 
 
 def same_tokenizer(source: Source, directory: Path) -> bool:

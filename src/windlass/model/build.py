@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from windlass.errors import UserError
 from windlass.model.frozen import HELD, Linear4bit, hold_frozen, hold_trained, holds_in_bf16
 from windlass.model.gpt import GPT
-from windlass.model.share import is_sharded
+from windlass.model.share import is_fsdp, is_sharded
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 
@@ -111,6 +111,40 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
         for module, training in modes:  # a whole before its parts
             if module.training != training:
                 module.train(training)  # an override may do more: loralib adds adapters to weights
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off inside; afterwards modes are restored and parameters sharded again.
+
+    It also drops the weights of `casting_once`.
+
+    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
+    would train the wrong ones.
+    """
+    with keeping_modes(model):
+        model.eval()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            for module in model.modules():
+                if is_fsdp(module):
+                    module.reshard()
+
+
+@contextmanager
+def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """One of several passes with unchanged weights: only the first casts them to low precision.
+
+    The end of an outermost `autocast` drops what it cast.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        with autocast():
+            yield
+    finally:
+        torch.autocast_decrement_nesting()
 
 
 def scalar(loss: Any) -> Tensor:

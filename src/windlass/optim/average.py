@@ -53,13 +53,13 @@ class Average:
         """
         if step <= self.begin:
             return
-        made = 1 - skipped.to(self.count)
-        n = self.count + made
+        enters = 1 - skipped.to(self.count)
+        n = self.count + enters
         weight = 1 / n
         if self.settings.kind == "ema":
             weight = 1 - torch.clamp(n / (n + 9), max=self.settings.beta)
         # Until the first weights have entered, the average is the present weights.
-        weight = torch.where(self.count == 0, 1.0, made * weight)
+        weight = torch.where(self.count == 0, 1.0, enters * weight)
         self.count.copy_(n)
         averages, parameters = self._pairs()
         if all(p.dtype == torch.bfloat16 for p in parameters):
@@ -76,13 +76,12 @@ class Average:
             here.copy_(rounded(here.float().lerp_(new, weight), bits, BF16_DROPPED))
 
     def begun(self, step: int) -> int:
-        """The weights in the average after `step` steps; 0: there is no average. Waits for the
-        device."""
+        """The weights in the average after `step` steps; 0: none. Waits for the device."""
         return int(self.count) if step > self.begin else 0
 
     @torch.no_grad()
     def load(self, count: int) -> None:
-        """Continue with `tensors` that hold the average of `count` weights; 0 starts a new average."""
+        """Continue with `tensors`, the average of `count` weights; 0 starts a new average."""
         self.count.fill_(count)
         if self.tensors and not count:
             # They may have been copied from memory without values, and NaN stays in every average.

@@ -36,7 +36,7 @@ def build_optimizer(
         replicas: Ranks that hold equal plain parameters (a mesh of one dimension); with `muon` they
             share the work.
         shard_state: Divide the optimizer state among the `replicas` (`shard_optim`).
-        seed: Of the rounding of bf16 weights and 8-bit state.
+        seed: For the rounding of bf16 weights and 8-bit state.
     """
     ours = "." not in settings.kind
     groups = make_groups(model, settings)
@@ -45,14 +45,16 @@ def build_optimizer(
         g["names"] = [names[p] for p in g["params"]]
     mesh = replicas if shard_state else None
     if not groups:
-        raise UserError("your model has no parameter to train: set requires_grad of some to True")
+        raise UserError(
+            "every parameter of your model is frozen: set requires_grad of some to True"
+        )
     rows: dict[nn.Parameter, nn.Parameter] = {}
     fused = ours or settings.options.get("fused")
     lines = device_type == "cpu" and fused  # see LINE_BYTES
     for g in groups if mesh is not None else ():
         any_row = not lines or g.get("muon", False)
-        own = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
-        rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in own.items()}
+        parts = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
+        rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in parts.items()}
         g["params"] = [rows[p] for p in g["params"]]
     if ours:
         optimizer: torch.optim.Optimizer = MuonAdamW(
@@ -146,15 +148,10 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     names = {id(p): name for name, p in model.named_parameters()}
     multiple = width_multiple(model)
     if settings.kind != "muon":
-        # LoRA+: as `peft.optimizers.create_loraplus_optimizer` divides them
-        is_fast = settings.lora_plus_ratio > 1
-        fast = [p for p in parameters if is_fast and ("lora_B" in names[id(p)] or p.ndim == 1)]
         hidden = _matrices(model, parameters) if multiple != 1 else []
-        apart = {id(p) for p in (*fast, *hidden)}
+        apart = {id(p) for p in hidden}
         rest = [p for p in parameters if id(p) not in apart]
         groups = _split_by_decay(rest, settings, settings.lr, "")
-        lr = settings.lr * settings.lora_plus_ratio
-        groups += _split_by_decay(fast, settings, lr, "lora_B.")
         slow = _split_by_decay(hidden, settings, settings.lr / multiple, "hidden.")
         return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
     matrices = _matrices(model, parameters)

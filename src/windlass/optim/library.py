@@ -27,7 +27,7 @@ ELEMENTWISE = {
 
 
 def library_optimizer(settings: OptimSettings, divided: bool = False) -> type[Any] | None:
-    """The class in `torch.optim` or `pytorch_optimizer`; None for our own.
+    """The class in `torch.optim` or `pytorch_optimizer`; None for ours.
 
     `divided`: whether ranks divide the parameters. UserError for a bad name or option, a missing
     package, and an optimizer that a checkpoint cannot hold or that needs whole parameters.

@@ -5,7 +5,7 @@ Muon replaces the momentum of a matrix by the nearest matrix whose singular valu
 steps of an odd polynomial, x -> a x + b x^3 + c x^5, on every singular value.
 
 That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
-pieces of its own matrices, orthogonalises them and sends the pieces back.
+pieces of its matrices, orthogonalises them and sends the pieces back.
 
 Equal shapes are orthogonalised as one stack: a small matrix takes less time than the start of its
 kernels on a GPU, and threads of a CPU share a stack better than a matrix.
@@ -30,8 +30,8 @@ from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded, 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
-"""The numbers of the matrices that a rank orthogonalises at once, at least one matrix; a large matrix
-gains nothing from a stack."""
+"""The numbers of the matrices that a rank orthogonalises at once, at least one matrix. A large
+matrix gains nothing from a stack."""
 
 
 class Matrix(NamedTuple):
@@ -43,11 +43,11 @@ class Matrix(NamedTuple):
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U V^T of U S V^T, of a matrix or of each in a stack, by Newton-Schulz steps in `dtype`."""
+    """About U V^T of U S V^T, for a matrix or each in a stack; Newton-Schulz steps in `dtype`."""
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     tall = x.size(-2) > x.size(-1)
-    x = x.mT if tall else x  # so that the gram matrix is taken on the shorter side
+    x = x.mT if tall else x  # so that the gram matrix has the shorter side
     # The Frobenius norm is an upper bound of the largest singular value.
     norm = x.norm() if x.dim() == 2 else x.norm(dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=1e-7)
@@ -81,14 +81,14 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
             pieces[i] = x.T if t else x
     left, results = iter(pieces), list[Tensor]()
     for matrix in matrices:
-        own, cut = list(islice(left, len(matrix.parts))), cut_of(matrix.parameter)
-        x = torch.cat(own) if len(own) > 1 else own[0]
+        parts, cut = list(islice(left, len(matrix.parts))), cut_of(matrix.parameter)
+        x = torch.cat(parts) if len(parts) > 1 else parts[0]
         results.append(cut.take(x) if cut else x)
     return results
 
 
 def update_scale(shape: Sequence[int]) -> float:
-    """The factor of a matrix's update besides the learning rate; the shape is [outputs, inputs]."""
+    """The factor of a matrix's update beside the learning rate; the shape is [outputs, inputs]."""
     return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
@@ -105,7 +105,7 @@ class MuonAdamW(torch.optim.Optimizer):
             the `number` of the update determine the rounding of bf16 weights.
         momentum, betas, eps: as in torch's Muon and AdamW.
         eight_bit: AdamW's moments are in 8 bits.
-        seed: Of the rounding.
+        seed: For the rounding.
         device_type: Where matrices are orthogonalised.
         group: Ranks that hold equal plain tensors (DDP) and share the work.
     """
@@ -124,7 +124,7 @@ class MuonAdamW(torch.optim.Optimizer):
     ):
         self.device_type, self.group = device_type, group
         self.at_once = AT_ONCE.get(device_type, AT_ONCE["cuda"])
-        # torch's names: whether `found_inf` makes the update conditional, on the device, and whether
+        # torch's names: whether `found_inf` makes the update conditional on the device, and whether
         # the update divides the gradients by `grad_scale`.
         self._step_supports_amp_scaling = True
         self.found_inf: Tensor | None = None
@@ -142,7 +142,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 g.update(betas=betas, eps=eps, fused=True)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        # torch's own imports torch._dynamo, which takes as long as half of `import torch`.
+        # torch's method imports torch._dynamo, which takes as long as half of `import torch`.
         self.param_groups.append(self.defaults | group | {"params": list(group["params"])})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,8 +153,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for g in self.param_groups:
-            there = [i for i, p in enumerate(g["params"]) if p.grad is not None]
-            named = [(g["names"][i], g["params"][i]) for i in there]
+            present = [i for i, p in enumerate(g["params"]) if p.grad is not None]
+            named = [(g["names"][i], g["params"][i]) for i in present]
             for _, p in named:
                 if not self.state[p]:
                     self.state[p] = new_state(p, g)
@@ -164,7 +164,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 continue
             if self.grad_scale is not None and named:
                 torch._foreach_mul_([local_part(p.grad) for _, p in named], 1 / self.grad_scale)
-            self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(there)])
+            self._muon(g, [Matrix(*named[n], tuple(g["parts"][i])) for n, i in enumerate(present)])
 
     def _muon(self, g: dict[str, Any], matrices: list[Matrix]) -> None:
         # Equal shapes together, for stacks, and for equal work of the ranks.
@@ -198,43 +198,40 @@ class MuonAdamW(torch.optim.Optimizer):
             return
         first = matrices[0].parameter
         dtype = self.dtype or torch.promote_types(first.dtype, torch.float32)
-        sharded, world = is_sharded(first), 1
+        sharded, group = is_sharded(first), self.group
         if sharded:
             from torch.distributed.tensor import Shard
 
-            dim = first.placements.index(Shard(0))
-            place = first.device_mesh.get_group(dim), first.device_mesh.get_local_rank(dim)
-            world = first.device_mesh.size(dim)
-        elif self.group is not None:
-            world, place = dist.get_world_size(self.group), (self.group, dist.get_rank(self.group))
+            group = first.device_mesh.get_group(first.placements.index(Shard(0)))
+        world = dist.get_world_size(group) if group is not None else 1
         largest = max(whole_shape(matrix.parameter).numel() for matrix in matrices)
         size = world * max(1, self.at_once // largest)
         for start in range(0, len(matrices), size):
             batch = matrices[start : start + size]
             values = [x.to(self.device_type, dtype) for x in islice(ahead, len(batch))]
             if sharded:
-                yield from self._sharded(batch, values, *place)
+                yield from self._sharded(batch, values, group)
             elif world > 1:
-                yield from self._replicated(batch, values, *place)
+                yield from self._replicated(batch, values, group)
             else:
                 yield from orthogonalise_all(batch, values)
 
     def _sharded(
-        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup, rank: int
+        self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup
     ) -> list[Tensor]:
-        """Each rank collects its own matrices, orthogonalises them and sends the rows back.
+        """Each rank collects its matrices, orthogonalises them and sends the rows back.
 
         One dimension of the mesh cuts every matrix, by rows; its ranks share the work: matrix i is
         rank i's, modulo the ranks.
         """
-        world = dist.get_world_size(group)
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
         mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
-        out, pieces = [sum(x.numel() for x in own) for own in owned], list[list[int]]()
+        out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()
         for matrix in mine:
             height, width = matrix.parameter.shape
             pieces.append([len(rows_of_rank(height, world, r)) * width for r in range(world)])
         into = [sum(one[r] for one in pieces) for r in range(world)]
-        sent = torch.cat([x.reshape(-1) for own in owned for x in own])
+        sent = torch.cat([x.reshape(-1) for part in owned for x in part])
         flat, back = sent.new_empty(sum(into)), sent.new_empty(sum(out))
         dist.all_to_all_single(flat, sent, into, out, group=group)
         # Every rank's piece of the first matrix, of the second, ...
@@ -250,15 +247,15 @@ class MuonAdamW(torch.optim.Optimizer):
         updates = list(local)
         for r, part in enumerate(back.split(out)):
             sizes = [x.numel() for x in owned[r]]
-            own = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
-            updates[r::world] = [x.view(like.shape) for x, like in own]
+            pairs = zip(part.split(sizes), owned[r], strict=True) if sizes else ()
+            updates[r::world] = [x.view(like.shape) for x, like in pairs]
         return updates
 
     def _replicated(
-        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup, rank: int
+        self, batch: list[Matrix], values: list[Tensor], group: dist.ProcessGroup
     ) -> Iterator[Tensor]:
-        """Equal plain tensors on all ranks: each orthogonalises its own and broadcasts them."""
-        world, works = dist.get_world_size(group), list[Any]()
+        """Equal plain tensors on all ranks: each orthogonalises a part and broadcasts it."""
+        rank, world, works = dist.get_rank(group), dist.get_world_size(group), list[Any]()
         updates = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in values]
         new = orthogonalise_all(batch[rank::world], values[rank::world])
         updates[rank::world] = [x.contiguous() for x in new]

@@ -37,8 +37,8 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
         for dim, placement in enumerate(tensor.placements):
             if placement.is_shard(0):
                 mesh = tensor.device_mesh
-                own = rows_of_rank(len(rows), mesh.size(dim), mesh.get_local_rank(dim))
-                rows = rows[own.start : own.stop]
+                part = rows_of_rank(len(rows), mesh.size(dim), mesh.get_local_rank(dim))
+                rows = rows[part.start : part.stop]
     device = local_part(tensor).device
     width = shape[1:].numel()
     return (rows * width).to(device, non_blocking=True), columns.to(device, non_blocking=True)
@@ -63,7 +63,7 @@ def random_bits(key: str, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, bits: Tensor, dropped: int) -> Tensor:
-    """float32 numbers that end with `dropped` zero bits, rounded by as many random `bits`."""
+    """float32 numbers that end with `dropped` zero bits, rounded by random `bits`."""
     low = (1 << dropped) - 1
     whole = x.view(torch.int32) + bits.bitwise_and(low)
     return whole.bitwise_and_(~low).view(torch.float32)

@@ -12,7 +12,7 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
             1 / sqrt(1 + (i - w) / (w or 10,000))           (inverse-sqrt; arXiv 1706.03762)
 
 The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
-(which has no final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
+(without a final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
 is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
@@ -53,7 +53,7 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
 
 
 def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
-    """Raise UserError if warm-up and decay are longer than the schedule of a run of known length."""
+    """Raise UserError if warm-up and decay are longer than the schedule of a run."""
     whole = schedule_horizon(schedule, horizon)
 
     def steps_of(duration: float | str) -> float:  # not rounded: 1 % of 10 steps is not a step

@@ -69,7 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
         self.buckets: list[list[nn.Parameter]] = []
         bucket_bytes, dtype = 0, None
-        for p in (p for p, own in rows.items() if own.placements[0].is_shard()):
+        for p in (p for p, part in rows.items() if part.placements[0].is_shard()):
             if dtype != p.dtype or bucket_bytes + p.nbytes > GATHER_BYTES:
                 self.buckets.append([])
                 bucket_bytes = 0

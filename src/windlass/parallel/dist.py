@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -19,9 +20,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,19 +40,14 @@ from windlass.errors import (
     UserError,
     first_line,
 )
-from windlass.parallel.env import (
-    NO_HOSTS,
-    DistEnv,
-    address_to,
-    by_hosts,
-    interface_to,
-    listen_at,
-    this_host,
-)
+from windlass.launch.schedulers import host_name
+from windlass.parallel.env import LOOPBACK, NO_HOSTS, DistEnv
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
+
+Value = TypeVar("Value")
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable from which gloo takes its network interface
 EXIT_SECONDS = 10.0  # after which a failed rank ends even if its communicators still wait
@@ -113,6 +111,22 @@ class Ranks:
     def broadcast_object(self, name: str, value: Any = None) -> Any:
         """Rank 0's value, on every rank; the others' values are ignored."""
         return self._exchange(f"broadcast/{name}", value, range(1))[0]
+
+    def decide(self, name: str, decision: Callable[[], Value]) -> Value:
+        """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
+        value, error, failed = None, "", False
+        if self.main:
+            try:
+                value = decision()
+            except (UserError, RunFailed) as raised:
+                error, failed = raised.text, isinstance(raised, RunFailed)
+            except OSError as raised:
+                place = f"{raised.filename}: " if raised.filename else ""
+                error = f"{place}{raised.strerror or raised}; give another run.dir"
+        value, error, failed = self.broadcast_object(name, [value, error, failed])
+        if error:
+            raise RunFailed(error) if failed else UserError(error)
+        return value  # type: ignore[return-value]
 
     def _exchange(self, name: str, value: Any, senders: Sequence[int]) -> list[Any]:
         if self.store is None or self.world == 1:
@@ -324,6 +338,66 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.mesh, ranks.status.place = Mesh(sizes, env.rank, sequence), sizes.place(env.rank)
     ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
+
+
+def this_host() -> str:
+    """A name that no other host of the job has.
+
+    Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
+    network.
+    """
+    name = host_name(os.environ) or socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{name} {boot} {os.readlink('/proc/self/ns/net')}"
+    return name
+
+
+def address_to(host: str) -> str:
+    """This machine's address on the route to a host; empty if it is the loopback."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
+        own = str(probe.getsockname()[0])
+        return "" if own.startswith("127.") else own
+    return ""
+
+
+def interface_to(host: str) -> str:
+    """This machine's network interface on the route to a host; empty if it is the loopback."""
+    import psutil
+
+    address, interfaces = address_to(host), psutil.net_if_addrs().items()
+    return next((name for name, every in interfaces if address in {a.address for a in every}), "")
+
+
+def listen_at(env: DistEnv) -> int | None:
+    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
+
+    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
+    """
+    several = env.nodes > 1 or (
+        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
+    )
+    try:
+        address = socket.gethostbyname(env.addr)
+        if address.startswith("127.") and several:
+            return None
+        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
+            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
+        return None
+    return listening.detach()
+
+
+def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
+    """`env` with the node and local numbers that follow from every rank's host."""
+    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
+    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
+    return replace(
+        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
+    )
 
 
 def gloo_interface(ranks: Ranks) -> str:

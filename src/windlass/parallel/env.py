@@ -1,18 +1,15 @@
-"""This process among all: its numbers from launchers' variables, its host, its addresses. No torch."""
+"""This process among all: its numbers, from launchers' variables. No torch."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import socket
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from windlass.errors import UserError
-from windlass.launch.schedulers import SCHEDULERS, find_job, host_name
+from windlass.launch.schedulers import SCHEDULERS, find_job
 
 LOOPBACK = "127.0.0.1"
 # derived ports: below the range from which Linux hands out ports
@@ -132,66 +129,6 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
     attempt = number("attempt", 0)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
-
-
-def this_host() -> str:
-    """A name that no other host of the job has.
-
-    Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
-    network.
-    """
-    name = host_name(os.environ) or socket.gethostname()
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{name} {boot} {os.readlink('/proc/self/ns/net')}"
-    return name
-
-
-def address_to(host: str) -> str:
-    """This machine's address on the route to a host; empty if it is the loopback."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
-        own = str(probe.getsockname()[0])
-        return "" if own.startswith("127.") else own
-    return ""
-
-
-def interface_to(host: str) -> str:
-    """This machine's network interface on the route to a host; empty if it is the loopback."""
-    import psutil
-
-    own, interfaces = address_to(host), psutil.net_if_addrs().items()
-    return next((name for name, found in interfaces if own in {a.address for a in found}), "")
-
-
-def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
-
-    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
-    """
-    several = env.nodes > 1 or (
-        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
-    )
-    try:
-        address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and several:
-            return None
-        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
-            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
-        return None
-    return listening.detach()
-
-
-def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
-    """`env` with the node and local numbers that follow from every rank's host."""
-    own, order = hosts[env.rank], list(dict.fromkeys(hosts))
-    local_rank, local_world = hosts[: env.rank].count(own), hosts.count(own)
-    return replace(
-        env, node=order.index(own), nodes=len(order), local_rank=local_rank, local_world=local_world
-    )
 
 
 def _first_host(environ: Mapping[str, str], nodes: int) -> str:

@@ -119,7 +119,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for p in model.parameters():
             p.data = p.data.contiguous()  # the fused optimizers update rows as consecutive numbers
     replicas = ranks.mesh.replicas
-    # One rank has nothing to exchange, and DDP cannot repeat a step in which memory ran out.
+    # One rank has nothing to exchange.
     # A pipeline adds up gradients itself, after the passes of all its stages.
     if replicas is None or replicas.size() == 1 or ranks.mesh.pp is not None:
         return model

@@ -1,7 +1,6 @@
 """Recipes: one TOML file that defines a run, every setting typed, documented and checked."""
 
 from windlass.recipe.data import DataSettings
-from windlass.recipe.explain import explain
 from windlass.recipe.layers import (
     Changes,
     dotted,

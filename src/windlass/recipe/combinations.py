@@ -53,7 +53,6 @@ def adapters(r: Any) -> Problems:
     lora = r.model.lora
     given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
     given["model.lora.modules_to_save"] = bool(lora.modules_to_save)
-    given["optim.lora_plus_ratio"] = r.optim.lora_plus_ratio > 1
     if keys := [key for key, is_set in given.items() if is_set and not lora.rank]:
         yield ", ".join(keys), "it needs adapters: set model.lora.rank, as 16, or drop it"
     for key in ("targets", "modules_to_save"):

@@ -207,6 +207,11 @@ class ModelSettings(Section):
         return [key for key in own if (key in HF_ONLY) == gpt]
 
     @property
+    def is_new(self) -> bool:
+        """Whether the training begins with random weights."""
+        return not self.init_from and (self.kind == "gpt" or self.from_scratch)
+
+    @property
     def kv_heads_(self) -> int:  # with 0 resolved
         return self.kv_heads or self.heads
 

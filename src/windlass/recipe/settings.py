@@ -175,9 +175,6 @@ class OptimSettings(Section):
     """Decoupled weight decay of the tensors that `decay_on` selects."""
     decay_on: Literal["matrices", "all"] = "matrices"
     """`matrices`: tensors of two or more dimensions, also embeddings; `all`: also biases, norms."""
-    lora_plus_ratio: float = Field(1.0, ge=1)
-    """With `model.lora`: learning rate of the adapters' output matrices B (and of DoRA's norms), as
-    a multiple of `lr` (LoRA+, arXiv 2402.12354, which advises 16 and a smaller `lr`)."""
     muon_lr: float = Field(0.02, gt=0)
     """With `muon`: peak learning rate of the matrices; the schedule scales it as it scales `lr`."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)

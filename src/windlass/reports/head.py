@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text, plural
 from windlass.reports.scaling import lede
 from windlass.reports.study import StudyView, Winner
@@ -17,6 +16,7 @@ from windlass.reports.view import RunView
 from windlass.run import ENDINGS, Line
 from windlass.study.results import BITS, FAILED_STATES, common_measure, diverged
 from windlass.telemetry.measures import SETUP, show, title_of
+from windlass.telemetry.scores import LOSS
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"

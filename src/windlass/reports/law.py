@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.table import Column, Table
@@ -18,6 +17,7 @@ from windlass.study.ladder import Ladder, open_ladder
 from windlass.study.law import FAR, FORMS, Law, Observation
 from windlass.study.study import Study
 from windlass.telemetry.measures import short
+from windlass.telemetry.scores import LOSS
 
 POINTS = 40  # of a drawn curve
 SHAPES = {"model.layers", "model.width", "train.tokens_per_parameter"}

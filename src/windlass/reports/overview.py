@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.run import Run, effective, read_lines
 from windlass.study.results import DONE_STATES, CellResult, find_winners, summarize, time_left
 from windlass.study.study import Study
+from windlass.telemetry.scores import LOSS
 from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import plural
 from windlass.reports.charts import COLOURS, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.table import slug
@@ -17,6 +16,7 @@ from windlass.reports.tracks import Numbers, Track, interpolate, thin
 from windlass.reports.view import RunView
 from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
+from windlass.telemetry.scores import LOSS
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400

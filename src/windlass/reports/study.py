@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text
 from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.table import Column, Table, numeric
@@ -27,6 +26,7 @@ from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_
 from windlass.study.setups import Setup, read_setups
 from windlass.study.study import Study
 from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.scores import LOSS
 from windlass.variables import scrub
 
 

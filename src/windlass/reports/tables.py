@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from windlass.checkpoint.retention import LOSS
 from windlass.recipe import Recipe, presets, settings
 from windlass.reports.table import Column, Table
 from windlass.reports.tracks import Track
 from windlass.reports.view import RunView
 from windlass.telemetry.measures import RUN, of_eval, of_result
+from windlass.telemetry.scores import LOSS
 
 ELSEWHERE = {
     *("state", "steps", "tokens", "parameters", "trainable", "network", "layout", "world"),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.checkpoint.retention import LOSS, scores_by_step
 from windlass.errors import plural
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
@@ -22,6 +21,7 @@ from windlass.reports.tracks import STARTS, Clock, Track, interpolate, rank_trac
 from windlass.run import Line, Run, effective, last_start, read_lines
 from windlass.study.results import BITS, validation_data
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, Measure
+from windlass.telemetry.scores import LOSS, scores_by_step
 from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
@@ -221,8 +221,7 @@ def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[
 def best(view: RunView, measure: str) -> tuple[float | None, int | None]:
     """The best value of a measure (`loss` or `SUITE.NAME`), and its step."""
     scores = scores_by_step(view.lines("eval"), measure)
-    step = scores.best
-    return (None, None) if step is None else (scores[step], step)
+    return scores.best, scores.best_step
 
 
 def first(*values: Any) -> float | None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text
 from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
 from windlass.telemetry import terminal
 from windlass.telemetry.measures import duration, short, title_of
+from windlass.telemetry.scores import LOSS
 
 if TYPE_CHECKING:
     from rich.console import Group

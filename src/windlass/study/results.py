@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.checkpoint.retention import LOSS, comparable, scores_by_step
 from windlass.errors import UserError
 from windlass.estimate.calendar import resolve_steps
 from windlass.fileio import read_json
@@ -22,6 +21,7 @@ from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
+from windlass.telemetry.scores import LOSS, comparable, scores_by_step
 from windlass.telemetry.timing import BEGINS, STEP_PHASES, throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
@@ -346,7 +346,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
     scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
     speed = throughput(lines)
-    top, last = scores.best, train[-1] if train else {}
+    last = train[-1] if train else {}
     summaries = [x for x in lines if x["kind"] == "summary"]
     return {
         "step": max((x["step"] for x in (*train, *evals)), default=0),
@@ -355,8 +355,8 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "loss": last.get("loss"),
         "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
-        "best_loss": min(scores_by_step(lines, LOSS).values(), default=None),
-        "score": None if top is None else scores[top],
+        "best_loss": scores_by_step(lines, LOSS).best,
+        "score": scores.best,
         "lower": scores.lower,
         "evaluations": tuple(
             Evaluation(str(x.get("time", "")), x["step"], x[name or suite]) for x in scored

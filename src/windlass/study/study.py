@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import (
@@ -62,6 +61,7 @@ from windlass.study.results import (
     read_result,
     seed_groups,
 )
+from windlass.telemetry.scores import LOSS
 
 # The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
 NOT_REPEATED = (

@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +61,7 @@ def train(
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
         model: Your own module, trained from its present weights. `forward(tokens [B, T], labels
             [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
-            checkpointing, compilation and Muon need `blocks()`, the list of its repeated parts. With
+            checkpointing, compilation and Muon need `blocks()`, a list of repeated parts. With
             `vocab` Windlass compares it with the data; with `new_cache` (as in `GPT`) it samples.
             A causal language model of `transformers` works as it is.
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
@@ -90,7 +89,7 @@ def train(
     if local and (model is not None or data is not None or callbacks or suites):
         problem = "local processes cannot receive your own model, data, callbacks or suites"
         raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
-    with StopSignals() as stop, ExitStack() as stack:
+    with StopSignals() as stop:
         wanted = as_recipe(recipe)
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
         if plan.finished:
@@ -99,10 +98,10 @@ def train(
         plan.recipe.check_packages()
         code.check(plan.recipe)
         if not local:
-            from windlass.training.trainer import Trainer
+            from windlass.training.setup import train_rank
 
             samples = own_data(data, plan.recipe)
-            Trainer(plan, code, stop, stack, module=model, data=samples, stop_at=stop_at).run()
+            train_rank(plan, code, stop, module=model, data=samples, stop_at=stop_at)
     if local:
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(plan, wanted, world, fresh, options)

@@ -1,42 +1,26 @@
-"""The length of a run, and the micro-batches of a step: by prediction on CUDA, and smaller ones if
-memory runs out.
-
-A rank that runs out of memory cannot ask the others for a smaller micro-batch, because they may
-wait for it in a collective of the model. So it writes the smaller micro-batch into the run
-directory and fails. The others end as after any failure, and the next start of all ranks reads the
-file. A single unsharded rank repeats the step instead.
-"""
+"""The length of a run and the micro-batch of a step; on CUDA the largest that memory allows."""
 
 from __future__ import annotations
 
-import gc
-import json
 from dataclasses import replace
 
 import torch
 
 from windlass.data.open import Data
 from windlass.data.samples import documents_per_row, real_tokens
-from windlass.errors import OutOfMemory, RunFailed, UserError
+from windlass.errors import UserError
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
-from windlass.fileio import read_json, write_atomic
 from windlass.model.build import read_sizes
 from windlass.model.size import CountedSizes
 from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import resolve_precision
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.run import STARTS, Run
-from windlass.telemetry.profile import save_memory
-from windlass.training.directory import decide_on_rank_0
-from windlass.training.record import Recorder
+from windlass.training.memory import recorded_micro_batch
 from windlass.training.start import StartPlan
-
-OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
-SMALLER = "micro_batch.json"  # in a run: the micro-batch of later starts on as many ranks
 
 
 def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
@@ -53,7 +37,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     if recipe.train.steps == "compute-optimal":
         if own_model:
             raise UserError(
-                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
+                'train.steps = "compute-optimal" needs the model of a recipe; write steps or epochs'
             )
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
@@ -65,7 +49,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
-    """The division of a step's samples over the ranks, with a micro-batch that the memory allows."""
+    """The division of a step's samples over the ranks, with a micro-batch that fits into memory."""
     batch = plan.recipe.batch(ranks.world, ranks.device.type)
     if plan.recipe.train.micro_batch:
         return batch
@@ -92,10 +76,10 @@ def open_micro_batch(
 ) -> BatchPlan:
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
-    A resumed run keeps its own, so that it has equal bits, unless memory ran out. On CUDA it is the
+    A resumed run keeps its micro-batch, for equal bits, unless memory ran out. On CUDA it is the
     largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
-    by tokens stays. `vocab`: 0 for a user's own model. `documents`: those of a row, if attention
-    keeps them apart.
+    by tokens stays. `vocab`: 0 for a user's module. `documents`: their number in a row, if
+    attention keeps them apart.
     """
     recipe = plan.recipe
     if free is not None:
@@ -123,7 +107,7 @@ def open_micro_batch(
         )
         return layout.micro_batch
 
-    return replace(batch, micro_batch=decide_on_rank_0(ranks, "micro-batch", choose))
+    return replace(batch, micro_batch=ranks.decide("micro-batch", choose))
 
 
 def measured_sizes(
@@ -138,61 +122,3 @@ def measured_sizes(
         return replace(sizes, peaks=measure_peaks(recipe, vocab, precision, micro_batch, "cuda"))
     except Exception:  # code of `transformers`, or an operation without a fake kernel
         return None
-
-
-def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
-    """The micro-batch recorded after memory ran out on as many ranks, else the last start's; or 0."""
-    lines = [event for event in run.events if starts and event["event"] in STARTS]
-    for recorded in (read_json(run.path / SMALLER), *lines[-1:]):
-        if recorded.get("world") == world:
-            return int(recorded["micro_batch"])
-    return 0
-
-
-def smaller_micro_batch(batch: BatchPlan, recorder: Recorder) -> BatchPlan:
-    """The same samples in smaller micro-batches, after memory ran out in a step of a single rank.
-
-    Raises OutOfMemory if only a new start can have a smaller one: there are other ranks or a
-    sharded model, or the update may have begun. Raises RunFailed with advice if the user chose
-    `train.micro_batch`, or the micro-batch is one sequence.
-    """
-    recipe, ranks = recorder.plan.recipe, recorder.ranks
-    sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
-    phase, sharded = ranks.status.phase, ranks.strategy.shards_parameters
-    size = f"micro-batches of {batch.micro_batch} sequences on each rank"
-    problem = f"memory ran out in step {recorder.state.step + 1} ({phase}), with {size}"
-    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
-        path = recorder.run.path / f"memory-rank-{ranks.rank}.pickle"
-        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
-    if sizes and not recipe.train.micro_batch:
-        smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
-        write_atomic(recorder.run.path / SMALLER, json.dumps(smaller))
-        if ranks.world == 1 and not sharded and phase in ("forward", "backward"):
-            gc.collect()
-            if recorder.network.compiled:
-                # Else the next graph has a dynamic batch size, which the graph of a resume has not.
-                torch.compiler.reset()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-            report_smaller(recorder, sizes[-1])
-            return replace(batch, micro_batch=sizes[-1])
-        raise OutOfMemory(f"{problem}: the next start of this run has micro-batches of {sizes[-1]}")
-    advice = list[str]()
-    if sizes:
-        advice.append(
-            f"train.micro_batch={sizes[-1]} (equal results but for rounding and the masks of dropout)"
-        )
-    if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
-        advice.append("parallel.activation_checkpointing=full")
-    what = f"write {' or '.join(advice)}" if advice else "use a device with more"
-    raise RunFailed(f"{problem}: {what}; `windlass plan` shows what each setting needs")
-
-
-def report_smaller(recorder: Recorder, micro_batch: int) -> None:
-    """An event for the ledger if memory ran out, perhaps in the start before, which could not write
-    it."""
-    smaller = read_json(recorder.run.path / SMALLER) if recorder.ranks.main else {}
-    told = [e["micro_batch"] for e in recorder.run.events if e["event"] == OUT_OF_MEMORY]
-    if smaller.get("micro_batch") == micro_batch and micro_batch not in told:
-        text = f"memory ran out: train.micro_batch={micro_batch} from here on"
-        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=micro_batch)

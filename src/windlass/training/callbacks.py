@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 
 from windlass.data.loader import StepBatch
 from windlass.errors import UserError
-from windlass.evaluation.source import evaluating
-from windlass.model.build import keeping_modes
+from windlass.model.build import evaluating, keeping_modes
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.settings import OWN_SUITE
-from windlass.training.state import TrainState
+from windlass.training.state import StepResult, TrainState
 
 Measuring = Callable[[Any, int], Mapping[str, Any]]
 """`f(model, step)`: the model is in evaluation mode; returns numbers by name."""
@@ -41,18 +40,6 @@ class Suite:
 
     def __call__(self, model: Any, step: int) -> Mapping[str, Any]:
         return self.measure(model, step)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The numbers of a step. The tensors are on the device; nothing has waited for them."""
-
-    loss: Tensor  # scalar: this rank's part of the loss per unmasked label, until summed over ranks
-    grad_norm: Tensor  # scalar: the global norm before clipping
-    tokens: int  # over all ranks, without padding
-    label_tokens: int  # over all ranks, unmasked
-    padded_tokens: int  # over all ranks, with padding
-    spike: float | None = None  # the global loss if it is a spike and there was no update
 
 
 @dataclass
@@ -164,8 +151,8 @@ class Callbacks:
     """Whether a callback of any rank overrides `on_step`, so that all ranks add up the loss."""
 
     def __post_init__(self) -> None:
-        own = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
-        gathered = self.ranks.all_gather_object("user code", [own, sorted(self.code.suites)])
+        sees_steps = any(type(c).on_step is not Callback.on_step for c in self.code.callbacks)
+        gathered = self.ranks.all_gather_object("user code", [sees_steps, sorted(self.code.suites)])
         self.see_steps = any(sees for sees, _ in gathered)
         for rank, (_, suites) in enumerate(gathered):
             if suites != gathered[0][1]:

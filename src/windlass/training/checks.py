@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from windlass.data.samples import Batch, Samples
 from windlass.errors import RunFailed, UserError, first_line
-from windlass.evaluation.source import evaluating
-from windlass.model.build import scalar
+from windlass.model.build import evaluating, scalar
 from windlass.model.documents import Documents, takes_documents
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
+from windlass.training.memory import ran_out_of_memory
 
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
 
@@ -84,7 +84,7 @@ def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe
     if any(ranks.all_gather_object("sum of the loss", wrong)):
         raise UserError(
             f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
-            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the two halves of "
+            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the halves of "
             "the labels of the second. Return the loss summed over labels that are not -100 "
             '(reduction="sum"); Windlass divides it by their number in the whole step '
             "(train.startup_checks=false: no check)"
@@ -140,7 +140,7 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """A warning if the loss of step 1 is far from the loss of guessing among `rows` tokens, or ""."""
+    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
     chance = math.log(max(2, rows))
     likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
     if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
@@ -152,8 +152,3 @@ def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
         causes = "labels may be in the input"
     guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
     return f"the first loss is {loss:.4g}, and {guess}: {causes}"
-
-
-def ran_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed. torch's allocator for a CPU raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""The run directory of a start, on its ranks: shared by all hosts, locked, written.
+"""The run directory of a start, on its ranks: seen by all hosts, locked, read and written.
 
 Rank 0 alone writes. It writes the lineage (the recipe, and the checkpoint that the present steps
 continue from) before `recipe.toml`, so a kill between the two leaves a run that resumes.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
-from windlass.checkpoint.choose import first_undamaged, recover, rename_damaged
+from windlass.checkpoint.choose import candidates, first_undamaged, recover, rename_damaged
 from windlass.checkpoint.lineage import (
     Lineage,
     leave_out,
@@ -28,7 +28,6 @@ from windlass.checkpoint.lineage import (
     write_lineage,
 )
 from windlass.checkpoint.load import Checkpoint
-from windlass.data.open import Data
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
@@ -38,8 +37,7 @@ from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
 from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
 
-Value = TypeVar("Value")
-
+MAX_REWINDS = 3  # to the same checkpoint
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
@@ -60,7 +58,7 @@ class RunDirectory:
         # checkpoint of a resumed run under the lock.
         choose = partial(choose_undamaged, ranks, lambda: candidate_checkpoints(plan, horizon))
         self.checkpoint = None if plan.resuming else choose()
-        locked = decide_on_rank_0(ranks, "lock", partial(self._lock, stack))
+        locked = ranks.decide("lock", partial(self._lock, stack))
         self.attempt, self.attempt_name, self.warnings = locked
         console.open_log(plan.run.log_path)
         if plan.resuming:
@@ -87,7 +85,7 @@ class RunDirectory:
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
     def compare(self, now: Mapping[str, Any]) -> None:
-        """Add a warning for each difference between this start and the one that wrote the checkpoint.
+        """Add a warning for each difference between this start and the start that saved.
 
         `now`: from `Network.facts`. UserError if the data has changed.
         """
@@ -115,28 +113,42 @@ class RunDirectory:
                 warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
 
     def left_out(self) -> list[tuple[int, int]]:
-        """The samples that rewinds to the checkpoint have left out; later checkpoints know of them."""
+        """The samples that rewinds to the checkpoint have left out."""
         assert self.checkpoint is not None
         read = partial(left_out, self.run.path, self.checkpoint.path)
-        return [(start, stop) for start, stop in decide_on_rank_0(self.ranks, "left out", read)]
+        return [(start, stop) for start, stop in self.ranks.decide("left out", read)]
+
+    def choose_earlier(self, reason: str) -> Checkpoint:
+        """The newest good checkpoint, for a rewind because of `reason`; or RunFailed."""
+        ranks, path = self.ranks, self.run.path
+        checkpoint = choose_undamaged(ranks, lambda: candidates(path))
+        if checkpoint is None:
+            raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
+        ranks.decide("rename damaged", lambda: rename_damaged(checkpoint, path))
+        rewinds = ranks.decide("rewinds", lambda: left_out(path, checkpoint.path))
+        if len(rewinds) >= MAX_REWINDS:
+            times = f"the run returned to step {checkpoint.step} {MAX_REWINDS} times"
+            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
+            raise RunFailed(f"{reason}; {times}: {advice}")
+        return checkpoint
 
     def leave_out(self, checkpoint: Checkpoint, samples: tuple[int, int]) -> None:
         """Record, durably, a return to a checkpoint that leaves out a range of samples."""
         write = partial(leave_out, self.run.path, checkpoint.path, checkpoint.step, samples)
-        decide_on_rank_0(self.ranks, "rewind", write)
+        self.ranks.decide("rewind", write)
 
-    def begin(self, data: Data) -> None:
+    def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the start of a new run or lineage; every rank calls it."""
-        decide_on_rank_0(self.ranks, "write", partial(self._begin, data))
+        self.ranks.decide("write", partial(self._begin, save_tokenizer))
 
-    def _begin(self, data: Data) -> None:
+    def _begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         plan, path = self.plan, self.run.path
         if self.checkpoint is not None:
             rename_damaged(self.checkpoint, path)
         goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
         if not plan.resuming or plan.extends_from or goes_back:
             write_start(plan, self.checkpoint)
-        data.save_tokenizer(path)
+        save_tokenizer(path)
         if (path / "tokenizer").is_dir():
             Files().sync_tree(path / "tokenizer")
             Files().sync_dir(path)
@@ -148,29 +160,12 @@ class RunDirectory:
             path = self.run.path
             record(path, read_lineage(path) or Lineage(), self.plan.recipe, Files())
 
-        decide_on_rank_0(self.ranks, "settings", write)
-
-
-def decide_on_rank_0(ranks: Ranks, name: str, decide: Callable[[], Value]) -> Value:
-    """Rank 0's decision (a value for JSON) on every rank; its error is raised on every rank."""
-    value, error, failed = None, "", False
-    if ranks.main:
-        try:
-            value = decide()
-        except (UserError, RunFailed) as raised:
-            error, failed = raised.text, isinstance(raised, RunFailed)
-        except OSError as raised:
-            place = f"{raised.filename}: " if raised.filename else ""
-            error = f"{place}{raised.strerror or raised}; give another run.dir"
-    value, error, failed = ranks.broadcast_object(name, [value, error, failed])
-    if error:
-        raise RunFailed(error) if failed else UserError(error)
-    return value  # type: ignore[return-value]
+        self.ranks.decide("settings", write)
 
 
 def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
     """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
-    paths = decide_on_rank_0(ranks, "candidates", lambda: list(map(str, candidates())))
+    paths = ranks.decide("candidates", lambda: list(map(str, candidates())))
     return first_undamaged([Path(path) for path in paths], ranks)
 
 
@@ -179,9 +174,9 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     directories of all sources.
 
     Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's own disk, so there the hosts compare the shards.
+    read-only, or a copy on each host's disk, so for data the hosts compare the shards.
     """
-    own = [shards_in(place) for place in data]
+    shards_here = [shards_in(place) for place in data]
     places = {"run.dir": run.absolute()}
     if data:
         places["data.dir"] = data[0].parent.absolute()
@@ -189,7 +184,7 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
     def create() -> dict[str, str]:
         marks = {}
         for key, place in places.items():
-            if key == "data.dir" and all(own):
+            if key == "data.dir" and all(shards_here):
                 continue
             parent = next(path for path in (place, *place.parents) if path.is_dir())
             try:  # a new name, which is in no cache of NFS
@@ -200,10 +195,10 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
             os.close(descriptor)
         return marks
 
-    marks = decide_on_rank_0(ranks, "shared", create)
-    prepared = ranks.broadcast_object("prepared", own)
+    marks = ranks.decide("shared", create)
+    prepared = ranks.broadcast_object("prepared", shards_here)
     missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, own, strict=True)):
+    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
         missing.append("data.dir")
     hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
     if ranks.main:
@@ -219,7 +214,7 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
 
 
 def shards_in(directory: Path) -> list[str]:
-    """The tokenizer and shards of prepared data, by their hashes; empty if there is none."""
+    """The tokenizer and shards of prepared data, by their hashes; empty without data."""
     index = Index.load(directory)
     shards = [shard.identity for shard in index.shards] if index else []
     return [index.tokenizer.fingerprint, *shards] if index else []
@@ -258,7 +253,7 @@ def rename_old_run(path: Path) -> None:
 def acquire_run_lock(run: Path) -> IO[str] | None:
     """Hold the lock of a run directory until the returned file is closed or this process ends.
 
-    Returns None if the file system has no locks. Raises UserError, with the holder, after
+    Returns None if the file system lacks locks. Raises UserError, with the holder, after
     LOCK_WAIT_SECONDS.
     """
     try:

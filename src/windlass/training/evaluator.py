@@ -2,48 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from windlass.data.chat import stop_tokens
-from windlass.data.examples import eval_questions
-from windlass.data.open import Data
-from windlass.errors import UserError
 from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
-from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
-from windlass.recipe import Recipe
-from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
 from windlass.training.record import Recorder
+from windlass.training.stop import StopSignals
 
 
-def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
-    """Raise UserError, at the start, for what evaluations and samples cannot read."""
-    settings = recipe.eval
-    if settings.every and data.val is not None:
-        if SQUAD_SUITE in settings.suites:
-            eval_questions(recipe)
-        if HELLASWAG_SUITE in settings.suites:
-            read_items(settings.hellaswag_file, settings.hellaswag_items)
-    if settings.sample_every and settings.prompt and can_sample(model, data):
-        try:
-            data.tokenizer.prompt(settings.prompt)
-        except UserError as error:
-            raise UserError(
-                f"eval.prompt = {settings.prompt!r}: {error}; write another, or eval.sample_every=0"
-            ) from None
-
-
-def can_sample(model: nn.Module, data: Data) -> bool:
+def can_sample(model: nn.Module, tokenizer: Any) -> bool:
     """Whether a model and its tokenizer, perhaps the user's, can generate texts."""
-    return hasattr(unwrap(model), "new_cache") and hasattr(data.tokenizer, "encode")
+    return hasattr(unwrap(model), "new_cache") and hasattr(tokenizer, "encode")
 
 
 class Evaluator:
@@ -52,26 +28,22 @@ class Evaluator:
     def __init__(
         self,
         recorder: Recorder,
+        suites: Suites,
         *,
         model: nn.Module,
-        data: Data,
-        micro_batch: int,
-        own_suites: Mapping[str, Callable[[Any], Scores]],
         average: Average,
-        stop_requested: Callable[[], bool],
+        stop: StopSignals,
     ):
-        """`stop_requested` is asked between the passes of a measurement; `average` is measured
-        beside the model."""
-        self.recorder, self.model, self.data = recorder, model, data
-        self.recipe, self.ranks = recorder.plan.recipe, recorder.ranks
+        """`average` is measured beside the model; a signal in `stop` interrupts a measurement."""
+        self.recorder, self.suites, self.model = recorder, suites, model
+        self.recipe, self.ranks = recorder.recipe, recorder.ranks
         self.state, self.horizon = recorder.state, recorder.horizon
-        self.stop_requested, self.average = stop_requested, average
-        sets = data.val, micro_batch, own_suites, data.train, data.template
-        self.suites = Suites(self.recipe, data.tokenizer, self.ranks, *sets)
+        self.stop, self.average = stop, average
 
-    def use_micro_batch(self, size: int) -> None:
-        """Evaluate with this number of sequences per pass."""
-        self.suites = replace(self.suites, batch=size)
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop; called between the passes of a measurement."""
+        self.recorder.show_progress()
+        return self.stop.requested
 
     @property
     def due(self) -> bool:
@@ -90,7 +62,7 @@ class Evaluator:
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             whole = step == self.horizon.steps and measures_all(
-                self.recipe, self.horizon, len(self.data.val or ())
+                self.recipe, self.horizon, len(self.suites.val or ())
             )
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
@@ -115,21 +87,21 @@ class Evaluator:
     def sample_due(self) -> bool:
         """Whether to generate texts at this step."""
         due = self.horizon.due(self.recipe.eval.sample_every, self.state.step)
-        return due and can_sample(self.model, self.data)
+        return due and can_sample(self.model, self.suites.tokenizer)
 
     def sample(self) -> bool:
         """Generate texts from the recipe's prompt, equal on every rank and world size.
 
         Returns False, and writes nothing, if a stop interrupted it.
         """
-        settings, tokenizer = self.recipe.eval, self.data.tokenizer
+        settings, tokenizer = self.recipe.eval, self.suites.tokenizer
         recorder, step = self.recorder, self.state.step
         prompt = prompt_ids(self.model, tokenizer, settings.prompt)
         sampling = Sampling(
             max_tokens=settings.sample_tokens,
             temperature=0.8,
             seed=self.recipe.run.seed,
-            stop=stop_tokens(tokenizer, self.data.template),
+            stop=stop_tokens(tokenizer, self.suites.template),
         )
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")

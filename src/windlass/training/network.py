@@ -1,6 +1,4 @@
-"""The model of a training: built or the user's own, checked, divided among the ranks, with its first
-weights.
-"""
+"""The model of a training: built, or the user's; checked, divided, with its first weights."""
 
 from __future__ import annotations
 
@@ -31,28 +29,19 @@ from windlass.model.hf import HfModel
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
-from windlass.parallel.dist import Ranks, use_deterministic
-from windlass.parallel.parallelize import (
-    attention_without_plans,
-    parallelize,
-    resolve_precision,
-    unwrap,
-)
-from windlass.preflight.findings import code_for
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
 from windlass.recipe import Horizon, Recipe
 from windlass.training.checks import check_documents, check_loss_is_a_sum, check_weights, tie_groups
-from windlass.training.directory import RunDirectory, decide_on_rank_0
-from windlass.training.start import StartPlan
 
 
 class Network:
-    """The model of a training: the recipe's, without values for its weights, or the user's own.
+    """The model of a training: the recipe's, without values for its weights, or the user's.
 
     Attributes:
         own: Whether the module is the user's.
         sizes, groups: Its parameters, counted, and by group of the optimizer.
-        origin: For `environment.json`: the class of a user's own model, or the files of
-            `transformers`.
+        origin: For `environment.json`: the user's class, or the files of `transformers`.
         flops_per_token: Forward and backward; None: unknown.
         precision, compiled: `train.precision` and `train.compile`, with `auto` resolved.
         warnings: For the start.
@@ -60,16 +49,21 @@ class Network:
 
     def __init__(
         self,
-        plan: StartPlan,
+        recipe: Recipe,
         ranks: Ranks,
         data: Data,
         horizon: Horizon,
-        module: nn.Module | None,
         stack: ExitStack,
+        *,
+        module: nn.Module | None,
+        run: Path | None,
     ):
-        """Raises UserError if the model cannot be saved, or has no row for some token."""
-        self.recipe, self.ranks, self.own = plan.recipe, ranks, module is not None
-        recipe = plan.recipe
+        """Raises UserError if the model cannot be saved, or lacks a row for some token.
+
+        `module`: the user's; `run`: a run that may hold the configuration of a model of
+        `transformers`.
+        """
+        self.recipe, self.ranks, self.own = recipe, ranks, module is not None
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
@@ -77,7 +71,7 @@ class Network:
             if recipe.train.master == "bf16":
                 hold_trained(model)
         else:
-            model = build_model(recipe, data.vocab, run=None if plan.fresh else plan.run.path)
+            model = build_model(recipe, data.vocab, run=run)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
         if data.vocab > (rows := embedding_rows(model, data.vocab)):
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
@@ -89,7 +83,7 @@ class Network:
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
         check_master(recipe, self.precision)
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
-        if recipe.train.compile == "auto":  # a user's own module compiles only by `true`
+        if recipe.train.compile == "auto":  # a user's module compiles only by `true`
             self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
             if self.compiled and (missing := self._missing_tools()):
                 self.compiled = False
@@ -110,13 +104,11 @@ class Network:
 
     def _missing_tools(self) -> str:
         capability = torch.cuda.get_device_capability
-        return decide_on_rank_0(
-            self.ranks, "compile", lambda: missing_tools(capability(self.ranks.device))
-        )
+        return self.ranks.decide("compile", lambda: missing_tools(capability(self.ranks.device)))
 
-    def divide(self, directory: RunDirectory, data: Data) -> nn.Module:
-        """The model on its device, divided among the ranks; with its first weights, unless a
-        checkpoint has them.
+    def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
+        """The model on its device, divided among the ranks; with its first weights, unless they
+        come `from_checkpoint`.
 
         Raises UserError or RunFailed for mistakes that would stay silent.
         """
@@ -129,9 +121,8 @@ class Network:
         if recipe.train.startup_checks:
             check_weights(network, ties, torch.float64 if fp64 else master, ranks)
         if isinstance(network, HfModel) and not self.own:
-            save = partial(hf_files.save_origin, network, directory.run.path)
-            decide_on_rank_0(ranks, "origin", save)
-        if directory.checkpoint is not None:
+            ranks.decide("origin", partial(hf_files.save_origin, network, run))
+        if from_checkpoint:
             return model
         if self.own and recipe.train.startup_checks:
             check_loss_is_a_sum(model, data.train, ranks, recipe)
@@ -158,26 +149,6 @@ def embedding_rows(model: nn.Module, default: int) -> int:
     """The vocabulary of a model: its `vocab`, or the rows of its only embedding; else `default`."""
     tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     return int(getattr(model, "vocab", tables[0] if len(tables) == 1 else default))
-
-
-def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """Configure the device until `stack` ends; UserError if this build of torch has no kernels for
-    it.
-    """
-    use_deterministic(recipe.train.deterministic)
-    if device.type == "cuda":
-        about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
-        capability, compiled = (about.major, about.minor), torch.cuda.get_arch_list()
-        text, wheel = code_for(about.name, capability, compiled, torch.__version__, cuda)
-        if wheel and cuda:
-            raise UserError(f"{text}: {wheel}")
-    if recipe.data.ragged_:
-        stack.enter_context(attention_without_plans())
-        # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
-        # none. The allocator may be in use already, so its environment variable would come too late.
-        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-        if device.type == "cuda" and not any(name in os.environ for name in names):
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def missing_tools(capability: tuple[int, int]) -> str:

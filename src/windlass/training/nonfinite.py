@@ -15,36 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.checkpoint.choose import candidates, rename_damaged
-from windlass.checkpoint.lineage import left_out
-from windlass.checkpoint.load import Checkpoint
 from windlass.errors import RunFailed
 from windlass.parallel import collectives
 from windlass.recipe.settings import TrainSettings
-from windlass.training.directory import choose_undamaged, decide_on_rank_0
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
 
 SPIKE_WINDOW = 128  # losses whose mean and deviation define a spike
-MAX_REWINDS = 3  # to the same checkpoint
 SPIKE_MIN = 16  # fewer losses say too little about their deviation
-
-
-def choose_rewind(recorder: Recorder, reason: str) -> Checkpoint:
-    """The newest good checkpoint, for a rewind; or RunFailed."""
-    ranks, path = recorder.ranks, recorder.run.path
-    choice = choose_undamaged(ranks, lambda: candidates(path))
-    if choice is None:
-        raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
-    for note in choice.notes:
-        recorder.console.warning(note)
-    decide_on_rank_0(ranks, "rename damaged", lambda: rename_damaged(choice, path))
-    ranges = decide_on_rank_0(ranks, "rewinds", lambda: left_out(path, choice.path))
-    if len(ranges) >= MAX_REWINDS:
-        times = f"the run returned to step {choice.step} {MAX_REWINDS} times"
-        advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-        raise RunFailed(f"{reason}; {times}: {advice}")
-    return choice
 
 
 class Counts(NamedTuple):
@@ -74,10 +52,10 @@ def decide_nonfinite(
         problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        if not fp16:  # no update was made since the first bad step
+        if not fp16:  # the updates since the first bad step were skipped
             step -= counts.bad - 1
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
-        problem += f" (gradient norm {grad_norm}). The update was not made: {advice}"
+        problem += f" (gradient norm {grad_norm}). The update was skipped: {advice}"
     return policy, f"step {step}: {problem}"
 
 

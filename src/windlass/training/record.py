@@ -1,4 +1,4 @@
-"""The reports of a training: to the ledger, the terminal and the trackers.
+"""The reports of a training, to the ledger, the terminal and the trackers.
 
 Every rank calls each method at the same step; rank 0 writes.
 """
@@ -6,39 +6,23 @@ Every rank calls each method at the same step; rank 0 writes.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import Any
 
 import psutil
 import torch
 
 from windlass.checkpoint.commit import Save
-from windlass.checkpoint.load import Checkpoint
-from windlass.checkpoint.retention import LOSS, Scores, scores_by_step, without_improvement
-from windlass.data.describe import Facts, describe, lines
-from windlass.data.describe import warnings as data_warnings
-from windlass.data.mixture import Mixture, shares_of_run
-from windlass.data.open import Data
-from windlass.errors import plural
-from windlass.estimate.calendar import evaluations
-from windlass.evaluation.source import is_new
-from windlass.model.size import describe_sizes
-from windlass.optim.build import describe_groups
 from windlass.parallel.dist import Ranks
-from windlass.processes import usable_cores
-from windlass.recipe import BatchPlan, Horizon
-from windlass.recipe.load import MEASURED_ON
-from windlass.run import read_lines
-from windlass.telemetry import environment
+from windlass.recipe import Horizon, Recipe
+from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.measures import short
 from windlass.telemetry.profile import StepProfile, record_memory
+from windlass.telemetry.scores import LOSS, Scores, scores_by_step, without_improvement
 from windlass.telemetry.timing import (
     Goodput,
     StepTimer,
@@ -49,11 +33,7 @@ from windlass.telemetry.timing import (
     wall_time,
 )
 from windlass.telemetry.trackers import Note, Trackers
-from windlass.training.callbacks import StepResult
-from windlass.training.checks import check_first_loss
-from windlass.training.directory import RunDirectory, decide_on_rank_0
-from windlass.training.network import Network
-from windlass.training.state import TrainState
+from windlass.training.state import StepResult, TrainState
 
 HEARTBEAT_SECONDS = 10.0  # a file of this age or less shows that the run is alive
 
@@ -63,23 +43,25 @@ class Recorder:
 
     def __init__(
         self,
-        directory: RunDirectory,
+        run: Run,
+        recipe: Recipe,
         ranks: Ranks,
         state: TrainState,
         horizon: Horizon,
-        network: Network,
-        data: Data,
         console: Console,
         stack: ExitStack,
+        *,
+        attempt: int,
+        precision: str,
+        flops_per_token: float | None,
     ):
-        """`stack` closes what this opens."""
-        self.plan, self.run, self.ranks = directory.plan, directory.run, ranks
+        """`attempt`: the number of this start; `stack` closes what this opens."""
+        self.run, self.recipe, self.ranks = run, recipe, ranks
         self.state, self.horizon, self.console = state, horizon, console
-        self.network, self.data = network, data
-        recipe, on_gpu = self.plan.recipe, ranks.device.type == "cuda"
+        settings, on_gpu = recipe.telemetry, ranks.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
-        tf32 = recipe.train.tf32
-        self.peak_flops = peak_flops(self.device_name, network.precision, tf32=tf32)
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops(self.device_name, precision, tf32=recipe.train.tf32)
         self.goodput = Goodput()
         self.timer = StepTimer(ranks.device, self.goodput)
         self.process = psutil.Process()
@@ -89,32 +71,24 @@ class Recorder:
         self.logged: tuple[int, ...] = ()
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
-        seconds, settings = self.goodput.seconds, recipe.telemetry
-        self.ledger = Ledger(
-            self.run.metrics_path, directory.attempt, ranks.main, lambda: {"seconds": seconds()}
-        )
+        seconds = self.goodput.seconds
+        self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        env = ranks.env
-        place = environment.describe_rank(
-            ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
-        )
-        self.placed = ranks.all_gather_object("environment", place)
-        self.launch = self._write_environment() if ranks.main else {}
         self.sampler = DeviceSampler(
-            self.run.devices_dir,
+            run.devices_dir,
             rank=ranks.rank,
             world=ranks.world,
             device=ranks.device,
             every=settings.sample_seconds,
-            attempt=directory.attempt,
+            attempt=attempt,
             phases=seconds,
         )
         stack.callback(self.sampler.stop)
-        trackers = settings.trackers if ranks.main else []
-        self.trackers = Trackers(self.run.path, trackers, settings.flush_seconds)
+        names = settings.trackers if ranks.main else []
+        self.trackers = Trackers(run.path, names, settings.flush_seconds)
         stack.callback(self.trackers.close)
         self.profile = StepProfile(
-            settings.profile, self.run.path, ranks.rank, ranks.device, horizon.steps
+            settings.profile, run.path, ranks.rank, ranks.device, horizon.steps
         )
         stack.callback(self.profile.close)
         if settings.memory_snapshot and on_gpu:
@@ -136,109 +110,6 @@ class Recorder:
             self.console.warning(text)
         elif text:
             self.console.event(text, step)
-
-    def _write_environment(self) -> dict[str, str]:
-        """Write `environment.json`; returns the launch for the header."""
-        env, ranks = self.ranks.env, self.ranks
-        backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
-        launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes}
-        launch |= {"strategy": ranks.strategy.name, "backend": backend}
-        launch |= {"versions": environment.versions(self.placed)}
-        launch |= environment.describe_job(os.environ)
-        environment.write_environment(
-            self.run.path, self.placed, launch=launch, **self.network.origin
-        )
-        alone = ranks.world == 1 and "job" not in launch
-        return {} if alone else environment.describe_launch(launch, self.placed)
-
-    def started(
-        self,
-        batch: BatchPlan,
-        mixture: Mixture | None,
-        checkpoint: Checkpoint | None,
-        warnings: Iterable[str],
-    ) -> None:
-        """Show the header and warnings, and write the event of this start.
-
-        `checkpoint`: None at step 0.
-        """
-        state, plan, ranks, sizes = self.state, self.plan, self.ranks, self.network.sizes
-        data = describe(self.data)
-        if mixture is not None:
-            data["mixture"] = shares_of_run(mixture, self.horizon, state.skipped)
-        samples = data.get("val", {}).get("samples", 0)
-        measured = evaluations(plan.recipe, self.horizon, samples)
-        self.console.header(self._header(batch, data, str(measured or "")), state.step)
-        self.console.log(environment.describe_places(self.placed))
-        for text in (*warnings, *data_warnings(data), measured and measured.warning):
-            if text:
-                self.console.warning(text)
-        branched, event = plan.branch_from, "resumed" if plan.resuming and state.step else "started"
-        self.emit(
-            "branched" if branched else event,
-            f"resumed from {checkpoint.path}" if checkpoint else "",
-            world=ranks.world,
-            strategy=ranks.strategy.name,
-            mesh=asdict(ranks.mesh.sizes),
-            precision=self.network.precision,
-            compiles=self.network.compiled,
-            device=self.device_name,
-            optimizer_groups=self.network.groups,
-            parameters=sizes.total,
-            trained=sizes.trained,
-            network=sizes.network or None,
-            threads=torch.get_num_threads(),
-            steps=self.horizon.steps,
-            micro_batch=batch.micro_batch,
-            accumulation=batch.accumulation,
-            global_batch=batch.global_batch,
-            samples_per_epoch=self.horizon.samples_per_epoch,
-            data=data,
-            extended_from=plan.extends_from or None,
-            branched_from=str(branched.absolute()) if branched else None,
-        )
-
-    def _header(self, batch: BatchPlan, facts: Facts, evaluated: str) -> dict[str, str]:
-        """The facts of this start by name; an empty one is not shown."""
-        recipe, ranks, horizon, network = self.plan.recipe, self.ranks, self.horizon, self.network
-        layout = [f"{plural(ranks.world, 'rank')} x {self.device_name}", ranks.strategy.name]
-        layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
-        threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
-        data = lines(facts, batch.context)
-        epochs = horizon.samples_per_step * horizon.steps / horizon.samples_per_epoch
-        count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
-        parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
-        parts += [f"validation {data['validation']}", data["tokenizer"]]
-        parts += [f"{count} epoch{'s' * (count != '1')}"]
-        more = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
-        per_sample = facts["train"].get("tokens_per_sample", batch.context)
-        tokens = round(per_sample * horizon.samples_per_step)
-        about = "about " * ("lengths" in data)  # rows differ in length
-        total = f"{short(horizon.steps * tokens)} tokens"
-        work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens = {total}"
-        done = f", resumed after step {self.state.step:,}" if self.state.step else ""
-        return {
-            "run": str(self.run.path),
-            "recipe": f"{recipe.preset} ({recipe.config_hash})",
-            "ranks": ", ".join(filter(None, layout)),
-            **self.launch,
-            "threads": threads if ranks.device.type == "cpu" else "",
-            "model": describe_sizes(network.sizes),
-            "optim": f"{recipe.optim.kind}: {describe_groups(network.groups)}",
-            "data": "; ".join(parts),
-            **{key: data[key] for key in more if key in data},
-            "work": work + done,
-            "eval": evaluated,
-        }
-
-    def settings_changed(self) -> None:
-        """Report the settings that this resume changes."""
-        changes = self.plan.changes
-        self.emit("settings_changed", f"settings changed: {self.plan.changed}", settings=changes)
-        if any(key.startswith(MEASURED_ON) for key in changes):
-            self.console.warning(
-                "later evaluations have other items, so the best checkpoint is chosen from them alone"
-            )
 
     def saved(self, save: Save) -> None:
         """Report the end of a save."""
@@ -263,7 +134,7 @@ class Recorder:
     def read_measured(self, step: int) -> set[str]:
         """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""
         read = self.run.lines
-        lines = decide_on_rank_0(self.ranks, "measured", lambda: read("eval") + read("sample"))
+        lines = self.ranks.decide("measured", lambda: read("eval") + read("sample"))
         self.evaluations = [line for line in lines if line["kind"] == "eval"]
         return {line["kind"] for line in lines if line["step"] == step}
 
@@ -275,7 +146,7 @@ class Recorder:
         self.evaluations.append(line)
 
     def rewound(self, reason: str, first: int, stop: int) -> None:
-        """Begin a new attempt, whose lines replace those of repeated steps.
+        """Begin a new attempt, whose lines replace the lines of repeated steps.
 
         The rewind leaves out samples `first` to `stop`.
         """
@@ -302,22 +173,22 @@ class Recorder:
     @property
     def scores(self) -> Scores:
         """The values of `checkpoint.best` by step."""
-        return scores_by_step(self.evaluations, self.plan.recipe.checkpoint.best)
+        return scores_by_step(self.evaluations, self.recipe.checkpoint.best)
 
     def stops_improving(self) -> bool:
         """Whether `train.early_stop` ends the run before its last step; equal on all ranks."""
-        patience, best = self.plan.recipe.train.early_stop, self.plan.recipe.checkpoint.best
+        patience, best = self.recipe.train.early_stop, self.recipe.checkpoint.best
         is_before = self.state.step < self.horizon.steps
         return is_before and 0 < patience <= without_improvement(self.evaluations, best)
 
     def finished(self, early: bool) -> None:
         """The end of the run; `early`: by `train.early_stop`."""
-        measure, scores = self.plan.recipe.checkpoint.best, self.scores
+        measure, scores = self.recipe.checkpoint.best, self.scores
         text, fields = "finished", dict[str, Any]()
         if early:
             count, since = without_improvement(self.evaluations, measure), "there was none"
-            if (step := scores.best) is not None:
-                since = f"the best was {scores[step]:.4f} at step {step:,}"
+            if scores.best is not None:
+                since = f"the best was {scores.best:.4f} at step {scores.best_step:,}"
             without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
             fields = {"early_stop": count, "reason": f"{without}; {since}"}
             text = f"finished early, after {fields['reason']}"
@@ -365,18 +236,13 @@ class Recorder:
 
         `sources`: the fields of a mixture.
         """
-        state, world, flops = self.state, self.ranks.world, self.network.flops_per_token
+        state, world, flops = self.state, self.ranks.world, self.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
         steps, *counts = (after - before for before, after in zip(self.logged, now, strict=True))
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
-        if state.step == 1 and self.plan.recipe.train.startup_checks:
-            rows = self.network.sizes.vocab or self.data.vocab
-            fresh = not self.network.own and is_new(self.plan.recipe.model)
-            if text := check_first_loss(loss, rows, fresh):
-                self.emit("warning", text, warning=True, reason=text)
         line = self.ledger.write(
             "train",
             state.step,
@@ -418,6 +284,12 @@ class Recorder:
             with contextlib.suppress(OSError):
                 self.run.heartbeat_path.touch()
 
+    def show_progress(self) -> None:
+        """Show that this rank lives, in a work between two steps."""
+        self.beat()
+        status = self.ranks.status
+        self.ranks.mark(status.step, status.phase)
+
     def poll(self) -> None:
         """Show messages of trackers, and of a ledger or sampler that cannot write."""
         self.beat()
@@ -435,13 +307,14 @@ class Recorder:
         """The run's last line, from the effective ledger, so that a resume counts no step twice."""
         if not self.ranks.main:
             return
-        state, run, measure = self.state, self.run, self.plan.recipe.checkpoint.best
         self.emit("measured")  # a last stamp of the wall time
-        raw, lines = list(read_lines(run.metrics_path)), run.ledger()
-        means, seconds, scores = averages(lines), wall_time(raw), scores_by_step(lines, measure)
-        means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
+        state, measure = self.state, self.recipe.checkpoint.best
+        raw, lines = list(read_lines(self.run.metrics_path)), self.run.ledger()
+        start, seconds, scores = last_start(lines), wall_time(raw), scores_by_step(lines, measure)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
+        means = averages(lines)
+        means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
         self.ledger.write(
             "summary",
             state.step,
@@ -453,19 +326,19 @@ class Recorder:
             steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples or None,
             final_loss=(trained or [None])[-1],
             final_eval_loss=(losses or [None])[-1],
-            best_eval_loss=min(scores_by_step(lines, LOSS).values(), default=None),
+            best_eval_loss=scores_by_step(lines, LOSS).best,
             best_measure=measure,
-            best_step=scores.best,
-            best_score=None if scores.best is None else scores[scores.best],
+            best_step=scores.best_step,
+            best_score=scores.best,
             runtime_s=seconds["total"],
             samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
             wall_time=seconds,
             device_hours=device_hours(raw),
             world=self.ranks.world,
-            parameters=self.network.sizes.total,
-            trained=self.network.sizes.trained,
+            parameters=start["parameters"],
+            trained=start["trained"],
             updates_skipped=state.updates_skipped,
             attempts=self.ledger.attempt + 1,
             **means,
-            **summarise_devices(run),
+            **summarise_devices(self.run),
         )

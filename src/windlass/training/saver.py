@@ -1,4 +1,4 @@
-"""The saves of a training: what they hold, their commits and reports, and the save before a stop."""
+"""The saves of a training: their content, commits and reports, and the save before a stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.commit import Save, shortage
 from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.shard import Shard
@@ -24,6 +23,7 @@ from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import unwrap
 from windlass.training.callbacks import Callbacks
+from windlass.training.directory import RunDirectory
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
 from windlass.training.stop import StopSignals, event_of
@@ -38,21 +38,26 @@ class Saver(Writer):
         self,
         recorder: Recorder,
         callbacks: Callbacks,
+        directory: RunDirectory,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         losses: LossSum,
         scaler: LossScaler,
         average: Average,
+        trained: int,
         meta: dict[str, Any],
-        attempt: str,
         own: bool,
-        start: Checkpoint | None,
     ):
-        """`meta`: of every checkpoint, beside its reason; `attempt`: the name of this start; `own`:
-        a user's own module, whose forward pass may change weights; `start`: the checkpoint that the
-        weights come from."""
-        plan, ranks, horizon = recorder.plan, recorder.ranks, recorder.horizon
+        """Prepare to save; the state that is saved stays in the objects given here.
+
+        Args:
+            trained: The number of trained parameters.
+            meta: Facts in every checkpoint, beside its reason.
+            own: Whether the module is the user's, whose forward pass may change weights.
+        """
+        plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
+        start = directory.checkpoint  # the weights come from it
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
@@ -60,7 +65,7 @@ class Saver(Writer):
             plan.run.checkpoints_dir,
             ranks.rank,
             ranks.world,
-            attempt=attempt,
+            attempt=directory.attempt_name,
             policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
             background=plan.recipe.checkpoint.background,
             base=None if own else base_of(unwrap(model), plan.recipe, plan.run.path, start, ranks),
@@ -68,7 +73,9 @@ class Saver(Writer):
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks = plan.recipe, ranks
         self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
-        self.average, self.meta, self.own = average, meta, own
+        self.average, self.trained, self.meta, self.own = average, trained, meta, own
+        if start is not None:
+            self.resume_from(self.state.step)
         self._warned = False  # of a save that takes longer than the grace
 
     @property
@@ -78,17 +85,20 @@ class Saver(Writer):
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
     def disk_shortage(self) -> str:
-        """A warning if the disk has no room for the run's checkpoints; else empty."""
-        size, recorder = self.shard().total_bytes, self.recorder
-        # torch's optimizers have no state before their first step.
-        size += 0 if self.optimizer.state else 8 * recorder.network.sizes.trained
+        """Rank 0's warning if the disk is too full for the run's checkpoints; else empty."""
+        if not self.ranks.main:
+            return ""
+        # The ranks write about as much as each other.
+        size, recorder = self.shard().nbytes * self.world, self.recorder
+        # torch's optimizers lack their state before the first step.
+        size += 0 if self.optimizer.state else 8 * self.trained
         present = len(list(self.directory.glob("step-????????")))
         count = checkpoints_to_come(self.recipe, recorder.horizon, self.state.step, present)
         return shortage(recorder.run.path, count * size, "the run") if count else ""
 
     def shard(self, average: bool = True) -> Shard:
         """The part of model, optimizer and, if asked, the average that this rank writes."""
-        shard = gather_shard(
+        return gather_shard(
             self.model,
             self.optimizer,
             self.rank,
@@ -97,9 +107,6 @@ class Saver(Writer):
             average=self.average.tensors if average else {},
             base=self.base.weights if self.base else (),
         )
-        # The first and the last stage of a pipeline hold more than the others.
-        sizes = self.ranks.all_gather_object("bytes", shard.nbytes)
-        return replace(shard, total_bytes=sum(sizes))
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -153,9 +160,9 @@ class Saver(Writer):
         if seconds > self.grace and not self._warned:
             self._warned = True
             self.recorder.console.warning(
-                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a stop "
-                "loses the steps since the last save; raise checkpoint.grace_seconds (a batch job: "
-                "--time)"
+                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a "
+                "stop loses the steps since the last save; raise checkpoint.grace_seconds (in a batch "
+                "job --time)"
             )
 
     def stop_run(self, stop: StopSignals) -> bool:
@@ -165,8 +172,8 @@ class Saver(Writer):
         newest checkpoint; without one the run has failed.
         """
         step, recorder = self.state.step, self.recorder
-        own = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
-        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", own), strict=True)
+        signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
+        names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
         mine = self.expected_seconds(step), self.grace
         needed, grace = self.ranks.broadcast_object("needed", mine)
         signalled, left = any(names), grace - max(seconds)

@@ -1,7 +1,7 @@
 """Decide what a start does in a run directory: begin a new run, resume, extend or branch.
 
-It decides, changes nothing and needs no torch, so command line, launcher and ranks decide alike from
-the same files; `directory.py` writes. A restart by a scheduler repeats the command line; it resumes
+It changes nothing and needs no torch, so command line, launcher and ranks decide alike from equal
+files; `directory.py` writes. A restart by a scheduler repeats the command line; it resumes
 from the newest checkpoint.
 """
 
@@ -79,7 +79,7 @@ class StartPlan:
 
     @property
     def why_finished(self) -> str:
-        """Why the run is finished, and which changed settings have no effect."""
+        """Why the run is finished, and which changed settings are ignored."""
         ends = [e.get("reason") for e in self.run.events if e["event"] == "finished"]
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
         if ends and ends[-1]:
@@ -133,7 +133,7 @@ def _resume(
     refuse_changes(problem, run.recipe, recipe, allowed, advice)
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")
-    # A lineage begins at step 0, at a checkpoint of another run, or at one of its own.
+    # A lineage begins at step 0, or at a checkpoint of this or another run.
     if branch_from and (not begins_at.name or begins_at.is_absolute()):
         origin, _, step = branch_from.rpartition("@")
         directory = Path(origin).resolve() / "checkpoints"
@@ -270,7 +270,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} has no checkpoint from before step {decay_begins}, where it decays"
+            problem = f"{run} has no checkpoint from before step {decay_begins}, at which it decays"
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths
@@ -279,7 +279,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
 
 
 def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
-    """The step at which the decay of a WSD run began that its extension moves; None: there is none.
+    """The step at which the decay of a WSD run began, if its extension moves the decay; else None.
 
     `horizon` is the longer one.
     """

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from windlass.checkpoint.base import fill_base
+from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.state_dict import restore
 from windlass.data.mixture import (
     MixedSamples,
     Mixture,
@@ -23,6 +27,8 @@ from windlass.data.mixture import (
 from windlass.data.samples import Batch, Samples
 from windlass.model.frozen import Linear4bit
 from windlass.model.loss import SourceSums
+from windlass.optim.average import Average
+from windlass.optim.build import start_over
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
@@ -95,8 +101,20 @@ class TrainState:
         return state
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of a step. The tensors are on the device; nothing has waited for them."""
+
+    loss: Tensor  # scalar: this rank's part of the loss per unmasked label, until summed over ranks
+    grad_norm: Tensor  # scalar: the global norm before clipping
+    tokens: int  # over all ranks, without padding
+    label_tokens: int  # over all ranks, unmasked
+    padded_tokens: int  # over all ranks, with padding
+    spike: float | None = None  # the global loss if it is a spike, whose update was skipped
+
+
 class LossScaler:
-    """fp16's loss scale, on the device: an overflow halves it, 2,000 steps without one double it."""
+    """fp16's loss scale, on the device. An overflow halves it, 2,000 good steps double it."""
 
     def __init__(self, device: torch.device, state: TrainState, precision: str):
         """`scale` is None in other precisions."""
@@ -145,6 +163,28 @@ def mixture_of(
     mixture.check(horizon.steps, horizon.samples_per_step)
     state.mixture = [list(stage) for stage in stages]
     return mixture
+
+
+def load_state(
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer,
+    average: Average,
+    recipe: Recipe,
+    ranks: Ranks,
+) -> TrainState:
+    """Fill model, optimizer and average from a checkpoint; returns its counters."""
+    state = TrainState.from_json(checkpoint.counters)
+    kind = checkpoint.meta.get("average", "none")
+    if kind != recipe.train.average.kind or state.step <= average.begin:
+        state.averaged = 0  # of another kind, or of the tail before an extension
+    if not (same_kind := checkpoint.meta.get("optimizer") == recipe.optimizer_state):
+        start_over(optimizer)  # a branch has changed the kind
+    averages = average.tensors if state.averaged else {}
+    fill_base(checkpoint, unwrap(model), recipe, ranks)
+    restore(checkpoint, model, optimizer if same_kind else None, averages)
+    average.load(state.averaged)
+    return state
 
 
 class LossSum:
@@ -244,7 +284,8 @@ class Buffers:
             return
         # A module may replace its buffers. A view of bytes must begin at a multiple of its type's
         # size.
-        tensors = [module._buffers[name].detach() for module, name in self.owners]  # type: ignore[union-attr]
+        buffers = [module._buffers[name] for module, name in self.owners]
+        tensors = [buffer.detach() for buffer in buffers if buffer is not None]
         tensors.sort(key=lambda tensor: -tensor.element_size())
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group

@@ -1,4 +1,4 @@
-"""A training on one rank: set-up in order, then the loop (forward, backward, clip, update, log).
+"""The loop of a training on one rank: forward, backward, clip, update, log.
 
 - Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters
   and no generator states.
@@ -14,60 +14,54 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.load import Checkpoint
 from windlass.checkpoint.retention import BEST, FINAL
-from windlass.checkpoint.state_dict import restore
 from windlass.data.loader import Loader, MicroBatch, StepBatch
-from windlass.data.locate import data_dirs
-from windlass.data.open import Data, open_data
 from windlass.data.order import step_samples
+from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import scalar
-from windlass.model.convert import export_note
 from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
-from windlass.model.loss import takes_sources
 from windlass.optim.average import Average
-from windlass.optim.build import build_optimizer, set_divisor, set_lr, start_over
+from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.dist import init_process_group, init_store
-from windlass.parallel.env import detect_env
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import (
     autocast,
     check_gradients_reduced,
     counted,
     sync_gradients,
-    unwrap,
 )
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
-from windlass.telemetry.console import Console
-from windlass.training.batch import (
-    batch_of,
-    horizon_of,
-    report_smaller,
-    smaller_micro_batch,
-)
-from windlass.training.callbacks import Callbacks, StepResult, UserCode
-from windlass.training.checks import ran_out_of_memory
-from windlass.training.directory import RunDirectory, check_shared
-from windlass.training.evaluator import Evaluator, check_evaluations
-from windlass.training.network import Network, prepare_device
-from windlass.training.nonfinite import BadSteps, check_is_deferred, choose_rewind
+from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.training.callbacks import Callbacks
+from windlass.training.checks import check_first_loss
+from windlass.training.directory import RunDirectory
+from windlass.training.evaluator import Evaluator
+from windlass.training.memory import out_of_memory, ran_out_of_memory
+from windlass.training.nonfinite import BadSteps
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.start import StartPlan
-from windlass.training.state import Buffers, LossScaler, LossSum, TrainState, mixture_of, step_seed
-from windlass.training.stop import StopSignals, event_of
+from windlass.training.state import (
+    Buffers,
+    LossScaler,
+    LossSum,
+    StepResult,
+    TrainState,
+    load_state,
+    step_seed,
+)
+from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
@@ -75,125 +69,42 @@ GC_STEPS = 100  # between two collections of garbage, at the same steps on every
 FAILING_SAVE_SECONDS = 5.0
 
 
+@dataclass(kw_only=True)
 class Trainer:
-    """A training on one rank. Every rank calls each method at the same step."""
+    """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
-    def __init__(
-        self,
-        plan: StartPlan,
-        code: UserCode,
-        stop: StopSignals,
-        stack: ExitStack,
-        *,
-        module: nn.Module | None,
-        data: Data | None,
-        stop_at: int,
-    ):
-        """Make every part in order; `stack` closes the parts in reverse order.
+    recipe: Recipe
+    ranks: Ranks
+    samples: Samples
+    batch: BatchPlan
+    horizon: Horizon
+    precision: str  # `train.precision`, with `auto` resolved
+    compiled: bool
+    vocab: int  # the rows of the embedding
+    is_new: bool  # the training began with random weights
+    directory: RunDirectory
 
-        `module` and `data` are the user's; None: the recipe's.
-        """
-        recipe, run, own = plan.recipe, plan.run, module is not None
-        self.recipe, self.stop, self.stop_at = recipe, stop, stop_at
-        self.ends_early = False  # set by `train.early_stop`: no further step
+    # The state: all of it is in a checkpoint.
+    model: nn.Module  # divided among the ranks, and wrapped
+    optimizer: Optimizer
+    average: Average
+    state: TrainState
+    scaler: LossScaler
+    losses: LossSum
 
-        # Ranks. At first they exchange values only, because preparing the data may take longer than
-        # a collective; then each rank chooses its device, and the mesh has its groups.
-        self.ranks = ranks = stack.enter_context(init_store(detect_env(), recipe))
-        if ranks.env.nodes > 1:
-            check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
-        if data is None:
-            data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
-        self.data = data
-        init_process_group(ranks, recipe)
-        prepare_device(recipe, ranks.device, stack)
+    buffers: Buffers
+    bad_steps: BadSteps
+    callbacks: Callbacks
+    recorder: Recorder
+    saver: Saver
+    evaluator: Evaluator
+    stop: StopSignals
+    stop_at: int = 0  # the step after which to stop; 0: the last
+    ends_early: bool = False  # set by `train.early_stop`: no further step
 
-        self.batch = batch_of(plan, ranks, data, own)
-        self.horizon = horizon = horizon_of(recipe, data, own)
-
-        # The model without values, so that bad input is found before the directory changes.
-        self.network = network = Network(plan, ranks, data, horizon, module, stack)
-        check_evaluations(recipe, data, network.model)
-
-        # The directory, its lock, and the checkpoint to start from.
-        console = Console(horizon.steps, ranks.rank)
-        stack.callback(console.close)
-        self.directory = directory = RunDirectory(plan, ranks, horizon, console, stack)
-
-        # The model on its device, divided among the ranks, with its first weights.
-        console.begin("building the model, with its first weights")
-        self.model = network.divide(directory, data)
+    def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
-
-        # What changes with the weights, perhaps from the checkpoint.
-        shards = ranks.strategy.shards_optimizer
-        bare, seed, device = unwrap(self.model), recipe.run.seed, ranks.device.type
-        self.optimizer = build_optimizer(
-            bare, recipe.optim, device, ranks.mesh.replicas, shards, seed
-        )
-        self.average = Average(bare, recipe.train.average, horizon, seed)
-        facts = network.facts(data, self.batch.micro_batch)
-        self.state = TrainState()
-        if directory.checkpoint is not None:
-            console.begin(f"reading {directory.checkpoint.path}")
-            ranks.mark(directory.checkpoint.step, "load")
-            directory.compare(facts)
-            self.state = self.restore(directory.checkpoint)
-            self.state.skipped += directory.left_out()
-        ranks.mark(self.state.step, "start")
-        self.buffers = Buffers(self.model, ranks)
-        self.scaler = LossScaler(ranks.device, self.state, network.precision)
-        mixture = mixture_of(recipe, data.train, horizon, self.state)
-        self.losses = LossSum(self.state, ranks, mixture, takes_sources(unwrap(self.model)))
-        self.callbacks = Callbacks(
-            code, recipe, ranks, self.state, horizon, self.model, self.optimizer
-        )
-
-        # Every part that a user's input can break has worked, so the run begins.
-        directory.begin(data)
-        self.recorder = recorder = Recorder(
-            directory, ranks, self.state, horizon, network, data, console, stack
-        )
-        stop.follow(self.state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-        self.saver = Saver(
-            recorder,
-            self.callbacks,
-            model=self.model,
-            optimizer=self.optimizer,
-            losses=self.losses,
-            scaler=self.scaler,
-            average=self.average,
-            meta=facts,
-            attempt=directory.attempt_name,
-            own=own,
-            start=directory.checkpoint,
-        )
-        self.evaluator = Evaluator(
-            recorder,
-            model=self.model,
-            data=data,
-            micro_batch=self.batch.micro_batch,
-            own_suites=self.callbacks.suites(),
-            average=self.average,
-            stop_requested=self.poll_stop,
-        )
-        deferred = check_is_deferred(ranks.device, self.optimizer, recipe.parallel.offload)
-        self.bad_steps = BadSteps(recorder, recipe.train, self.scaler, deferred)
-
-    def restore(self, checkpoint: Checkpoint) -> TrainState:
-        """Fill model, average and optimizer from a checkpoint; returns its counters."""
-        state = TrainState.from_json(checkpoint.counters)
-        kind = checkpoint.meta.get("average", "none")
-        if kind != self.recipe.train.average.kind or state.step <= self.average.begin:
-            state.averaged = 0  # of another kind, or of the tail before an extension
-        if not (same_kind := checkpoint.meta.get("optimizer") == self.recipe.optimizer_state):
-            start_over(self.optimizer)  # a branch has changed the kind
-        averages = self.average.tensors if state.averaged else {}
-        fill_base(checkpoint, unwrap(self.model), self.recipe, self.ranks)
-        restore(checkpoint, self.model, self.optimizer if same_kind else None, averages)
-        self.average.load(state.averaged)
-        return state
 
     def run(self) -> None:
         """Train to the last step and write the summary; raises Stopped if a signal ends it."""
@@ -201,7 +112,7 @@ class Trainer:
             self.begin()
             if 0 < self.stop_at <= self.state.step < self.horizon.steps:
                 self.saver.stop_run(self.stop)
-            elif self.loop_within_memory():
+            elif self.loop():
                 self.finish()
         except BaseException as error:
             with contextlib.suppress(Exception):  # no collective in here
@@ -215,18 +126,8 @@ class Trainer:
             raise
 
     def begin(self) -> None:
-        """Report the start; do the evaluation and sample that an interruption skipped at this step."""
-        recorder, batch, directory = self.recorder, self.batch, self.directory
-        export = "" if self.network.own else export_note(self.recipe.model)
-        shortage = self.saver.disk_shortage()
-        warnings = [*directory.warnings, *self.network.warnings, export, shortage]
-        recorder.started(batch, self.losses.mixture, directory.checkpoint, warnings)
-        report_smaller(recorder, batch.micro_batch)
-        if directory.plan.changes:
-            recorder.settings_changed()
-            directory.write_settings()
-        if directory.checkpoint is not None:
-            self.saver.resume_from(self.state.step)
+        """Do the evaluation and sample that an interruption skipped at this step."""
+        recorder, batch = self.recorder, self.batch
         done = recorder.read_measured(self.state.step)
         self.ends_early = recorder.stops_improving()
         if self.evaluator.due and "eval" not in done:
@@ -234,42 +135,29 @@ class Trainer:
         if self.evaluator.sample_due and "sample" not in done:
             self.evaluator.sample()
         size = f"{batch.accumulation} x {batch.micro_batch} x {batch.context:,} tokens on each rank"
-        compiling = "compiling, and " if self.network.compiled else ""
+        compiling = "compiling, and " if self.compiled else ""
         recorder.console.begin(f"{compiling}the first step: {size}")
-        recorder.goodput.enter("compile" if self.network.compiled else "train")
+        recorder.goodput.enter("compile" if self.compiled else "train")
         recorder.restart_counts()
-
-    def loop_within_memory(self) -> bool:
-        """The loop; a single rank that runs out of memory repeats the step in smaller parts."""
-        while True:
-            try:
-                return self.loop()
-            except RuntimeError as error:
-                if not ran_out_of_memory(error):
-                    raise
-            # Here the exception is gone, which held what the step had allocated.
-            self.optimizer.zero_grad(set_to_none=True)
-            self.batch = smaller_micro_batch(self.batch, self.recorder)
-            self.losses.read()  # of the completed steps
-            self.losses.reset()
-            self.evaluator.use_micro_batch(self.batch.micro_batch)
-            self.saver.meta["micro_batch"] = self.batch.micro_batch
-            self.recorder.restart_counts()
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
-        if owns_collector := not gc.isenabled():  # `windlass train` leaves it to its loop
-            gc.freeze()  # what was imported stays
+        if owns_collector := not gc.isenabled():  # `windlass train` has turned it off
+            gc.freeze()  # imported modules stay, so a collection need not look at them
         try:
             while state.step < horizon.steps and not self.ends_early:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                own = [self.stop.requested, self.saver.failures, bool(self.callbacks.stop_reason)]
-                flags = collectives.max_async(own, ranks)
+                wishes = [
+                    self.stop.requested,
+                    self.saver.failures,
+                    bool(self.callbacks.stop_reason),
+                ]
+                flags = collectives.max_async(wishes, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
@@ -305,10 +193,8 @@ class Trainer:
                 if log_due or self.callbacks.see_steps:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
-                if log_due:  # waits for the device
-                    self.losses.read()
-                    sources, scale = self.losses.take_sources(samples), self.scaler.scale
-                    recorder.train(float(result.loss), lr, float(result.grad_norm), scale, sources)
+                if log_due:
+                    self.log(result, lr)
                 if save_due and self.saver.newest != state.step:
                     self.saver.save()
                 complete = not evaluation_due or self.evaluate()
@@ -322,11 +208,27 @@ class Trainer:
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.saver.stop_run(self.stop)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            step = state.step + 1
+            raise out_of_memory(recipe, self.recorder.run, ranks, self.batch, step) from None
         finally:
             loader.close()
             if owns_collector:
                 gc.enable()
         return True
+
+    def log(self, result: StepResult, lr: float) -> None:
+        """A `train` line, for which the host waits for the device."""
+        self.losses.read()
+        loss, grad_norm = float(result.loss), float(result.grad_norm)
+        if self.state.step == 1 and self.recipe.train.startup_checks:
+            text = check_first_loss(loss, self.vocab, self.is_new)
+            if text:
+                self.recorder.emit("warning", text, warning=True, reason=text)
+        sources = self.losses.take_sources(self.horizon.samples_per_step)
+        self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
         """One optimizer step on this rank's micro-batches: forward, backward, clip, update."""
@@ -335,7 +237,7 @@ class Trainer:
         positions = sum(micro.batch.tokens.numel() for micro in batch.micro)
         # The counts travel over the ranks during the first forward pass.
         counts = collectives.count_async([batch.valid_tokens, batch.real_tokens, positions], ranks)
-        dtype = torch.float64 if self.network.precision == "fp64" else torch.float32
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
         last = self.model.pipeline.stages - 1 if staged else None  # the stage with the loss
@@ -409,7 +311,7 @@ class Trainer:
         formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
         ragged = formats != {"text"} and settings.packing != "best-fit"
         return Loader(
-            self.data.train,
+            self.samples,
             self.batch,
             self.ranks.mesh.data_rank,
             seed=self.recipe.run.seed,
@@ -432,7 +334,8 @@ class Trainer:
             step = self.state.step
             if self.ranks.status.phase != "data":  # the mark has the time since which it is late
                 self.ranks.mark(step + 1, "data")
-            if self.poll_stop() and self.ranks.world == 1:
+            self.recorder.beat()
+            if self.stop.requested and self.ranks.world == 1:
                 if rewind_reason := self.bad_steps.decide(None, look=True):
                     self.rewind(rewind_reason)
                 self.saver.stop_run(self.stop)
@@ -443,13 +346,6 @@ class Trainer:
                     f"stopped by {self.stop.name} at step {step}: rank {self.ranks.rank} has no "
                     f"data within checkpoint.grace_seconds; {lost} lost"
                 )
-
-    def poll_stop(self) -> bool:
-        """Whether this rank was asked to stop; called between the passes of an evaluation, too."""
-        self.recorder.beat()
-        if (status := self.ranks.status).phase != "data":
-            self.ranks.mark(status.step, status.phase)  # shows progress
-        return self.stop.requested
 
     def evaluate(self) -> bool:
         """Measure the suites, and save the model if it is the best so far.
@@ -462,7 +358,7 @@ class Trainer:
         if scores is None:
             return False
         unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
-        if unsaved and recorder.scores.best == state.step:
+        if unsaved and recorder.scores.best_step == state.step:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
@@ -473,9 +369,13 @@ class Trainer:
         """Return to the newest good checkpoint, and leave out the samples since then."""
         recorder, state, global_batch = self.recorder, self.state, self.batch.global_batch
         self.saver.finish()
-        checkpoint = choose_rewind(recorder, reason)
+        checkpoint = self.directory.choose_earlier(reason)
+        for note in checkpoint.notes:
+            recorder.console.warning(note)
         self.losses.reset()
-        saved = self.restore(checkpoint)
+        saved = load_state(
+            checkpoint, self.model, self.optimizer, self.average, self.recipe, self.ranks
+        )
         first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
         last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
         samples = (first, last + 1)

@@ -1,0 +1,275 @@
+"""One rank of a training: its set-up in order, and another start if memory ran out."""
+
+from __future__ import annotations
+
+import gc
+import os
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from windlass.data.examples import eval_questions
+from windlass.data.locate import data_dirs
+from windlass.data.open import Data, open_data
+from windlass.errors import OutOfMemory, UserError
+from windlass.evaluation.likelihood import read_items
+from windlass.evaluation.suites import Suites
+from windlass.model.loss import takes_sources
+from windlass.optim.average import Average
+from windlass.optim.build import build_optimizer
+from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
+from windlass.parallel.env import detect_env
+from windlass.parallel.parallelize import attention_without_plans, unwrap
+from windlass.preflight.findings import code_for
+from windlass.recipe import Recipe
+from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
+from windlass.telemetry.console import Console
+from windlass.training.batch import batch_of, horizon_of
+from windlass.training.callbacks import Callbacks, UserCode
+from windlass.training.describe import record_launch, report_changes, report_start
+from windlass.training.directory import RunDirectory, check_shared
+from windlass.training.evaluator import Evaluator, can_sample
+from windlass.training.network import Network
+from windlass.training.nonfinite import BadSteps, check_is_deferred
+from windlass.training.record import Recorder
+from windlass.training.saver import Saver
+from windlass.training.start import StartPlan, resolve_start
+from windlass.training.state import (
+    Buffers,
+    LossScaler,
+    LossSum,
+    TrainState,
+    load_state,
+    mixture_of,
+)
+from windlass.training.stop import StopSignals, event_of
+from windlass.training.trainer import Trainer
+
+
+def train_rank(
+    plan: StartPlan,
+    code: UserCode,
+    stop: StopSignals,
+    *,
+    module: nn.Module | None = None,
+    data: Data | None = None,
+    stop_at: int = 0,
+) -> None:
+    """Train on this rank; a single rank starts again if memory ran out.
+
+    `module` and `data` are the user's; None: the recipe's.
+    """
+    while True:
+        try:
+            with ExitStack() as stack:
+                return open_trainer(plan, code, stop, stack, module, data, stop_at).run()
+        except OutOfMemory:
+            # Several ranks start together, by their launcher. A user's module has lost the weights
+            # that it began with.
+            if detect_env().world > 1 or module is not None:
+                raise
+        # Here the exception is gone, which held what the step had allocated.
+        release_memory()
+        plan = resolve_start(plan.recipe.replace({"checkpoint.resume": "latest"}))
+
+
+def open_trainer(
+    plan: StartPlan,
+    code: UserCode,
+    stop: StopSignals,
+    stack: ExitStack,
+    module: nn.Module | None,
+    data: Data | None,
+    stop_at: int,
+) -> Trainer:
+    """Set up a training, in order; `stack` closes the parts in reverse order."""
+    recipe, run, own = plan.recipe, plan.run, module is not None
+
+    ranks, data = join_ranks(plan, data, stack)
+    batch = batch_of(plan, ranks, data, own)
+    horizon = horizon_of(recipe, data, own)
+
+    # The model without values, so that bad input is found before the directory changes.
+    origin = None if plan.fresh else run.path
+    network = Network(recipe, ranks, data, horizon, stack, module=module, run=origin)
+    check_evaluations(recipe, data, network.model)
+
+    # The directory, its lock, and the checkpoint to start from.
+    console = Console(horizon.steps, ranks.rank)
+    stack.callback(console.close)
+    directory = RunDirectory(plan, ranks, horizon, console, stack)
+    checkpoint = directory.checkpoint
+
+    # The model on its device, divided among the ranks, with its first weights.
+    console.begin("building the model, with its first weights")
+    model = network.divide(data, run.path, from_checkpoint=checkpoint is not None)
+
+    # What changes with the weights, perhaps from the checkpoint.
+    bare, seed = unwrap(model), recipe.run.seed
+    optimizer = build_optimizer(
+        bare,
+        recipe.optim,
+        ranks.device.type,
+        replicas=ranks.mesh.replicas,
+        shard_state=ranks.strategy.shards_optimizer,
+        seed=seed,
+    )
+    average = Average(bare, recipe.train.average, horizon, seed)
+    facts, state = network.facts(data, batch.micro_batch), TrainState()
+    if checkpoint is not None:
+        console.begin(f"reading {checkpoint.path}")
+        ranks.mark(checkpoint.step, "load")
+        directory.compare(facts)
+        state = load_state(checkpoint, model, optimizer, average, recipe, ranks)
+        state.skipped += directory.left_out()
+    ranks.mark(state.step, "start")
+    scaler = LossScaler(ranks.device, state, network.precision)
+    mixture = mixture_of(recipe, data.train, horizon, state)
+    losses = LossSum(state, ranks, mixture, takes_sources(bare))
+    callbacks = Callbacks(code, recipe, ranks, state, horizon, model, optimizer)
+
+    # Every part that a user's input can break has worked, so the run begins.
+    directory.begin(data.save_tokenizer)
+    launch, places = record_launch(run, ranks, network)
+    recorder = Recorder(
+        run,
+        recipe,
+        ranks,
+        state,
+        horizon,
+        console,
+        stack,
+        attempt=directory.attempt,
+        precision=network.precision,
+        flops_per_token=network.flops_per_token,
+    )
+    stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
+    saver = Saver(
+        recorder,
+        callbacks,
+        directory,
+        model=model,
+        optimizer=optimizer,
+        losses=losses,
+        scaler=scaler,
+        average=average,
+        trained=network.sizes.trained,
+        meta=facts,
+        own=own,
+    )
+    suites = Suites(
+        recipe,
+        data.tokenizer,
+        ranks,
+        val=data.val,
+        batch=batch.micro_batch,
+        own=callbacks.suites(),
+        train=data.train,
+        template=data.template,
+    )
+    evaluator = Evaluator(recorder, suites, model=model, average=average, stop=stop)
+    deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
+    trainer = Trainer(
+        recipe=recipe,
+        ranks=ranks,
+        samples=data.train,
+        batch=batch,
+        horizon=horizon,
+        precision=network.precision,
+        compiled=network.compiled,
+        vocab=network.sizes.vocab or data.vocab,
+        is_new=recipe.model.is_new and not own,
+        directory=directory,
+        model=model,
+        optimizer=optimizer,
+        average=average,
+        state=state,
+        scaler=scaler,
+        losses=losses,
+        buffers=Buffers(model, ranks),
+        bad_steps=BadSteps(recorder, recipe.train, scaler, deferred),
+        callbacks=callbacks,
+        recorder=recorder,
+        saver=saver,
+        evaluator=evaluator,
+        stop=stop,
+        stop_at=stop_at,
+    )
+    warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
+    report_start(
+        recorder,
+        plan,
+        network,
+        data,
+        batch,
+        mixture=mixture,
+        checkpoint=checkpoint,
+        launch=launch,
+        places=places,
+        warnings=warnings,
+    )
+    if plan.changes:
+        report_changes(recorder, plan)
+        directory.write_settings()
+    return trainer
+
+
+def join_ranks(plan: StartPlan, data: Data | None, stack: ExitStack) -> tuple[Ranks, Data]:
+    """This rank among the others, and the data, prepared if necessary.
+
+    At first the ranks exchange values only, because preparing the data may take longer than a
+    collective. Then each rank chooses its device, and the mesh gets its groups.
+    """
+    recipe = plan.recipe
+    ranks = stack.enter_context(init_store(detect_env(), recipe))
+    if ranks.env.nodes > 1:
+        check_shared(ranks, plan.run.path, data_dirs(recipe) if data is None else [])
+    if data is None:
+        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+    init_process_group(ranks, recipe)
+    prepare_device(recipe, ranks.device, stack)
+    return ranks, data
+
+
+def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Raise UserError, at the start, for what evaluations and samples cannot read."""
+    settings = recipe.eval
+    if settings.every and data.val is not None:
+        if SQUAD_SUITE in settings.suites:
+            eval_questions(recipe)
+        if HELLASWAG_SUITE in settings.suites:
+            read_items(settings.hellaswag_file, settings.hellaswag_items)
+    if settings.sample_every and settings.prompt and can_sample(model, data.tokenizer):
+        try:
+            data.tokenizer.prompt(settings.prompt)
+        except UserError as error:
+            raise UserError(
+                f"eval.prompt = {settings.prompt!r}: {error}; write another, or eval.sample_every=0"
+            ) from None
+
+
+def release_memory() -> None:
+    """Free the memory of a trainer that has ended."""
+    gc.collect()
+    torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
+    """Configure the device until `stack` ends; UserError if torch lacks kernels for it."""
+    use_deterministic(recipe.train.deterministic)
+    if device.type == "cuda":
+        about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
+        capability, compiled = (about.major, about.minor), torch.cuda.get_arch_list()
+        text, wheel = code_for(about.name, capability, compiled, torch.__version__, cuda)
+        if wheel and cuda:
+            raise UserError(f"{text}: {wheel}")
+    if recipe.data.ragged_:
+        stack.enter_context(attention_without_plans())
+        # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
+        # none. Its environment variable would come too late.
+        names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if device.type == "cuda" and not any(name in os.environ for name in names):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
