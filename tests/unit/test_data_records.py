@@ -217,7 +217,8 @@ def test_questions_of_squad(tmp_path):
 
 MEASURE = """
 import resource, sys
-from windlass.data.records import SourceSpec, text_of
+from windlass.data.locate import SourceSpec
+from windlass.data.records import text_of
 from windlass.data.sources import open_source
 spec = SourceSpec(sys.argv[1], sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

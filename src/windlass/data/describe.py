@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.documents import BestFitSamples, DocumentSamples, ExampleSamples
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.packing import BestFitSamples
-from windlass.data.samples import DocumentSamples, Samples, masks_documents, real_tokens
+from windlass.data.samples import Samples, masks_documents, real_tokens
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
     documents = sum(part.documents for part in parts)
     if isinstance(items, DocumentSamples):
         split |= {"items": items.documents, **items.lengths}
-        split |= {"items": len(items), "left_out": items.left_out} if items.masked else {}
+        if isinstance(items, ExampleSamples):
+            split |= {"items": len(items), "left_out": items.left_out}
     elif documents > 1:  # the count of a single text says nothing
         split["items"] = documents
     return split

@@ -25,12 +25,14 @@ import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.chat import Template
+from windlass.data.corpus import Table
 from windlass.data.examples import encode_example, hash64, unread_keys
+from windlass.data.limits import Limit, Need
+from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
-from windlass.data.records import MARKS, Item, SourceSpec, text_of
+from windlass.data.records import MARKS, Item, text_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Source
-from windlass.data.split import Need
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
@@ -248,23 +250,21 @@ def write_source(
     directory: Path,
     index: Index,
     encoder: Encoder,
-    need: Need,
+    limit: Limit,
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after those that `index` has, as far as the need; returns the
+    """Write the shards of a source after the full ones of `index`, as far as the limit; returns the
     index as written."""
-    index.shards, index.complete, index.left_out = index.full_shards, False, index.resume[2]
-    # A kill must not leave an index with a short shard that is replaced.
-    index = index.save(directory)
+    spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
+    index = writer.index
     listing = directory / LEFT_OUT
     known = listing.read_text("utf-8").split("\n") if index.left_out else []
     write_atomic(listing, "".join(f"{line}\n" for line in known[: index.left_out]))
-    spec = source.spec
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
+    need, characters = Need(limit, Table(directory, index)), 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
-    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, after, fraction in batches:
             for row in rows:
@@ -277,9 +277,13 @@ def write_source(
                     left_out.flush()
                     continue
                 writer.add(row)
-                if need.is_met(row, writer.tokens):
+                characters += row.characters
+                if row.more:
+                    continue
+                if need.is_met(row.group or row.text, characters, writer.tokens):
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
+                characters = 0
             writer.index.items = after
             progress.update(f"tokens of {spec.name}", fraction, writer.tokens)
         return writer.finish(complete=True)

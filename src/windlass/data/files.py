@@ -13,7 +13,6 @@ from windlass.errors import UserError, is_utf8
 
 CODECS = (".gz", ".bz2", ".xz", ".zst")
 SHARDS = (".bin", ".npy")  # token shards of other tools
-DOWNLOADS = Path("data") / "downloads"
 
 
 def find(
@@ -75,8 +74,7 @@ def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
             visible = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
         names = {entry.name for entry in visible}
         is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
-        is_data = {"index.json", "tokenizer"} <= names or real == str(DOWNLOADS.resolve())
-        if folder != top and (is_run or is_data):
+        if folder != top and (is_run or {"index.json", "tokenizer"} <= names):
             yield folder, None
             continue
         for entry in reversed(visible):

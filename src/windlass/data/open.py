@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data import chat
+from windlass.data.documents import (
+    BestFitSamples,
+    DocumentSamples,
+    ExampleSamples,
+    TextSamples,
+)
 from windlass.data.mixture import MixedSamples
-from windlass.data.packing import BestFitSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import Batch, DocumentSamples, PackedSamples, Samples, Tokens
+from windlass.data.samples import Batch, PackedSamples, Samples, Tokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
@@ -124,8 +129,11 @@ def _samples(
         return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
     if is_text and problem:
         raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
-    how: dict[str, Any] = {"split": best_fit} if is_text else {"pad": tokenizer.eot or 0}
-    documents = DocumentSamples(tokens, context, following=following, **how)
+    documents: DocumentSamples
+    if is_text:
+        documents = TextSamples(tokens, context, following=following, split=best_fit)
+    else:
+        documents = ExampleSamples(tokens, context, pad=tokenizer.eot or 0)
     return BestFitSamples(documents, context) if best_fit and len(documents) else documents
 
 

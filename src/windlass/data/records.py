@@ -14,16 +14,15 @@ import io
 import json
 import lzma
 import os
-import platform
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from windlass.data.files import shown, suffixes
+from windlass.data.locate import SourceSpec
 from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
 
@@ -39,68 +38,6 @@ TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
 DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
 KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "true or false"}
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """One source, and how its items are read."""
-
-    name: str  # as the recipe writes it
-    place: str  # the same with its path located
-    format: str = "text"
-    text_key: str = "text"  # may be nested: "doc.text"
-    split: str = "train"
-    revision: str = ""
-    streaming: bool = False
-    sha256: str = ""
-    separator: str = ""
-    special_tokens: bool = False
-    columns: tuple[tuple[str, str], ...] = ()  # names of keys, and the keys that have these names
-    answers: str = "auto"
-    on_bad_item: str = "stop"
-    setting: str = "data.source"  # for messages
-
-    @property
-    def kind(self) -> str:
-        """`stdlib`, `https`, `hf`, `squad`, `shards`, or `files` for a path."""
-        kind, colon, _ = self.place.partition(":")
-        if kind in ("http", "https"):
-            return "https"
-        named = ("hf", "squad", "shards") if colon else ("stdlib", "squad")
-        return kind if kind in named else "files"
-
-    @property
-    def path(self) -> str:
-        """The place without its kind."""
-        return self.place if self.kind == "files" else self.place.partition(":")[2]
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """What determines the items, without settings that do not apply or have their default."""
-        kind, is_text = self.kind, self.format == "text"
-        has_texts = is_text and kind in ("files", "https")
-        applies = {
-            "text_key": has_texts or (is_text and kind == "hf"),
-            "split": kind == "hf" or self.place == "squad",
-            "revision": kind == "hf",
-            "sha256": kind == "https",
-            "separator": has_texts,
-            "special_tokens": has_texts or kind in ("stdlib", "hf") or self.format == "chat",
-            "columns": not is_text,
-            "answers": self.format == "chat",
-            "on_bad_item": kind not in ("stdlib", "shards"),
-        }
-        settings = {name: getattr(self, name) for name, is_used in applies.items() if is_used}
-        changed = {k: value for k, value in settings.items() if value != getattr(SourceSpec, k)}
-        python = {"python": platform.python_version()} if kind == "stdlib" else {}
-        return {"name": self.name, "format": self.format, **changed, **python}
-
-    @property
-    def slug(self) -> str:
-        """The source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
-        place = re.sub(r"^(hf|shards|squad):", "", self.name).split("?")[0].rstrip("/*")
-        name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
-        return name.strip("-").lower()[:40] or "corpus"
 
 
 class Item(NamedTuple):

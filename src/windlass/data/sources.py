@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__, hub
-from windlass.data.files import DOWNLOADS, SHARDS, find, folders, listing, shown, suffixes
+from windlass.data.files import SHARDS, find, folders, listing, shown, suffixes
+from windlass.data.locate import SourceSpec
 from windlass.data.records import (
     CONVERSATION_KEYS,
     TABLE_BYTES,
     TABLES,
     Item,
-    SourceSpec,
     column_value,
     is_text,
     other_keys,
@@ -67,7 +67,7 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     if spec.kind == "hf" or spec.place == "squad":
         return _open_dataset(spec)
     if spec.kind == "https":
-        files, not_read = [download(spec.place, spec.sha256, DOWNLOADS, notify)], ""
+        files, not_read = [download(spec.place, spec.sha256, spec.downloads, notify)], ""
     else:
         files, not_read = local_files(spec)
     if len(files) > 1 or not_read:
@@ -146,8 +146,20 @@ def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
     ]
 
 
+def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
+    """The description of a local source now; None if it is gone or not local."""
+    if spec.kind == "stdlib":
+        files = _stdlib_modules()
+        size = sum(path.stat().st_size for path in files)
+        return {"python": platform.python_version(), "modules": len(files), "bytes": size}
+    if spec.kind != "https" and spec.place != "squad":
+        with suppress(UserError, OSError):
+            return {"files": describe_files(local_files(spec)[0])}
+    return None
+
+
 def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What has changed since a description, as part of a sentence; empty if nothing has.
+    """The differences of two descriptions of a source, as a part of a sentence; empty if none.
 
     Paths count from the directory that all files share, so that moved data are the same.
     """
@@ -172,18 +184,6 @@ def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
     files = description.get("files", ())
     shared = os.path.commonpath([os.path.dirname(file["file"]) for file in files]) if files else ""
     return {os.path.relpath(file["file"], shared or "."): file for file in files}
-
-
-def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
-    """The description of a local source now; None if it is gone or not local."""
-    if spec.kind == "stdlib":
-        files = _stdlib_modules()
-        size = sum(path.stat().st_size for path in files)
-        return {"python": platform.python_version(), "modules": len(files), "bytes": size}
-    if spec.kind != "https" and spec.place != "squad":
-        with suppress(UserError, OSError):
-            return {"files": describe_files(local_files(spec)[0])}
-    return None
 
 
 # -- the standard library, the web, the Hub

@@ -16,63 +16,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from windlass.data.corpus import Corpus
+from windlass.data.limits import FEW, Limit, limits_of
 from windlass.data.locate import Member
 from windlass.data.order import splitmix
-from windlass.data.shards import Index, Row, Stream, Table
-from windlass.data.sources import SourceSpec
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.recipe import DataSettings
 from windlass.seeds import seed_bytes
 
-FEW = 100
 LONG_TEXT = 400_000
 # Another tool's validation shard, for example `val.bin`, `valid.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = re.compile(r"(^|[^a-z])(val(id(ation)?)?|test|dev|eval)([^a-z]|$)")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """One prepared source."""
-
-    directory: Path
-    index: Index
-    spec: SourceSpec
-    tokenizer: Tokenizer
-    cache_bytes: int = 0  # of remote shards on this machine's disk
-
-    @cached_property
-    def stream(self) -> Stream:
-        return Stream(self.directory, self.index, self.cache_bytes)
-
-    def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
-        """The token of the source up to which each document has at most so many characters."""
-        parts = self.stream.table.parts(documents)
-        for (places, sizes), limit in zip(parts, characters, strict=True):
-            ends = np.cumsum(sizes)
-            part = int(np.searchsorted(ends, limit, side="right"))
-            if part == len(sizes):
-                yield int(places[-1])
-                continue
-            start, stop = places[part : part + 2].tolist()
-            start += len(self.tokenizer.first) if part == 0 else 0
-            yield self._place(start, stop, limit - int(ends[part] - sizes[part]))
-
-    def _place(self, start: int, stop: int, characters: int) -> int:
-        """The token up to which those from `start` on have at most so many characters."""
-        tokens, decode = self.stream.read(start, stop), self.tokenizer.decode
-        counts = range(1, len(tokens) + 1)
-        return start + bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > characters)
 
 
 @dataclass(frozen=True)
@@ -122,112 +85,44 @@ class Division:
 # -- the rules
 
 
-def held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out by their hashes (uint64 [n]), bool [n]."""
-    result: np.ndarray = hashes < np.uint64(int(Fraction(str(fraction)) * 2**64))
-    return result
+def held_out(
+    groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of a source that are held out whole, bool [documents]; and the characters of
+    each that train before a held-out end, int64 [documents], -1 if a document is not cut.
+
+    `groups`: the hashes that decide, uint64 [documents].
+    """
+    whole, cuts = np.zeros(len(groups), bool), np.full(len(groups), -1)
+    if not fraction:
+        return whole, cuts
+    if are_examples:
+        distinct = np.unique(groups)
+        if len(distinct) >= FEW:
+            return _or_lowest(groups, groups[:FEW], fraction), cuts
+        count = min(len(distinct) - 1, max(1, round(len(distinct) * fraction)))
+        return (groups < distinct[count] if count > 0 else whole), cuts
+    is_cut = (characters > LONG_TEXT) | (len(groups) < FEW)
+    share = 1 - Fraction(str(fraction))
+    cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
+    return _or_lowest(groups, groups[:FEW][~is_cut[:FEW]], fraction) & ~is_cut, cuts
 
 
 def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.ndarray:
-    """As `held_out`. If it holds out none of the `first` documents, it holds out their lowest hash,
+    """The hashes below the fraction. If none of the `first` documents is, also their lowest hash,
     so that a small part of a source has validation data, too."""
-    held = held_out(hashes, fraction)
-    if len(first) and not held_out(first, fraction).any():
+    bound = np.uint64(int(Fraction(str(fraction)) * 2**64))
+    held: np.ndarray = hashes < bound
+    if len(first) and first.min() >= bound:
         held |= hashes == first.min()
     return held
 
 
-def held_out_examples(groups: np.ndarray, fraction: float) -> np.ndarray:
-    """Which questions or conversations are held out, by the hashes of all groups of a source.
-
-    Of fewer than FEW groups it is the given fraction, rounded, but at least one and not all.
-    """
-    distinct = np.unique(groups)
-    if len(distinct) >= FEW and fraction:
-        return _or_lowest(groups, groups[:FEW], fraction)
-    count = min(len(distinct) - 1, max(1, round(len(distinct) * fraction))) if fraction else 0
-    return groups < distinct[count] if count > 0 else np.zeros(len(groups), bool)
-
-
-def held_out_texts(
-    hashes: np.ndarray, characters: np.ndarray, fraction: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents of a source are held out whole, bool [documents]; and how many characters of
-    each train before a held-out end, int64 [documents], or -1 if the document is not cut."""
-    cuts = np.full(len(hashes), -1)
-    if not fraction:
-        return np.zeros(len(hashes), bool), cuts
-    is_cut = (characters > LONG_TEXT) | (len(hashes) < FEW)
-    held = _or_lowest(hashes, hashes[:FEW][~is_cut[:FEW]], fraction) & ~is_cut
-    share = 1 - Fraction(str(fraction))
-    cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
-    return held, cuts
-
-
-def training_characters(
-    groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
-) -> np.ndarray:
-    """The first characters of each document that train, int64 [documents]."""
-    if are_examples:
-        return np.where(held_out_examples(groups, fraction), 0, characters)
-    held, cuts = held_out_texts(groups, characters, fraction)
-    return np.where(held, 0, np.where(cuts >= 0, cuts, characters))
-
-
-# -- limits
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How much of a source a recipe reads: its first documents, until they have `most` tokens, or
-    characters if it is separate validation data. 0: all of it.
-
-    The first FEW texts or groups decide how validation data is held out, so training reads these in
-    any case.
-    """
-
-    most: int
-    in_characters: bool = False
-
-    def documents(self, table: Table) -> int | None:
-        """The number of documents that are read; None if the table has too few."""
-        if self.in_characters:
-            last = int(np.searchsorted(np.cumsum(table.characters), self.most))
-        else:
-            first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
-            few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
-            last = max(few, int(np.searchsorted(table.edges[1:], self.most)))
-        return last + 1 if self.most and last < len(table) else None
-
-
-class Need:
-    """Counts the documents that are written, until a recipe has enough of them."""
-
-    def __init__(self, limit: Limit, table: Table):
-        self._limit, self._characters = limit, int(table.characters.sum())
-        self._groups = set(np.unique(table.groups)[:FEW].tolist())  # FEW at most
-
-    def is_met(self, row: Row, tokens: int) -> bool:
-        """Whether a row that is written is the last that is needed; `tokens`: written in all."""
-        self._characters += row.characters
-        if row.more:
-            return False
-        if self._limit.in_characters:
-            return 0 < self._limit.most <= self._characters
-        if len(self._groups) < FEW:
-            self._groups.add(row.group or row.text)
-        return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
-
-
-def limits_of(member: Member[Any]) -> list[Limit]:
-    """The limits of a member's sources, training first: `data.max_tokens`, and for separate
-    validation data `data.val_fraction` of it, in equal parts of the sources."""
-    most = member.data.max_tokens
-    characters = int(most * Fraction(str(member.data.val_fraction)))
-    train, val = len(member.train), len(member.val)
-    of_train = Limit(-(-most // max(1, train)))
-    of_val = Limit(-(-characters // max(1, val)), in_characters=True)
-    return [of_train] * train + [of_val] * val
+def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
+    """The random number of each text by its hash, both uint64 [n]; a choice of texts takes the
+    lowest ones."""
+    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
+    return splitmix(hashes ^ key)
 
 
 # -- the pieces of a source
@@ -310,12 +205,11 @@ def _training_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pi
         pass
     elif not count:
         _hold_out_end(pieces, data)
-    elif corpus.index.masked:
-        pieces.hold_out(held_out_examples(table.groups[:count], data.val_fraction))
     else:
-        characters = table.characters[:count]
-        held, cuts = held_out_texts(pieces.texts, characters, data.val_fraction)
-        pieces.hold_out(held)
+        sizes, are_examples = table.characters[:count], corpus.index.masked
+        fraction, groups = data.val_fraction, table.groups[:count]
+        whole, cuts = held_out(groups, sizes, fraction, are_examples=are_examples)
+        pieces.hold_out(whole)
         numbers = np.flatnonzero(cuts >= 0)
         places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
         pieces.cut[numbers] = np.maximum(1, cuts[numbers])
@@ -425,8 +319,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
 
 def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:
     """Keep `size` documents, chosen by the purpose with its seed, and the hashes of their texts."""
-    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
-    draws = [splitmix(hashes ^ key) for hashes in texts]
+    draws = [draws_of(hashes, purpose) for hashes in texts]
     present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if len(flat) <= size:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from windlass.data.chat import stop_tokens
-from windlass.data.examples import eval_questions
 from windlass.data.open import Data
+from windlass.data.suite import eval_questions
 from windlass.errors import UserError
 from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
