@@ -267,7 +267,7 @@ def _mark(special: re.Match[str]) -> str:
 
 
 def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
-    """The place where a message begins in the text up to it: after its prompt, or after the lines
+    """The first character of a message in the text up to it: after its prompt, or after the lines
     and special tokens of the prompt that the text also has."""
     whole = written(place + 1)
     if whole.startswith(prompt):

@@ -39,7 +39,7 @@ class Corpus:
         return Stream(self.directory, self.index, self.cache_bytes)
 
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
-        """The token of the source up to which each document has at most so many characters."""
+        """The token of the source at which each document has reached its number of characters."""
         parts = self.stream.table.parts(documents)
         for (places, sizes), limit in zip(parts, characters, strict=True):
             ends = np.cumsum(sizes)
@@ -52,7 +52,7 @@ class Corpus:
             yield self._place(start, stop, limit - int(ends[part] - sizes[part]))
 
     def _place(self, start: int, stop: int, characters: int) -> int:
-        """The token up to which those from `start` on have at most so many characters."""
+        """The token at which the tokens from `start` on have reached a number of characters."""
         tokens, decode = self.stream.read(start, stop), self.tokenizer.decode
         counts = range(1, len(tokens) + 1)
         return start + bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > characters)
@@ -131,7 +131,7 @@ class Stream:
     def _opened(self, name: str, version: str) -> LocalFile | RemoteFile:
         with self._lock:
             local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
-            if len(local) >= OPEN_FILES:  # a remote file has no descriptor
+            if len(local) >= OPEN_FILES:  # a remote file does not have a descriptor
                 self._open.pop(local[0])
             try:
                 if "://" in name:

@@ -24,7 +24,7 @@ UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
 def describe(data: Data) -> Facts:
-    """The facts of opened data, as JSON values; those that do not apply are missing.
+    """The facts of opened data, as JSON values, without facts that do not apply.
 
     - `items`: the kind of item, and for each split their number; `files`: the number of files.
     - For each split `tokens` in an epoch, without padding, and `label_tokens`, which count in the
@@ -35,7 +35,7 @@ def describe(data: Data) -> Facts:
       the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
     - Documents apart: `attended`, the mean length of the part of a token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
-    - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
+    - A mixture, once the run has a length: `mixture`, from `mixture.shares_of_run`.
     """
     facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
@@ -121,7 +121,7 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
 
 
 def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of a user's own set, as the loader counts them."""
+    """The mean over some samples of the user's set, as the loader counts them."""
     last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
     places = np.unique(np.linspace(0, last, count).astype(np.int64))
     if length := getattr(samples, "length", None):
@@ -152,7 +152,7 @@ def warnings(facts: Facts) -> list[str]:
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
-    """The facts in words, a line each; those that do not apply are missing."""
+    """The facts in words, a line each, without facts that do not apply."""
     shown: dict[str, str] = {}
     unit = facts.get("items", "samples")
     if "source" in facts:

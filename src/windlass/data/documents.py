@@ -18,7 +18,7 @@ class DocumentSamples:
 
     Attributes:
         sizes: The positions of each row, int64 [samples].
-        documents: The number of documents, with those that give no sample.
+        documents: The number of documents, also of documents that give no sample.
         lengths: Statistics of the whole documents (`length_statistics`).
         pad: The token of the padding.
         left_out: The examples from which nothing can be learned.

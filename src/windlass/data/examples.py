@@ -55,11 +55,11 @@ ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context",
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and what a template reads beside them; or a prompt and its completion as texts."""
+    """Messages with the other values that a template reads; or a prompt and its completion."""
 
     messages: list[Message] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # tools and `chat_template_kwargs`
-    pair: tuple[str, str] | None = None  # prompt and completion; then there are no messages
+    pair: tuple[str, str] | None = None  # prompt and completion, instead of messages
     prompt: int = 0  # the messages of the prompt, if the item is a prompt with a completion
     untrained: frozenset[int] = frozenset()  # places of messages that are empty or have weight 0
 
@@ -189,8 +189,11 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         answers = record["output"]
         answer = answers[0] if answers and isinstance(answers, list) else answers
         turns = []
-        for asked, said in (*(record.get("history") or ()), (request, answer)):
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, replied in (*(record.get("history") or ()), (request, answer)):
+            turns += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": replied},
+            ]
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):

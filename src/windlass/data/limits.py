@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from windlass.data.corpus import Table
-from windlass.data.locate import Member
+from windlass.data.locate import Member, S
 
 FEW = 100  # the first ones of a source decide how validation data is held out (`split.py`)
 
@@ -23,11 +22,11 @@ class Limit:
     """
 
     most: int
-    in_characters: bool = False
+    is_val: bool = False  # of separate validation data
 
     def documents(self, table: Table) -> int | None:
         """The number of documents that are read; None if the table has too few."""
-        if self.in_characters:
+        if self.is_val:
             last = int(np.searchsorted(np.cumsum(table.characters), self.most))
         else:
             first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
@@ -49,19 +48,19 @@ class Need:
     def is_met(self, group: int, characters: int, tokens: int) -> bool:
         """Whether a document is the last that is needed; `tokens`: of all documents up to it."""
         self._characters += characters
-        if self._limit.in_characters:
+        if self._limit.is_val:
             return 0 < self._limit.most <= self._characters
         if len(self._groups) < FEW:
             self._groups.add(group)
         return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
 
 
-def limits_of(member: Member[Any]) -> list[Limit]:
-    """The limits of a member's sources, training first: `data.max_tokens`, and for separate
-    validation data `data.val_fraction` of it, in equal parts of the sources."""
+def with_limits(member: Member[S]) -> list[tuple[S, Limit]]:
+    """The sources of a member, training first, with their limits: `data.max_tokens`, and for
+    separate validation data `data.val_fraction` of it, in equal parts."""
     most = member.data.max_tokens
     characters = int(most * Fraction(str(member.data.val_fraction)))
     train, val = len(member.train), len(member.val)
     of_train = Limit(-(-most // max(1, train)))
-    of_val = Limit(-(-characters // max(1, val)), in_characters=True)
-    return [of_train] * train + [of_val] * val
+    of_val = Limit(-(-characters // max(1, val)), is_val=True)
+    return list(zip(member.sources, [of_train] * train + [of_val] * val, strict=True))

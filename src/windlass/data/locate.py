@@ -1,8 +1,8 @@
 """The sources that a recipe names, and the directory that has the tokens of each.
 
 The name of a directory has a hash of its key. The key has all settings that determine the tokens:
-the source, how Windlass reads its items, and the tokenizer. It has no state of the files, because
-`prepare.py` compares these.
+the source, how Windlass reads its items, and the tokenizer. `prepare.py` compares the state of the
+files, which is not in the key.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -108,26 +108,45 @@ class Member(Generic[S]):
 def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
     """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
     members, written = list[Member[SourceSpec]](), recipe.as_written.data
-    downloads = root_of(recipe) / DOWNLOADS
     for number in range(len(written.mix) or 1):
-        own, located = written.part(number), recipe.data.part(number)
-        fields = ("format", "text_key", "separator", "special_tokens", "answers", "on_bad_item")
-        how: dict[str, Any] = {field: getattr(own, field) for field in (*fields, "streaming")}
-        how |= {"columns": tuple(own.columns.items()), "downloads": downloads}
-        sources = list(zip(own.sources, located.sources, strict=True))
-        of_train = how | {"split": own.split, "revision": own.revision, "sha256": own.sha256}
-        train = [SourceSpec(*names, **of_train) for names in sources]
-        how |= {"split": own.eval_split or own.split, "setting": "data.eval_source"}
-        if any(own.eval_sources):
-            separate = list(zip(own.eval_sources, located.eval_sources, strict=True))
-        elif own.eval_split and own.sources[0].startswith("hf:"):  # of the same data set
-            separate, how = sources, how | {"revision": own.revision, "setting": "data.eval_split"}
-        else:
-            separate, how["split"] = [pair for pair in sources if pair[0] == "squad"], "validation"
-        val = [SourceSpec(*names, **how) for names in separate]
+        data, located = written.part(number), recipe.data.part(number)
+        train, val = _specs(data, located, root_of(recipe) / DOWNLOADS)
         name = written.mix[number].name if written.mix else ""
-        members.append(Member(name, own, [] if only_val and val else train, val))
+        members.append(Member(name, data, [] if only_val and val else train, val))
     return members
+
+
+def _specs(
+    data: DataSettings, located: DataSettings, downloads: Path
+) -> tuple[list[SourceSpec], list[SourceSpec]]:
+    """The training sources and the separate validation sources of settings, which `located` has
+    with absolute paths."""
+    shared: dict[str, Any] = {
+        "format": data.format,
+        "text_key": data.text_key,
+        "streaming": data.streaming,
+        "separator": data.separator,
+        "special_tokens": data.special_tokens,
+        "columns": tuple(data.columns.items()),
+        "answers": data.answers,
+        "on_bad_item": data.on_bad_item,
+        "downloads": downloads,
+    }
+    own: dict[str, Any] = {"split": data.split, "revision": data.revision, "sha256": data.sha256}
+    names = zip(data.sources, located.sources, strict=True)
+    train = [SourceSpec(name, place, **own, **shared) for name, place in names]
+    shared["setting"] = "data.eval_source"
+    if any(data.eval_sources):
+        shared["split"] = data.eval_split or data.split
+        names = zip(data.eval_sources, located.eval_sources, strict=True)
+        return train, [SourceSpec(name, place, **shared) for name, place in names]
+    if data.eval_split and data.sources[0].startswith("hf:"):
+        setting = "data.eval_split"
+        return train, [
+            replace(spec, split=data.eval_split, sha256="", setting=setting) for spec in train
+        ]
+    questions = [spec for spec in train if spec.name == "squad"]
+    return train, [SourceSpec(q.name, q.place, split="validation", **shared) for q in questions]
 
 
 def root_of(recipe: Recipe) -> Path:

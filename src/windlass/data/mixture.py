@@ -153,7 +153,7 @@ class Mixture:
         self._blocks, self._ends = list[Block](), list[int]()
 
     def _lay(self, number: int) -> int:
-        """Lay out the blocks up to that of a sample; returns the samples that they have."""
+        """Lay out the blocks up to the block of a sample; returns the samples that they have."""
         with self._lock:
             while not self._ends or self._ends[-1] <= number:
                 if (block := next(self._more, None)) is None:

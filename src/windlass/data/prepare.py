@@ -1,8 +1,8 @@
 """The data of a recipe: each source prepared by one process, checked by all, opened as samples.
 
 A directory under `data.dir` has the tokens of one source by one tokenizer. It holds as much of the
-source as a recipe has needed so far, and grows if another one needs more. What is held out is
-computed when the tokens are read, so recipes, studies and evaluations share a directory.
+source as a recipe has needed so far, and grows if another one needs more. Windlass divides it into
+training and validation data when it reads the tokens, so that recipes share a directory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from windlass.data.chat import Template
 from windlass.data.corpus import Corpus, Table
 from windlass.data.encode import Encoder, write_source
+from windlass.data.files import changes
 from windlass.data.foreign import scan_source
 from windlass.data.learn import open_tokenizer
-from windlass.data.limits import Limit, limits_of
+from windlass.data.limits import Limit, with_limits
 from windlass.data.locate import (
     Member,
     SourceSpec,
@@ -41,7 +42,7 @@ from windlass.data.shards import (
     remember,
     verify,
 )
-from windlass.data.sources import changes, describe_source, open_source
+from windlass.data.sources import describe_source, open_source
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.data.vocabulary import check_tokenizer, load_tokenizer
 from windlass.errors import RunFailed, UserError
@@ -121,8 +122,8 @@ def prepare(
         start = _Start(recipe, choice, tokenizer, template or Template(), files, describe, progress)
         members = list[Member[Corpus]]()
         for member in wanted:
-            limited = zip(member.sources, limits_of(member), strict=True)
-            members.append(member.opened([_prepare_source(*pair, start) for pair in limited]))
+            corpora = [_prepare_source(spec, limit, start) for spec, limit in with_limits(member)]
+            members.append(member.opened(corpora))
         for corpus in (corpus for member in members for corpus in member.val):
             if not corpus.index.tokens:
                 setting, name = corpus.spec.setting, corpus.spec.name
@@ -157,7 +158,7 @@ def unprepared(recipe: Recipe) -> list[Path]:
     """The directories of sources that are not prepared as far as a recipe reads them."""
     missing = dict[Path, None]()
     for member in wanted_sources(recipe):
-        for spec, limit in zip(member.sources, limits_of(member), strict=True):
+        for spec, limit in with_limits(member):
             directory = directory_of(spec, recipe)
             index = Index.load(directory)
             if index is None or not _is_enough(directory, index, limit):
@@ -206,7 +207,7 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             written = *directory.glob("shard-*"), *directory.glob(".*.new")
             for path in (directory / INDEX, *written):
                 path.unlink(missing_ok=True)
-            index = None
+            index, change = None, ""
         if todo != "use":
             _write(spec, directory, index, limit, start)
     return _open(spec, recipe, tokenizer, change=change, is_new=todo != "use")
@@ -267,7 +268,7 @@ def _change(spec: SourceSpec, directory: Path, index: Index, start: _Start) -> s
 def _write(
     spec: SourceSpec, directory: Path, index: Index | None, limit: Limit, start: _Start
 ) -> None:
-    """Write the tokens of a source, after those that `index` has."""
+    """Write the tokens of a source after the tokens that `index` has."""
     recipe, tokenizer, progress = start.recipe, start.tokenizer, start.progress
     resumed = index is not None
     if index is not None and (commit := index.source.get("commit")):

@@ -21,7 +21,6 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from windlass.data.files import shown, suffixes
 from windlass.data.locate import SourceSpec
 from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
@@ -29,6 +28,7 @@ from windlass.errors import UserError, first_line, plural
 BLOCK = 1 << 20  # characters of a text in one item at most
 READ = 1 << 18  # bytes of a file at once
 TABLE_BYTES = 8 << 20  # of a table at once
+CODECS = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
@@ -110,6 +110,17 @@ def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[I
     return _json_items(stream, place) if ending == ".json" else _lines(stream, place)
 
 
+def suffixes(path: Path) -> tuple[str, str]:
+    """The ending that names the format, and the ending of the compression or ''."""
+    codec = path.suffix.lower() if path.suffix.lower() in CODECS else ""
+    return (Path(path.stem) if codec else path).suffix.lower(), codec
+
+
+def shown(path: Path) -> str:
+    """A path as UTF-8; bytes of a name in another encoding are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def is_text(path: Path, spec: SourceSpec) -> bool:
     return spec.format == "text" and suffixes(path)[0] not in (*TABLES, ".json")
 
@@ -146,7 +157,7 @@ def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
 def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
     """The documents of a text, in blocks: one, or those between separators.
 
-    With a separator they have no line breaks at their edges, and empty ones are left out.
+    With a separator their outer line breaks and empty documents are left out.
     """
     rest, continues, most = "", False, BLOCK - READ
     edges = "\r\n" if separator else ""
@@ -318,7 +329,7 @@ def kind_of(value: Any) -> str:
 
 
 def other_keys(names: Iterable[str]) -> str:
-    """The keys of a record that has no text, and the setting to change."""
+    """The keys of a record without the text, and the setting to change."""
     first = list(names)[:12]
     remedy = "set data.text_key"
     if CONVERSATION_KEYS.intersection(first):

@@ -18,7 +18,7 @@ from windlass.data.order import permute
 from windlass.data.split import Part
 from windlass.recipe.settings import IGNORE_INDEX
 
-A = TypeVar("A")  # np.ndarray where samples are read, Tensor where a model computes
+A = TypeVar("A")  # np.ndarray when read, Tensor for the model
 
 
 class Batch(NamedTuple, Generic[A]):
@@ -63,7 +63,7 @@ def documents_per_row(samples: object) -> float:
 
 
 class Samples(Protocol):
-    """A training or validation set; a user's own class can be one.
+    """A training or validation set; the user's class can be one.
 
     It may also have `length(i)` (tokens of sample `i`, for length buckets), `shard_samples` (of
     each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels).

@@ -187,7 +187,7 @@ def unknown_id(place: str, block: np.ndarray, vocab: int, done: int) -> UserErro
     """The error of an id that the tokenizer does not have; `done`: the ids of the shard before."""
     at = int(np.argmax(block >= vocab))
     id_ = f"the token id {int(block[at]):,} at place {done + at:,}"
-    reason = f"the vocabulary has {vocab:,} ids: it was made with another tokenizer"
+    reason = f"the vocabulary has {vocab:,} ids: another tokenizer wrote it"
     return bad_shard(place, f"has {id_}, and {reason}")
 
 
@@ -241,8 +241,8 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row. After a resume the first rows are those of the item that the next shard
-        begins with, from the item's start."""
+        """Append a row. After a resume the first rows come again: from the start of the item that
+        the next shard begins with."""
         if row.item != self._item:
             self._item, self._written, self._skip = row.item, 0, 0
         size, done = self.index.shard_tokens, min(self._skip, len(row.tokens))

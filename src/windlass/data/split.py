@@ -1,4 +1,4 @@
-"""What is trained on, and what is held out: computed from the prepared tokens when they are read.
+"""The division into training and validation data, computed from the prepared tokens.
 
 - A document is held out if the hash of its text is below `data.val_fraction`. So copies of a text
   are on one side, and neither the order of documents nor limits, tokenizer or ranks change a choice.
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from windlass.data.corpus import Corpus
-from windlass.data.limits import FEW, Limit, limits_of
+from windlass.data.limits import FEW, Limit, with_limits
 from windlass.data.locate import Member
 from windlass.data.order import splitmix
 from windlass.data.tokenizer import Tokenizer
@@ -141,7 +141,6 @@ class Pieces:
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
     limit: Limit
-    is_val: bool = False  # separate validation data
 
     @property
     def is_cut(self) -> np.ndarray:
@@ -163,7 +162,7 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool, is_val: bool = False) -> Pieces:
+def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool) -> Pieces:
     """The documents of a source up to its limit, before any is held out.
 
     An end-of-text token does not begin a single text that is the only source (`is_lone`).
@@ -178,45 +177,50 @@ def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool, is_val: bool = Fa
     if is_lone and index.single_text and eot_begins:
         ranges[:1, 0] += 1
     cut = np.zeros(len(ranges), np.int64)
-    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit, is_val)
+    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit)
 
 
-def _validation_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of separate validation data. A text ends at the limit."""
-    pieces = _pieces_of(corpus, limit, is_lone=len(member.val) == 1, is_val=True)
-    pieces.hold_out(np.ones(len(pieces.train), bool))
-    table, last = corpus.stream.table, len(pieces.texts) - 1
-    over = int(table.characters[: last + 1].sum()) - limit.most
-    if limit.most and len(pieces.texts) and over > 0:
-        pieces.cut[last] = max(1, int(table.characters[last]) - over)
-        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
-        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
-    return pieces
-
-
-def _training_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of training data, divided unless the validation data is separate."""
-    data, table = member.data, corpus.stream.table
-    pieces = _pieces_of(corpus, limit, is_lone=len(member.train) == 1)
-    count = len(pieces.texts)
-    if data.val_shards:
+def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
+    """A source of a member up to its limit, divided into training and validation data."""
+    data, sources = member.data, member.val if limit.is_val else member.train
+    pieces = _pieces_of(corpus, limit, is_lone=len(sources) == 1)
+    if limit.is_val:
+        _hold_out_all(pieces)
+    elif data.val_shards:
         _hold_out_shards(pieces, data)
     elif member.val or not data.val_fraction or not len(pieces.train):
-        pass
-    elif not count:
-        _hold_out_end(pieces, data)
+        pass  # all of it trains
+    elif len(pieces.texts):
+        _hold_out_documents(pieces, data.val_fraction)
     else:
-        sizes, are_examples = table.characters[:count], corpus.index.masked
-        fraction, groups = data.val_fraction, table.groups[:count]
-        whole, cuts = held_out(groups, sizes, fraction, are_examples=are_examples)
-        pieces.hold_out(whole)
-        numbers = np.flatnonzero(cuts >= 0)
-        places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
-        pieces.cut[numbers] = np.maximum(1, cuts[numbers])
-        starts = pieces.train[numbers, 0]
-        pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
-        pieces.train[numbers, 1] = pieces.val[numbers, 0]
+        _hold_out_end(pieces, data.val_fraction)
     return pieces
+
+
+def _hold_out_all(pieces: Pieces) -> None:
+    """Hold out a source of separate validation data. A text ends at the limit."""
+    corpus, most, last = pieces.corpus, pieces.limit.most, len(pieces.texts) - 1
+    pieces.hold_out(np.ones(len(pieces.train), bool))
+    sizes = corpus.stream.table.characters[: last + 1]
+    over = int(sizes.sum()) - most
+    if most and len(sizes) and over > 0:
+        pieces.cut[last] = max(1, int(sizes[last]) - over)
+        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
+        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
+
+
+def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
+    """Hold out whole documents, or the ends of documents."""
+    corpus, count = pieces.corpus, len(pieces.texts)
+    sizes, groups = corpus.stream.table.characters[:count], corpus.stream.table.groups[:count]
+    whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
+    pieces.hold_out(whole)
+    numbers = np.flatnonzero(cuts >= 0)
+    places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
+    pieces.cut[numbers] = np.maximum(1, cuts[numbers])
+    starts = pieces.train[numbers, 0]
+    pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
+    pieces.train[numbers, 1] = pieces.val[numbers, 0]
 
 
 def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
@@ -227,25 +231,23 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
         end = int(stream.edges[data.val_shards])
     if not 0 < end < pieces.train[-1:, 1].sum():
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
-        remedy = "lower it or data.shard_tokens" + ", or raise data.max_tokens" * bool(
-            data.max_tokens
-        )
-        raise UserError(f"{problem}: {remedy}")
+        more = ", or raise data.max_tokens" * (data.max_tokens > 0)
+        raise UserError(f"{problem}: lower it or data.shard_tokens{more}")
     first, last = pieces.train.T
-    place = np.clip(end, first, last)  # where the held-out tokens of each document end
+    place = np.clip(end, first, last)  # the end of the held-out tokens of each document
     pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
     pieces.cut[(first < place) & (place < last)] = 1
 
 
-def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
-    """Hold out the shards of another tool that it calls so, or the end of all tokens."""
+def _hold_out_end(pieces: Pieces, fraction: float) -> None:
+    """Hold out the shards of another tool with such a name, else the end of all tokens."""
     names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
     if held.any() and not held.all():
         pieces.hold_out(held)
         return
     tokens = len(pieces.corpus.stream)
-    place = tokens - max(1, int(tokens * Fraction(str(data.val_fraction))))
+    place = tokens - max(1, int(tokens * Fraction(str(fraction))))
     pieces.val[:, 0] = pieces.train[:, 1] = np.clip(place, *pieces.train.T)
 
 
@@ -265,10 +267,7 @@ def divide(
     """
     groups = list[list[Pieces]]()
     for member in members:
-        limited = list(zip(member.sources, limits_of(member), strict=True))
-        count = len(member.train)
-        groups.append([_training_pieces(*pair, member) for pair in limited[:count]])
-        groups[-1] += [_validation_pieces(*pair, member) for pair in limited[count:]]
+        groups.append([_divided(source, limit, member) for source, limit in with_limits(member)])
     pieces = [p for group in groups for p in group]
     by_shard = any(member.data.val_shards for member in members)
     # copies in one source have equal hashes
@@ -303,7 +302,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
             whole.append(p.texts[held & ~p.is_cut])
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
-    separate = [shard for p in pieces if p.is_val for shard in p.corpus.index.shards]
+    separate = [shard for p in pieces if p.limit.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from typing import Any, cast
 
@@ -35,8 +34,11 @@ def eval_questions(recipe: Recipe) -> list[Question]:
         spec = SourceSpec(source, source, "squad", split=split, **how)
         asked = list[Question]()
         for item in open_source(spec, lambda _: None).items():
-            with contextlib.suppress(*([UserError] if data.on_bad_item == "skip" else [])):
+            try:
                 asked.append(cast(Question, example_of(item, spec)))
+            except UserError:
+                if data.on_bad_item == "stop":
+                    raise
         if not separate:  # as training divides each source
             groups = np.array([question.group for question in asked], np.uint64)
             sizes = np.zeros(len(asked), np.int64)

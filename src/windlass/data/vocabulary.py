@@ -34,7 +34,7 @@ OLDER_FILES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("vocab.json", "merges.txt", "vocab.txt"),
 )
-# The end of a text in well-known tokenizers, for a tokenizer without a configuration.
+# The end of a text in common tokenizers, for a tokenizer without a configuration.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 # Distinct words from which byte pairs are learned: the library needs about 100 times their bytes.
 BPE_WORD_BYTES, WORD = 5_000_000, re.compile(r"\w+|[^\w\s]+")
@@ -128,7 +128,7 @@ def byte_tokenizer() -> Tokenizer:
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
     """One id a character, sorted by code point, then the end of a text if `with_eot`.
 
-    It has no unknown token, so the exported tokenizer raises on an unknown character, too.
+    Without an unknown token the exported tokenizer raises on an unknown character, too.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
@@ -220,8 +220,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         token = read_json(folder / config).get("eos_token") or ""
         i = inner.token_to_id(token["content"] if isinstance(token, dict) else token)
         eos += [] if i is None else [i]
-    known = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
-    eot = next(iter([*eos, *known]), None)
+    usual = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
+    eot = next(iter([*eos, *usual]), None)
     start = read_json(folder / "config.json").get("bos_token_id")
     return Tokenizer("hf", inner, eot, [*eos, *ends], start)
 
