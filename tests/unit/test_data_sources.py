@@ -64,7 +64,7 @@ def test_a_directory_is_read_without_windlasss_own_and_each_real_file_once(tmp_p
     texts = ["a/1.txt", "a/b/2.txt", "data/3.txt", "5"]
     notes = []
     assert sorted(item.value for item in opened(".", notes).items()) == sorted(texts)
-    assert "3 made by Windlass (in-1, r, s)" in notes[0]
+    assert "3 from Windlass (in-1, r, s)" in notes[0]
     assert sorted(read("**/*.txt")) == sorted(texts) and read("a/**") == ["a/1.txt", "a/b/2.txt"]
     assert read("data/in-1/*.txt") == ["data/in-1/left-out.txt"]  # which the recipe names
     assert expand("**/b/*") == ["a/b/2.txt"] and expand(f"{tmp_path}/a/**/2.txt") == [

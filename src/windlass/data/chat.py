@@ -86,7 +86,7 @@ class Template:
                 raise UserError(f"{problem}: {first_line(error)}") from None
         if data.chat_template_kwargs and not source:
             remedy = "set data.chat_template to a file with one"
-            raise UserError(f"data.chat_template_kwargs: there is no chat template; {remedy}")
+            raise UserError(f"data.chat_template_kwargs need a chat template; {remedy}")
         defaults = (
             f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
             "{%- endif %}"
@@ -97,7 +97,7 @@ class Template:
     def describe(self, data: DataSettings, name: str) -> str:
         """The layout in words; `name`: of the tokenizer, as in the recipe."""
         if not self.source:
-            return f"{PLAIN_LAYOUT} ({name} has no chat template)"
+            return f"{PLAIN_LAYOUT} ({name} lacks a chat template)"
         return f"the chat template of {data.chat_template or name}"
 
     def save(self, directory: Path) -> None:

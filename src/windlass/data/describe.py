@@ -146,7 +146,7 @@ def warnings(facts: Facts) -> list[str]:
     texts += repeated(facts.get("mixture", ()))
     for row in facts.get("sources", ()):
         if not row["train"] and not row["val"]:
-            reason = "all of it is held out or left out" if row["tokens"] else "it has no text"
+            reason = "all of it is held out or left out" if row["tokens"] else "it is empty"
             texts.append(f"data.source: nothing of {row['source']} is used: {reason}")
     return texts
 

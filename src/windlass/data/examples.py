@@ -213,7 +213,7 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     if tools and not isinstance(tools, list):
         raise ValueError(f"tools are a list, not {kind_of(tools)}")
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("there is no answer of the assistant to learn from")
+        raise ValueError("the assistant gives no answer to learn from")
     extra = {**(record.get("chat_template_kwargs") or {}), "tools": tools or None}
     return Conversation(messages, extra, None, prompt, frozenset(untrained))
 
@@ -299,7 +299,7 @@ def _question(record: dict[str, Any]) -> Question:
     if not isinstance(context, str) or not isinstance(question, str):
         raise ValueError("question and context are texts")
     if not answers or not answers[0]:
-        raise ValueError("it has no answer, as some questions of SQuAD 2.0; remove it")
+        raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
     if answers[0] not in context:
         raise ValueError(f"its answer {answers[0]!r} is not in its context")
     group = hash64(str(record.get("title") or context))
@@ -309,7 +309,7 @@ def _question(record: dict[str, Any]) -> Question:
 def _encode_question(question: Question, tokenizer: Tokenizer) -> Row:
     """A question's prompt and answer. The answer and the end-of-text token are marked."""
     if tokenizer.eot is None:
-        problem = "data.tokenizer has no end-of-text token to end an answer"
+        problem = "data.tokenizer lacks an end-of-text token to end an answer"
         raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
     answer = question.answers[0]
     both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")

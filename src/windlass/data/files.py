@@ -55,7 +55,7 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read ({error.strerror})") from None
     note = f"; not read: {listing(others)}" if others else ""
-    note += f"; {len(own):,} made by Windlass ({_first(own)})" if own else ""
+    note += f"; {len(own):,} from Windlass ({_first(own)})" if own else ""
     if files:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note

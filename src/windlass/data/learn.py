@@ -105,7 +105,7 @@ def _learned(
 def learn_tokenizer(
     data: DataSettings, train: list[Source], val: list[Source], progress: Progress
 ) -> Tokenizer:
-    """The tokenizer made from the corpus: its characters, or byte pairs of its training text."""
+    """The tokenizer of the corpus: its characters, or byte pairs of its training text."""
     names = ", ".join(source.spec.name for source in train)
     if data.tokenizer == "bpe":
         progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")

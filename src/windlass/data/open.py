@@ -185,7 +185,7 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
             continue
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(
-                f"data: {type(dataset).__name__} has no length and index; Windlass reads samples "
+                f"data: {type(dataset).__name__} lacks a length or an index; Windlass reads samples "
                 "in its own order, so give a map-style dataset"
             )
         samples = DatasetSamples(dataset, recipe.model.context)

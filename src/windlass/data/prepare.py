@@ -115,7 +115,7 @@ def prepare(
         wanted = wanted_sources(recipe, only_val)
         notify = progress.note if ranks is None or ranks.main else lambda text: None
         if recipe.data.eval_split and not any(spec.kind == "hf" for w in wanted for spec in w.val):
-            notify("data.eval_split has no effect: only sources hf:... have splits")
+            notify("data.eval_split does nothing: only sources hf:... have splits")
         if tokenizer is None:
             tokenizer, template = open_tokenizer(recipe, wanted, files, choice, describe, progress)
         check_tokenizer(recipe, tokenizer, notify)
@@ -293,7 +293,7 @@ def _write(
         index = scan_source(spec, recipe.data, directory, index, progress)
     else:
         if tokenizer.eot is None and not source.single_text:
-            problem = f"{recipe.data.tokenizer} has no token that ends a document"
+            problem = f"{recipe.data.tokenizer} lacks a token that ends a document"
             raise UserError(f"data.tokenizer: {problem}; use another")
         encoder = Encoder(spec, tokenizer, start.template)
         workers = recipe.data.workers or usable_cores()

@@ -196,7 +196,7 @@ def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
         start = end = cast(re.Match[str], gap.match(text, at)).end()
         if text.startswith("]", start) if is_array else is_end and start == len(text):
             return
-        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array has no end", True
+        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array does not end", True
         if start < len(text):
             try:
                 value, end = decode(text, start)
@@ -220,7 +220,7 @@ def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterato
     rows = csv.reader(reader, delimiter=comma, strict=True)
     names = next(rows, [])
     if spec.format == "text" and spec.text_key not in names:
-        raise UserError(f"{place} has no column {spec.text_key!r}; {other_keys(names)}")
+        raise UserError(f"{place} lacks the column {spec.text_key!r}; {other_keys(names)}")
     while True:
         where = f"{place}, line {rows.line_num + 1:,}"
         try:
@@ -247,7 +247,7 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
     is_text = spec.format == "text"
     columns = [key] if is_text else None
     if is_text and key not in names and key.partition(".")[0] not in names:
-        raise UserError(f"{place} has no column {key!r}; {other_keys(names)}")
+        raise UserError(f"{place} lacks the column {key!r}; {other_keys(names)}")
     for group in range(about.num_row_groups):
         rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
         if number + rows <= skip:

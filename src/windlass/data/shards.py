@@ -304,7 +304,7 @@ class ShardWriter:
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
-        """Commit the last shard and save the index; `complete`: the source has no more."""
+        """Commit the last shard and save the index; `complete`: that is the whole source."""
         if self._open:
             self._commit()
         self.index.complete = complete

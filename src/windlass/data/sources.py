@@ -133,7 +133,7 @@ def _stdlib_modules() -> list[Path]:
         below[:] = set(below).difference(SKIPPED.split())
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
-        raise UserError(f"data.source: {root} has no standard library; give a text file")
+        raise UserError(f"data.source: {root} lacks the standard library; give a text file")
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     return [root / name for name in names]
 
@@ -231,7 +231,7 @@ def _open_dataset(spec: SourceSpec) -> Source:
     if rows and spec.format == "text":  # no other column is decoded
         column = spec.text_key if spec.text_key in table.column_names else column
         if column not in table.column_names:
-            problem = f"{name} has no column {spec.text_key!r}"
+            problem = f"{name} lacks the column {spec.text_key!r}"
             raise UserError(f"{problem}; {other_keys(table.column_names)}")
         table = table.select_columns([column])
     size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))

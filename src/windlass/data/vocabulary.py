@@ -207,7 +207,7 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         try:
             if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
                 # transformers would make an empty one for GPT-2
-                raise FileNotFoundError(f"{path} has no files of a tokenizer")
+                raise FileNotFoundError(f"{path} lacks the files of a tokenizer")
             from transformers import AutoTokenizer
 
             whole: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
