@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
-from windlass.data import examples, sources
+from windlass.data import sources, suite
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
 from windlass.data.examples import (
@@ -457,7 +457,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
-    monkeypatch.setattr(examples, "open_source", lambda spec, notify: source)
+    monkeypatch.setattr(suite, "open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
     assert asked({"data": of_the_hub}) == [expected]

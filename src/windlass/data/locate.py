@@ -197,14 +197,5 @@ def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     return key
 
 
-def tokenizer_files(recipe: Recipe) -> dict[str, str]:
-    """The SHA-256 of the local files of tokenizer and template, by path.
-
-    The paths are as written, so that a run and its data can move.
-    """
-    files = vocabulary.tokenizer_files(recipe.data)
-    return {path.removeprefix(f"{recipe.home}/"): digest for path, digest in files.items()}
-
-
 def hash_of_key(key: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:8]

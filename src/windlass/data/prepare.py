@@ -29,7 +29,6 @@ from windlass.data.locate import (
     directory_of,
     root_of,
     source_key,
-    tokenizer_files,
     wanted_sources,
 )
 from windlass.data.progress import Progress
@@ -44,7 +43,7 @@ from windlass.data.shards import (
 )
 from windlass.data.sources import describe_source, open_source
 from windlass.data.tokenizer import FOLDER, Tokenizer
-from windlass.data.vocabulary import check_tokenizer, load_tokenizer
+from windlass.data.vocabulary import check_tokenizer, load_tokenizer, tokenizer_files
 from windlass.errors import RunFailed, UserError
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe

@@ -25,7 +25,7 @@ from windlass.fileio import read_json, sha256_of
 from windlass.recipe.load import own_tokenizer
 
 if TYPE_CHECKING:
-    from windlass.recipe import DataSettings, Recipe
+    from windlass.recipe import Recipe
 
 GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -106,8 +106,12 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     notify(f"{text}; its weights are not used, so this may be intended")
 
 
-def tokenizer_files(data: DataSettings) -> dict[str, str]:
-    """The SHA-256 of each local file of a tokenizer and of `data.chat_template`, by path."""
+def tokenizer_files(recipe: Recipe) -> dict[str, str]:
+    """The SHA-256 of each local file of the tokenizer and of `data.chat_template`.
+
+    The paths are as written, so that a run and its data can move.
+    """
+    data, home = recipe.data, f"{recipe.home}/"
     kind, _, place = data.tokenizer.partition(":")
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
     if place:
@@ -116,7 +120,7 @@ def tokenizer_files(data: DataSettings) -> dict[str, str]:
         if path.is_file():
             files += [path, *(path.parent / name for name in LAYOUT_FILES)]
         files += [path / name for name in names]
-    return {str(file): sha256_of(file) for file in files if file.is_file()}
+    return {str(file).removeprefix(home): sha256_of(file) for file in files if file.is_file()}
 
 
 def byte_tokenizer() -> Tokenizer:
