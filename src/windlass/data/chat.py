@@ -97,7 +97,7 @@ class Template:
     def describe(self, data: DataSettings, name: str) -> str:
         """The layout in words; `name`: of the tokenizer, as in the recipe."""
         if not self.source:
-            return f"{PLAIN_LAYOUT} ({name} lacks a chat template)"
+            return f"{PLAIN_LAYOUT} ({name} has no chat template)"
         return f"the chat template of {data.chat_template or name}"
 
     def save(self, directory: Path) -> None:

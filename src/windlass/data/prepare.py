@@ -60,7 +60,7 @@ class Prepared:
 
     members: list[Member[Corpus]] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
-    template: Template
+    template: Template = field(repr=False)
     seconds: float = 0.0  # to prepare, wait and check
 
     @property
