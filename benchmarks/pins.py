@@ -70,7 +70,7 @@ eval.every=25 eval.batches=4 eval.sample_every=25 eval.sample_tokens=32 eval.pro
 NEW_PARTS = """model.position=rope model.norm=rmsnorm model.kv_heads=2 model.tie_head=false
 model.attn_bias=false model.ff_bias=false"""
 HF = "model.kind=hf model.context=96 model.name={0} data.tokenizer=hf:{0} optim.schedule.warmup=0 train.grad_clip=5"
-SQUAD = """data.format=squad data.source=squad:squad.json data.eval_source=squad:squad.json eval.suites=["loss","squad"]
+SQUAD = """data.format=squad data.source=squad:squad.json data.eval_source=squad:held.json eval.suites=["loss","squad"]
 train.steps=100 eval.every=50 optim.weight_decay=0"""
 LORA = 'model.lora.rank=4 model.lora.dropout=0.1 model.lora.targets=["q_proj","v_proj","down_proj"] optim.lr=1e-2'
 
@@ -214,13 +214,11 @@ def make_inputs(work: Path) -> bool:
             for part in article["paragraphs"]
             if len(part["qas"]) >= 2
         ]
-        parts = sorted(parts, key=lambda part: len(part["context"]))[
-            :6
-        ]  # stable: equal lengths stay in file order
-        few = [{"context": p["context"], "qas": p["qas"][:2]} for p in parts]
-        (work / "squad.json").write_text(
-            json.dumps({"version": "1.1", "data": [{"title": "few", "paragraphs": few}]})
-        )
+        parts.sort(key=lambda part: len(part["context"]))  # equal lengths stay in file order
+        few = [{"context": p["context"], "qas": p["qas"][:2]} for p in parts[:6]]
+        for name, own in (("held.json", few[:2]), ("squad.json", few[2:])):
+            articles = [{"title": name, "paragraphs": own}]
+            (work / name).write_text(json.dumps({"version": "1.1", "data": articles}))
         questions = [t for p in few for t in (p["context"], *(q["question"] for q in p["qas"]))]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (

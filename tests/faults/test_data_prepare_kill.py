@@ -17,7 +17,8 @@ import pytest
 
 from data_fixtures import conversations, jsonl, questions
 from helpers import command
-from windlass.data.shards import Index, Stream
+from windlass.data.corpus import Stream
+from windlass.data.shards import Index
 
 WORDS = "the quick brown fox jumps over the lazy dog and goes on to something else entirely".split()
 

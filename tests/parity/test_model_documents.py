@@ -18,12 +18,13 @@ import hf_fixtures
 from helpers import curve, refused
 from rows import Rows
 from windlass import train
+from windlass.data.corpus import Corpus
+from windlass.data.documents import BestFitSamples
 from windlass.data.loader import to_tensor
-from windlass.data.packing import BestFitSamples
+from windlass.data.locate import SourceSpec
 from windlass.data.samples import Batch, PackedSamples, Tokens, positions_of
 from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.sources import SourceSpec
-from windlass.data.split import Corpus, Part
+from windlass.data.split import Part
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of, edges_of

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windlass.data.samples import DocumentSamples, Tokens
+from windlass.data.corpus import Corpus
+from windlass.data.documents import ExampleSamples
+from windlass.data.locate import Member, SourceSpec
+from windlass.data.samples import Tokens
 from windlass.data.shards import Index, Row, ShardWriter
-from windlass.data.sources import SourceSpec
-from windlass.data.split import Corpus, Member, divide
+from windlass.data.split import divide
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.recipe import DataSettings
 
@@ -58,12 +60,12 @@ def corpus_of(rows: list[Example], folder: Path, shard_tokens: int = 501) -> Cor
 
 def opened(
     rows: list[Example], folder: Path, context: int, val_fraction: float = 0.0, **more
-) -> tuple[DocumentSamples, DocumentSamples]:
+) -> tuple[ExampleSamples, ExampleSamples]:
     """The training and validation samples of examples."""
     data = DataSettings(format="chat", val_fraction=val_fraction)
     division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])], BYTES)
     train, val = (
-        DocumentSamples(Tokens(parts[0]), context, following=256, pad=255)
+        ExampleSamples(Tokens(parts[0]), context, pad=255)
         for parts in (division.train, division.val)
     )
     return train, val

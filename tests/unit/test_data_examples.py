@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
-from windlass.data import examples, sources
+from windlass.data import sources, suite
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
 from windlass.data.examples import (
     Question,
     encode_example,
-    eval_questions,
-    example_group,
-    example_texts,
+    example_of,
     hash64,
     question_prompt,
     unread_keys,
 )
+from windlass.data.locate import SourceSpec
 from windlass.data.open import open_data
-from windlass.data.records import Item, SourceSpec
+from windlass.data.records import Item
 from windlass.data.shards import Row
+from windlass.data.suite import eval_questions
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, gpt2_tokenizer, hf_tokenizer
 from windlass.recipe import Recipe
 
@@ -87,9 +87,9 @@ def test_every_shape_gives_the_same_tokens_and_hashes(name: str) -> None:
     assert BYTES.decode(found.tokens).startswith("System: Be kind.\n\nUser: Who are you?\n\nAssis")
     assert learned(found) == " A cat.<|endoftext|>" and found.marks.dtype == bool
     assert found.tokens.dtype == np.int64 and found.tokens.tolist() == first.tokens.tolist()
-    assert found.text == found.group == first.text == example_group(item(SAME[name]), CHAT)
+    assert found.text == found.group == first.text == example_of(item(SAME[name]), CHAT).group
     assert found.reach == found.marks.argmax() + 1 and found.tail == 0
-    assert example_texts(item(SAME[name]), CHAT) == ["Be kind.", "Who are you?", "A cat."]
+    assert example_of(item(SAME[name]), CHAT).texts == ["Be kind.", "Who are you?", "A cat."]
 
 
 def test_alpaca_input_follows_its_instruction_and_a_completion_is_not_a_turn() -> None:
@@ -239,7 +239,7 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
     ],
 )
 def test_a_bad_conversation_is_named_with_its_place_and_what_is_expected(turns, words):
-    for use in (encode, lambda record: example_texts(item(record), CHAT)):
+    for use in (encode, lambda record: example_of(item(record), CHAT)):
         with refused("talk.jsonl, line 7", "the shape ShareGPT", *words):
             use({"conversations": turns})
 
@@ -348,8 +348,8 @@ def test_a_question_keeps_its_tail_and_its_hashes() -> None:
     [other] = encode_example(squad_item("A cat sat. A cat.", "sat"), SQUAD, BYTES, Template())
     assert found.text == other.text and found.group == other.group == hash64("A cat sat. A cat.")
     titled = squad_item("A dog.", "dog", title="Dogs")
-    assert example_group(titled, SQUAD) == hash64("Dogs")
-    assert example_texts(titled, SQUAD) == [
+    assert example_of(titled, SQUAD).group == hash64("Dogs")
+    assert example_of(titled, SQUAD).texts == [
         "Question: What is it? Context: A dog. Answer:",
         "dog",
     ]
@@ -457,7 +457,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
-    monkeypatch.setattr(examples, "open_source", lambda spec, notify: source)
+    monkeypatch.setattr(suite, "open_source", lambda spec, notify: source)
     of_the_hub = {"format": "squad", "source": "squad", "on_bad_item": "skip"}
     expected = Question("q1", "What is it?", "A cat.", ("cat",), hash64("t"))
     assert asked({"data": of_the_hub}) == [expected]

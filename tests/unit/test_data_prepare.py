@@ -30,13 +30,14 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.chat import Template
+from windlass.data.corpus import Stream
 from windlass.data.describe import describe, lines, warnings
 from windlass.data.locate import data_dirs
 from windlass.data.open import open_data
-from windlass.data.prepare import find_prepared, prepare, unprepared
-from windlass.data.shards import Index, Stream
+from windlass.data.prepare import decide, find_prepared, prepare, unprepared
+from windlass.data.shards import Index
 from windlass.data.vocabulary import load_tokenizer
-from windlass.errors import RunFailed
+from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 
 
@@ -485,6 +486,27 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
 
 
 # -- sources that change
+
+
+@pytest.mark.parametrize("choice", ["stop", "keep", "prepare"])
+@pytest.mark.parametrize("is_enough", [True, False])
+def test_decisions_about_a_prepared_source(choice, is_enough):
+    def todo(change, is_other):
+        return decide(Path("d"), change, is_other, is_enough, choice)
+
+    assert todo("", False) == ("use" if is_enough else "extend")
+    if choice == "prepare":
+        assert todo("x has changed", False) == todo("", True) == "renew"
+        return
+    for change in ("", "x has changed"):
+        with refused("another tokenizer", "data.dir"):
+            todo(change, True)
+    if choice == "keep" and is_enough:
+        assert todo("x has changed", False) == "use"
+        return
+    with pytest.raises(UserError, match=r'x has changed; .*data\.changed="prepare"') as caught:
+        todo("x has changed", False)
+    assert ('data.changed="keep"' in str(caught.value)) is is_enough
 
 
 def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):

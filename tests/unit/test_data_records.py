@@ -106,7 +106,7 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
-        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "no end"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "does not end"]),
         ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
         ("q.json", b'[{"text": "a"}, 12]', ["item 2", "a number"]),
         ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),
@@ -217,7 +217,8 @@ def test_questions_of_squad(tmp_path):
 
 MEASURE = """
 import resource, sys
-from windlass.data.records import SourceSpec, text_of
+from windlass.data.locate import SourceSpec
+from windlass.data.records import text_of
 from windlass.data.sources import open_source
 spec = SourceSpec(sys.argv[1], sys.argv[1])
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

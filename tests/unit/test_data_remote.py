@@ -12,9 +12,10 @@ import pytest
 
 from data_fixtures import recipe_for
 from windlass.data import remote
+from windlass.data.corpus import Stream
 from windlass.data.open import open_data
 from windlass.data.remote import RemoteFile, list_urls
-from windlass.data.shards import Index, Shard, Stream
+from windlass.data.shards import Index, Shard
 from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import RunFailed, UserError
 
@@ -252,7 +253,7 @@ def test_remote_shards_are_the_local_ones(server, tmp_path):
 
 
 def test_a_remote_shard_stays_open_beside_many_local_ones(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 2)
+    monkeypatch.setattr("windlass.data.corpus.OPEN_FILES", 2)
     server.files["a.bin"] = bytes(8)
     shards = [Shard(file=server.url("a.bin"), tokens=4, sha256="", dtype="uint16")]
     for number in range(4):

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data import integrity
+from windlass.data import shards
+from windlass.data.corpus import Corpus, Stream
+from windlass.data.documents import TextSamples
+from windlass.data.locate import SourceSpec
 from windlass.data.open import open_data
-from windlass.data.samples import DocumentSamples, PackedSamples, Tokens
-from windlass.data.shards import Index, Row, ShardWriter, Stream
-from windlass.data.sources import SourceSpec
-from windlass.data.split import Corpus, Part
+from windlass.data.samples import PackedSamples, Tokens
+from windlass.data.shards import Index, Row, ShardWriter
+from windlass.data.split import Part
 from windlass.data.tokenizer import Description
 from windlass.data.vocabulary import byte_tokenizer, char_tokenizer, train_bpe
 from windlass.errors import UserError
@@ -31,7 +33,7 @@ from windlass.parallel.env import DistEnv
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk_and_few_open_files(monkeypatch):
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr("windlass.data.shards.OPEN_FILES", 3)
+    monkeypatch.setattr("windlass.data.corpus.OPEN_FILES", 3)
 
 
 def new_index(shard_tokens, masked=False):
@@ -175,7 +177,7 @@ def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
     starts = np.cumsum([0, *map(len, pieces)])[first:]
     ranges, numbers = [[starts[0], starts[-1]]], np.arange(first, len(pieces))
     part = part_of(folder, index, ranges, starts - starts[0], numbers)
-    samples = DocumentSamples(Tokens([part]), context, following=eot)
+    samples = TextSamples(Tokens([part]), context, following=eot)
     assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
     tokens, labels, *_ = samples.read(np.arange(len(samples)))
     for i, piece in enumerate(pieces[first:]):
@@ -208,8 +210,8 @@ def test_a_damaged_shard_is_refused_by_name(prepared):
 @pytest.fixture
 def hashed(monkeypatch):
     """The names of the files that are hashed."""
-    names, real = [], integrity.sha256_of
-    monkeypatch.setattr(integrity, "sha256_of", lambda path: names.append(path.name) or real(path))
+    names, real = [], shards.sha256_of
+    monkeypatch.setattr(shards, "sha256_of", lambda path: names.append(path.name) or real(path))
     return names
 
 
@@ -258,7 +260,7 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 ):
     recipe, data = prepared
     (data.prepared.directories[0] / "verified.json").unlink()
-    monkeypatch.setattr(integrity, "remember", lambda directory, states: None)
+    monkeypatch.setattr(shards, "remember", lambda directory, states: None)
     assert [one.fingerprint for one in open_on_two_ranks(recipe)] == [data.fingerprint] * 2
     files = [path.name for path in data.prepared.directories[0].glob("shard-*")]
     assert len(files) > 4 and sorted(hashed) == sorted(files)
@@ -274,7 +276,7 @@ def test_rows_of_documents_are_opened_without_reading_a_shard(tmp_path, monkeypa
     monkeypatch.setattr(
         np, "fromfile", lambda path, *how: opened.append(path.suffix) or real(path, *how)
     )
-    monkeypatch.setattr("windlass.data.shards.os.pread", None)
+    monkeypatch.setattr("windlass.data.corpus.os.pread", None)
     rows = open_data(recipe.replace("data.packing=documents"))
     assert len(rows.train) > 10 and set(opened) == {".documents"}
 

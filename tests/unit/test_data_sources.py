@@ -6,20 +6,18 @@ import json
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from helpers import refused
 from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
 from windlass import hub
-from windlass.data.files import expand
-from windlass.data.sources import (
-    changes,
-    describe_source,
-    download,
-    form_of,
-)
+from windlass.data.files import changes, expand
+from windlass.data.locate import wanted_sources
+from windlass.data.sources import describe_source, download, form_of
 from windlass.errors import RunFailed, UserError
+from windlass.recipe import Recipe
 
 
 def test_files_that_a_directory_leaves_out_are_named(tmp_path):
@@ -52,8 +50,8 @@ def test_a_directory_is_read_without_windlasss_own_and_each_real_file_once(tmp_p
     own = ["runs/r/recipe.toml", "runs/r/metrics.jsonl", "runs/r/samples.txt"]
     own += ["studies/s/study.json", "studies/s/recipe.toml", "studies/s/note.txt"]
     own += ["data/in-1/index.json", "data/in-1/tokenizer/merges.txt", "data/in-1/left-out.txt"]
-    own += ["data/downloads/x.txt"]
-    for name in [*own, "a/1.txt", "a/b/2.txt", "data/3.txt", "index.json", ".venv/4.txt"]:
+    more = ["data/3.txt", "data/.downloads/6.txt", "index.json", ".venv/4.txt"]
+    for name in [*own, *more, "a/1.txt", "a/b/2.txt"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     elsewhere = tmp_path.parent / f"{tmp_path.name}-other"
@@ -66,7 +64,7 @@ def test_a_directory_is_read_without_windlasss_own_and_each_real_file_once(tmp_p
     texts = ["a/1.txt", "a/b/2.txt", "data/3.txt", "5"]
     notes = []
     assert sorted(item.value for item in opened(".", notes).items()) == sorted(texts)
-    assert "4 made by Windlass (downloads, in-1, r, ...)" in notes[0]
+    assert "3 from Windlass (in-1, r, s)" in notes[0]
     assert sorted(read("**/*.txt")) == sorted(texts) and read("a/**") == ["a/1.txt", "a/b/2.txt"]
     assert read("data/in-1/*.txt") == ["data/in-1/left-out.txt"]  # which the recipe names
     assert expand("**/b/*") == ["a/b/2.txt"] and expand(f"{tmp_path}/a/**/2.txt") == [
@@ -192,21 +190,31 @@ def web():
     thread.join()
 
 
-def test_a_download_is_made_once_and_checked(web, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_download_is_made_once_and_checked(web, tmp_path):
     good, notes = hashlib.sha256(Handler.content).hexdigest(), []
 
     def fetch(times):
-        source = opened(f"{web}/{'a' * 300}/{'b' * 230}/input.txt?x=1", notes, sha256=good)
+        url = f"{web}/{'a' * 300}/{'b' * 230}/input.txt?x=1"
+        source = opened(url, notes, sha256=good, downloads=tmp_path / "downloads")
         assert source.single_text and next(source.items()).value == Handler.content.decode()
         assert Handler.asked == len(notes) == times
 
     fetch(1)
     fetch(1)
-    (target,) = (tmp_path / "data" / "downloads").iterdir()
+    (target,) = (tmp_path / "downloads").iterdir()
     target.write_bytes(b"damaged")
     fetch(2)
     assert download(f"{web}/{'b' * 300}.txt", good, tmp_path, notes.append).suffix == ".txt"
+
+
+def test_downloads_are_in_the_directory_of_the_data(tmp_path):
+    url = "https://example.org/x.txt"
+    for settings, place in (
+        ({"data": {"source": url, "dir": str(tmp_path)}}, tmp_path),
+        ({"data": {"source": url}}, Path("data")),
+    ):
+        (member,) = wanted_sources(Recipe.model_validate(settings))
+        assert member.train[0].downloads == place / ".downloads"
 
 
 def test_downloads_that_fail(web, tmp_path):

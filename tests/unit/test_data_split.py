@@ -23,7 +23,7 @@ from data_fixtures import (
 from helpers import refused
 from windlass.data.describe import describe, warnings
 from windlass.data.open import open_data
-from windlass.data.split import held_out, held_out_examples
+from windlass.data.split import held_out
 from windlass.data.vocabulary import train_bpe
 
 
@@ -344,18 +344,25 @@ def test_a_choice_of_items_by_the_seed(tmp_path):
 # -- the arithmetic
 
 
-@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.floats(0, 0.99))
-def test_held_out_by_hash(hashes, fraction):
+@given(
+    st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=300), st.floats(0, 0.99), st.booleans()
+)
+def test_held_out_by_hash(hashes, fraction, are_examples):
     fraction = round(fraction, 3)
-    array, limit = np.array(hashes, np.uint64), int(float(fraction) * 1000 + 0.5) * 2**64 // 1000
-    assert held_out(array, fraction).tolist() == [h < limit for h in hashes]
-    held = held_out_examples(array, fraction)
-    groups = sorted(set(hashes))
-    if len(groups) < 100 and fraction:
-        count = min(len(groups) - 1, max(1, round(len(groups) * fraction)))
-        assert held.tolist() == [h in groups[:count] for h in hashes]
+    array, limit = np.array(hashes, np.uint64), round(fraction * 1000) * 2**64 // 1000
+    sizes = np.full(len(hashes), 1000)
+    whole, cuts = held_out(array, sizes, fraction, are_examples=are_examples)
+    groups, first = sorted(set(hashes)), hashes[:100]
+    if len(groups if are_examples else hashes) >= 100 and fraction:
+        held = {h for h in hashes if h < limit} or {min(first)}
+        held |= {min(first)} if min(first) >= limit else set()
+    elif are_examples and fraction:
+        held = set(groups[: min(len(groups) - 1, max(1, round(len(groups) * fraction)))])
     else:
-        assert held.tolist() == [h < limit for h in hashes]
+        held = set()
+    assert whole.tolist() == [h in held for h in hashes]
+    is_cut = fraction and not are_examples and len(hashes) < 100
+    assert set(cuts.tolist()) == {round(1000 - 1000 * fraction) if is_cut else -1}
 
 
 # -- what a tokenizer learns from

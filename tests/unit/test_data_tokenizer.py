@@ -16,8 +16,9 @@ from helpers import refused
 from windlass.data import vocabulary
 from windlass.data.chat import Template
 from windlass.data.learn import training_texts
+from windlass.data.locate import SourceSpec
 from windlass.data.records import Item
-from windlass.data.sources import Source, SourceSpec
+from windlass.data.sources import Source
 from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
 from windlass.data.vocabulary import (
     byte_tokenizer,

@@ -493,3 +493,21 @@ def test_the_version_and_the_schema():
     shown = windlass("recipe", "quickstart", "optim.lr=1", "--explain", "optim.lr").stdout
     assert "0.003 (preset quickstart), then 1 (command line)" in shown
     assert "Peak learning rate" in json.dumps(json.loads(windlass("recipe", "--schema").stdout))
+
+
+@pytest.mark.parametrize("key", ["data.columns", "data.chat_template_kwargs"])
+def test_an_empty_table_empties_a_setting_and_changes_no_section(key, tmp_path):
+    name = key.partition(".")[2]
+    plain = Recipe().replace("data.format=chat", "data.chat_template=x")
+    full = plain.replace(f"{key}.a=b")
+    assert getattr(full.data, name) == {"a": "b"}
+    section = {"data": {name: {}}}
+    for emptied in (full.replace({key: {}}), full.replace(f"{key}={{}}"), full.replace(section)):
+        assert emptied == plain
+    (tmp_path / "first.toml").write_text(f"data.format = 'chat'\n[{key}]\na = 'b'\n")
+    (tmp_path / "second.toml").write_text(f"extends = 'first.toml'\n[optim]\n[{key}]\n")
+    assert getattr(Recipe.load(tmp_path / "second.toml").data, name) == {}
+    assert getattr(Recipe.load(tmp_path / "first.toml", {key: {}}).data, name) == {}
+    for unchanged in ({"data": {}}, {"model.lora": {}}, {"data.no_such_setting": {}}):
+        assert full.replace(unchanged) == full
+    assert full.replace({"optim": {"lr": 3e-2}}, f"{key}.c=d").flat()[f"{key}.c"] == "d"

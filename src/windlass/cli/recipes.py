@@ -143,10 +143,10 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     """
     from windlass.data.chat import show_row
     from windlass.data.describe import describe, lines, warnings
+    from windlass.data.documents import ExampleSamples
     from windlass.data.encode import LEFT_OUT
     from windlass.data.open import open_samples
     from windlass.data.prepare import prepare as prepare_data
-    from windlass.data.samples import DocumentSamples
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 
@@ -159,7 +159,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     if problems := warnings(facts):
         shown["warning"] = "\n".join(problems)
     items = getattr(data.train, "items", data.train)  # of best-fit packing
-    if isinstance(items, DocumentSamples) and items.masked:
+    if isinstance(items, ExampleSamples):
         shown["example"] = show_row(*items.row(0), prepared.tokenizer)
     corpora = [corpus for corpus in prepared.corpora if corpus.index.left_out]
     if lists := [str(corpus.directory / LEFT_OUT) for corpus in corpora]:

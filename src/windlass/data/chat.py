@@ -86,7 +86,7 @@ class Template:
                 raise UserError(f"{problem}: {first_line(error)}") from None
         if data.chat_template_kwargs and not source:
             remedy = "set data.chat_template to a file with one"
-            raise UserError(f"data.chat_template_kwargs: there is no chat template; {remedy}")
+            raise UserError(f"data.chat_template_kwargs need a chat template; {remedy}")
         defaults = (
             f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
             "{%- endif %}"
@@ -128,29 +128,51 @@ class Template:
         """
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = places if trained is None else sorted(trained)
+        messages = messages[: places[-1] + 1]
         if not self.source or (GENERATION.search(self.source) and not is_completion):
-            render = partial(self.render, tokenizer=tokenizer, extra=extra)
-            rendered, first = render(messages[: places[-1] + 1], ask=False), [0]
-            if len(wanted) < len(places):  # the blocks before each answer
-                first = [render(messages[:place], ask=True).count(BEGIN) for place in places]
-            blocks = range(first[0], first[0] + rendered.count(BEGIN))
-            own = [places[bisect_right(first, block) - 1] in wanted for block in blocks]
-            return [_cut(_blocks(rendered, own), tokenizer)]
+            return [_cut(self._block_spans(messages, places, wanted, tokenizer, extra), tokenizer)]
+        rows = self._answer_rows(messages, wanted, tokenizer, extra)
+        return [_cut(row, tokenizer) for row in rows]
+
+    def _block_spans(
+        self,
+        messages: Sequence[Message],
+        places: Sequence[int],
+        wanted: Collection[int],
+        tokenizer: Tokenizer,
+        extra: Extra,
+    ) -> list[Span]:
+        """A conversation whose answers (at `places`) are generation blocks; `wanted` ones count."""
+        render = partial(self.render, tokenizer=tokenizer, extra=extra)
+        rendered, first = render(messages, ask=False), [0]
+        if len(wanted) < len(places):  # the blocks before each answer
+            first = [render(messages[:place], ask=True).count(BEGIN) for place in places]
+        blocks = range(first[0], first[0] + rendered.count(BEGIN))
+        own = [places[bisect_right(first, block) - 1] in wanted for block in blocks]
+        return _blocks(rendered, own)
+
+    def _answer_rows(
+        self,
+        messages: Sequence[Message],
+        wanted: Sequence[int],
+        tokenizer: Tokenizer,
+        extra: Extra,
+    ) -> list[list[Span]]:
+        """A conversation whose `wanted` answers follow their prompts: one row, or one each."""
 
         @cache
         def written(count: int, ask: bool = False) -> str:
             """The first messages; with `ask` as the prompt for the next one."""
             return self.text(messages[:count], tokenizer, ask, extra)
 
-        whole, spans, done = written(places[-1] + 1), list[Span](), 0
+        whole, spans, done = written(len(messages)), list[Span](), 0
         answers = [self._answer(place, messages[place], written, tokenizer) for place in wanted]
         for place, (prompt, answer) in zip(wanted, answers, strict=True):
             start, text = len(prompt), prompt + answer
             stop = _shared(whole, text, tokenizer)
             if stop < start or tokenizer.special_pattern.sub("", text[stop:]).strip():
-                rows = ([(prompt, False), _ended(own, tokenizer)] for prompt, own in answers)
-                return [_cut(row, tokenizer) for row in rows]
-            stop = len(whole) if place == places[-1] else stop
+                return [[(before, False), _ended(own, tokenizer)] for before, own in answers]
+            stop = len(whole) if place == len(messages) - 1 else stop
             if not _has_end(text[start:stop], tokenizer):  # the next turn's first token may end it
                 after = tokenizer.special_pattern.match(whole, stop)
                 stop = after.end() if after else stop
@@ -158,7 +180,7 @@ class Template:
             done = stop
         if spans and done == len(whole):
             spans[-1] = _ended(spans[-1][0], tokenizer)
-        return [_cut([*spans, (whole[done:], False)], tokenizer)]
+        return [[*spans, (whole[done:], False)]]
 
     def _answer(
         self, place: int, message: Message, written: Written, tokenizer: Tokenizer
@@ -267,7 +289,7 @@ def _mark(special: re.Match[str]) -> str:
 
 
 def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
-    """The place where a message begins in the text up to it: after its prompt, or after the lines
+    """The first character of a message in the text up to it: after its prompt, or after the lines
     and special tokens of the prompt that the text also has."""
     whole = written(place + 1)
     if whole.startswith(prompt):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.documents import BestFitSamples, DocumentSamples, ExampleSamples
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.packing import BestFitSamples
-from windlass.data.samples import DocumentSamples, Samples, masks_documents, real_tokens
+from windlass.data.samples import Samples, masks_documents, real_tokens
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
 def describe(data: Data) -> Facts:
-    """The facts of opened data, as JSON values; those that do not apply are missing.
+    """The facts of opened data, as JSON values, without facts that do not apply.
 
     - `items`: the kind of item, and for each split their number; `files`: the number of files.
     - For each split `tokens` in an epoch, without padding, and `label_tokens`, which count in the
@@ -35,7 +35,7 @@ def describe(data: Data) -> Facts:
       the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
     - Documents apart: `attended`, the mean length of the part of a token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
-    - A mixture, once the run's length is known: `mixture`, from `mixture.shares_of_run`.
+    - A mixture, once the run has a length: `mixture`, from `mixture.shares_of_run`.
     """
     facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
@@ -113,14 +113,15 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
     documents = sum(part.documents for part in parts)
     if isinstance(items, DocumentSamples):
         split |= {"items": items.documents, **items.lengths}
-        split |= {"items": len(items), "left_out": items.left_out} if items.masked else {}
+        if isinstance(items, ExampleSamples):
+            split |= {"items": len(items), "left_out": items.left_out}
     elif documents > 1:  # the count of a single text says nothing
         split["items"] = documents
     return split
 
 
 def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of a user's own set, as the loader counts them."""
+    """The mean over some samples of the user's set, as the loader counts them."""
     last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
     places = np.unique(np.linspace(0, last, count).astype(np.int64))
     if length := getattr(samples, "length", None):
@@ -145,13 +146,13 @@ def warnings(facts: Facts) -> list[str]:
     texts += repeated(facts.get("mixture", ()))
     for row in facts.get("sources", ()):
         if not row["train"] and not row["val"]:
-            reason = "all of it is held out or left out" if row["tokens"] else "it has no text"
+            reason = "all of it is held out or left out" if row["tokens"] else "it is empty"
             texts.append(f"data.source: nothing of {row['source']} is used: {reason}")
     return texts
 
 
 def lines(facts: Facts, context: int) -> dict[str, str]:
-    """The facts in words, a line each; those that do not apply are missing."""
+    """The facts in words, a line each, without facts that do not apply."""
     shown: dict[str, str] = {}
     unit = facts.get("items", "samples")
     if "source" in facts:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ import numpy as np
 
 from windlass.data import vocabulary
 from windlass.data.chat import Template
+from windlass.data.corpus import Table
 from windlass.data.examples import encode_example, hash64, unread_keys
+from windlass.data.limits import Limit, Need
+from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
-from windlass.data.records import MARKS, Item, SourceSpec, text_of
+from windlass.data.records import MARKS, Item, text_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.sources import Source
-from windlass.data.split import Need
 from windlass.data.tokenizer import FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import write_atomic
@@ -175,9 +177,17 @@ def serve() -> None:
             out.flush()
 
 
-def jobs_of(source: Source, number: int) -> Iterator[tuple[list[Job], float]]:
-    """The items of a source from a number on, in batches, with the fraction read after each."""
-    batch, size, before = list[Job](), 0, ""
+class Batch(NamedTuple):
+    """Items for a worker at once."""
+
+    jobs: list[Job]
+    after: int  # the number of the item that follows, which may be the rest of the last text
+    fraction: float  # of the source that is read
+
+
+def batches_of(source: Source, number: int) -> Iterator[Batch]:
+    """The items of a source from a number on; the last batch may be empty."""
+    jobs, size, before = list[Job](), 0, ""
     hashed, begins = hashlib.blake2b(digest_size=8), True  # of a text; whether an item begins one
     item = Item("", None)
     for item in source.items(number):
@@ -188,16 +198,16 @@ def jobs_of(source: Source, number: int) -> Iterator[tuple[list[Job], float]]:
             digest = int.from_bytes(hashed.copy().digest(), "little")
             job = job._replace(before=None if begins else before, text=digest)
             before = (before + text)[-BEFORE:]
-        batch.append(job)
-        value = item.value
-        size += len(value if isinstance(value, str | bytes) else str(value))
-        if size >= BATCH_CHARACTERS or len(batch) >= BATCH_ITEMS:
-            yield batch, item.fraction
-            batch, size = [], 0
+        jobs.append(job)
         begins = not item.more
         if begins:
             number, before, hashed = number + 1, "", hashlib.blake2b(digest_size=8)
-    yield batch, item.fraction
+        value = item.value
+        size += len(value if isinstance(value, str | bytes) else str(value))
+        if size >= BATCH_CHARACTERS or len(jobs) >= BATCH_ITEMS:
+            yield Batch(jobs, number, item.fraction)
+            jobs, size = [], 0
+    yield Batch(jobs, number, item.fraction)
 
 
 def encode(
@@ -207,39 +217,33 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row | Bad], int, float], None, None]:
-    """The rows of a source from item `first` on, in order, in batches: with the number of the item
-    after each batch, and the fraction of the source that is read.
+) -> Generator[tuple[list[Row | Bad], Batch], None, None]:
+    """The rows of a source from item `first` on, in order, with their batch.
 
     Two batches for each worker are read ahead.
     """
-    ahead = jobs_of(source, first)
+    ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    if remark := encoder.remark([job.item for job in head[0][0]]):
+    if remark := encoder.remark([job.item for job in head[0].jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
+    waiting = deque[tuple[Future[list[Row | Bad]], Batch]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
         else contextlib.nullcontext(encoder) as work,
         ThreadPoolExecutor(workers) as pool,
     ):
-        waiting = deque(
-            (pool.submit(work, jobs), jobs, fraction)
-            for jobs, fraction in [*head, *itertools.islice(ahead, 2 * workers - len(head))]
-        )
-        after = first
         try:
-            while waiting:
-                future, jobs, fraction = waiting.popleft()
-                rows = future.result()
-                if jobs:
-                    after = jobs[-1].number + (not jobs[-1].item.more)
-                yield rows, after, fraction
-                for more in itertools.islice(ahead, 1):
-                    waiting.append((pool.submit(work, more[0]), *more))
+            for batch in itertools.chain(head, ahead):
+                waiting.append((pool.submit(work, batch.jobs), batch))
+                if len(waiting) > 2 * workers:
+                    future, done = waiting.popleft()
+                    yield future.result(), done
+            for future, done in waiting:
+                yield future.result(), done
         finally:
-            for future, _, _ in waiting:
+            for future, _ in waiting:
                 future.cancel()
 
 
@@ -248,25 +252,23 @@ def write_source(
     directory: Path,
     index: Index,
     encoder: Encoder,
-    need: Need,
+    limit: Limit,
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after those that `index` has, as far as the need; returns the
+    """Write the shards of a source after the full ones of `index`, as far as the limit; returns the
     index as written."""
-    index.shards, index.complete, index.left_out = index.full_shards, False, index.resume[2]
-    # A kill must not leave an index with a short shard that is replaced.
-    index = index.save(directory)
+    spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
+    index = writer.index
     listing = directory / LEFT_OUT
-    known = listing.read_text("utf-8").split("\n") if index.left_out else []
-    write_atomic(listing, "".join(f"{line}\n" for line in known[: index.left_out]))
-    spec = source.spec
+    lines = listing.read_text("utf-8").split("\n") if index.left_out else []
+    write_atomic(listing, "".join(f"{line}\n" for line in lines[: index.left_out]))
     if index.shards:
         progress.note(f"{spec.name}: going on after {index.tokens:,} committed tokens")
+    need, characters = Need(limit, Table(directory, index)), 0  # of the document so far
     batches = encode(source, directory, encoder, index.resume[0], workers, progress.note)
-    writer = ShardWriter(directory, index, encoder.tokenizer.dtype)
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
-        for rows, after, fraction in batches:
+        for rows, batch in batches:
             for row in rows:
                 if isinstance(row, Bad):
                     if spec.on_bad_item == "stop":
@@ -277,9 +279,13 @@ def write_source(
                     left_out.flush()
                     continue
                 writer.add(row)
-                if need.is_met(row, writer.tokens):
+                characters += row.characters
+                if row.more:
+                    continue
+                if need.is_met(row.group or row.text, characters, writer.tokens):
                     writer.index.items = row.item + 1
                     return writer.finish(complete=False)
-            writer.index.items = after
-            progress.update(f"tokens of {spec.name}", fraction, writer.tokens)
+                characters = 0
+            writer.index.items = batch.after
+            progress.update(f"tokens of {spec.name}", batch.fraction, writer.tokens)
         return writer.finish(complete=True)

@@ -10,25 +10,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from windlass.data.chat import Message, Template
-from windlass.data.order import splitmix
-from windlass.data.records import Item, SourceSpec, kind_of, record_of
+from windlass.data.locate import SourceSpec
+from windlass.data.records import Item, kind_of, record_of
 from windlass.data.shards import Row
-from windlass.data.sources import open_source
-from windlass.data.split import held_out_examples
 from windlass.errors import UserError
-from windlass.seeds import seed_bytes
 
 if TYPE_CHECKING:
     from windlass.data.tokenizer import Tokenizer
-    from windlass.recipe import DataSettings, Recipe
 
 ROLES = ("system", "user", "assistant", "tool")
 # Names of the roles in ShareGPT's files, OpenAI's `developer`, Llama's `ipython`; in any case.
@@ -60,11 +55,11 @@ ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context",
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and what a template reads beside them; or a prompt and its completion as texts."""
+    """Messages with the other values that a template reads; or a prompt and its completion."""
 
     messages: list[Message] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # tools and `chat_template_kwargs`
-    pair: tuple[str, str] | None = None  # prompt and completion; then there are no messages
+    pair: tuple[str, str] | None = None  # prompt and completion, instead of messages
     prompt: int = 0  # the messages of the prompt, if the item is a prompt with a completion
     untrained: frozenset[int] = frozenset()  # places of messages that are empty or have weight 0
 
@@ -124,7 +119,7 @@ def encode_example(
 ) -> list[Row]:
     """The tokens of an item: a row, or a row for each answer if the template writes earlier answers
     in another way. UserError with the item's place if it is bad. Depends on nothing else."""
-    example = _example(item, spec)
+    example = example_of(item, spec)
     if isinstance(example, Question):
         return [_encode_question(example, tokenizer)]
     digest, rows = example.group, list[Row]()
@@ -153,16 +148,6 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
     return list(unread)
 
 
-def example_texts(item: Item, spec: SourceSpec) -> list[str]:
-    """The texts of an item, from which a tokenizer learns."""
-    return _example(item, spec).texts
-
-
-def example_group(item: Item, spec: SourceSpec) -> int:
-    """The hash that decides whether an item is held out."""
-    return _example(item, spec).group
-
-
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
     """The record of an item, its keys renamed by `data.columns`, and the shape of its conversation;
     no shape for a question."""
@@ -182,7 +167,7 @@ def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
     )
 
 
-def _example(item: Item, spec: SourceSpec) -> Conversation | Question:
+def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
     """An item as a conversation or question; UserError with its place if it is neither."""
     record, shape = _shape(item, spec)
     try:
@@ -204,8 +189,11 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         answers = record["output"]
         answer = answers[0] if answers and isinstance(answers, list) else answers
         turns = []
-        for asked, said in (*(record.get("history") or ()), (request, answer)):
-            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, replied in (*(record.get("history") or ()), (request, answer)):
+            turns += [
+                {"role": "user", "content": asked},
+                {"role": "assistant", "content": replied},
+            ]
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -225,7 +213,7 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     if tools and not isinstance(tools, list):
         raise ValueError(f"tools are a list, not {kind_of(tools)}")
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("there is no answer of the assistant to learn from")
+        raise ValueError("the assistant gives no answer to learn from")
     extra = {**(record.get("chat_template_kwargs") or {}), "tools": tools or None}
     return Conversation(messages, extra, None, prompt, frozenset(untrained))
 
@@ -311,7 +299,7 @@ def _question(record: dict[str, Any]) -> Question:
     if not isinstance(context, str) or not isinstance(question, str):
         raise ValueError("question and context are texts")
     if not answers or not answers[0]:
-        raise ValueError("it has no answer, as some questions of SQuAD 2.0; remove it")
+        raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
     if answers[0] not in context:
         raise ValueError(f"its answer {answers[0]!r} is not in its context")
     group = hash64(str(record.get("title") or context))
@@ -321,7 +309,7 @@ def _question(record: dict[str, Any]) -> Question:
 def _encode_question(question: Question, tokenizer: Tokenizer) -> Row:
     """A question's prompt and answer. The answer and the end-of-text token are marked."""
     if tokenizer.eot is None:
-        problem = "data.tokenizer has no end-of-text token to end an answer"
+        problem = "data.tokenizer lacks an end-of-text token to end an answer"
         raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
     answer = question.answers[0]
     both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")
@@ -351,60 +339,3 @@ def question_prompt(question: Question, tokenizer: Tokenizer, room: int) -> list
         return ids
     tail = min(room, _answer_mark(question, tokenizer))
     return [*ids[: room - tail], *ids[len(ids) - tail :]]
-
-
-def eval_questions(recipe: Recipe) -> list[Question]:
-    """The suite's questions: `eval.squad_items` or `data.eval_size`, chosen by `run.seed`."""
-    data, separate, questions = recipe.data, suite_sources(recipe), list[Question]()
-    setting = "data.eval_source" if separate else "data.source"
-    setting = "eval.squad_file" if recipe.eval.squad_file else setting
-    split = "validation" if separate else "train"
-    held_out = [(s, part.val_fraction) for part in squad_parts(data) for s in part.sources]
-    sources = dict.fromkeys(separate, 0.0) or dict(held_out)
-    if data.val_shards and not separate:
-        problem = "data.val_shards holds out tokens, and the suite needs whole questions"
-        raise UserError(f"{problem}; set data.val_fraction, data.eval_source or eval.squad_file")
-    for source, fraction in sources.items():
-        if source.partition(":")[0] != "squad":
-            problem = f"{setting}: {source!r} has no questions"
-            raise UserError(f"{problem}; write squad or squad:FILE.json")
-        how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
-        spec = SourceSpec(source, source, "squad", split=split, **how)
-        asked = list[Question]()
-        for item in open_source(spec, lambda _: None).items():
-            with contextlib.suppress(*([UserError] if data.on_bad_item == "skip" else [])):
-                asked.append(cast(Question, _example(item, spec)))
-        if not separate:  # as training divides each source
-            groups = np.array([question.group for question in asked], np.uint64)
-            held = held_out_examples(groups, fraction)
-            asked = [asked[i] for i in np.flatnonzero(held)]
-        questions += asked
-    if not questions:
-        remedy = "set eval.squad_file, data.eval_source or data.val_fraction"
-        raise UserError(f"no questions to evaluate: {remedy}")
-    name, count = Counter(question.id for question in questions).most_common(1)[0]
-    if count > 1:
-        raise UserError(f"{', '.join(sources)} has two questions {name!r}")
-    size = recipe.eval.squad_items or data.eval_size or len(questions)
-    key = np.frombuffer(seed_bytes(f"windlass/choose/eval/{recipe.run.seed}", 8), "<u8")[0]
-    draws = splitmix(np.array([q.hash for q in questions], np.uint64) ^ key)
-    return [questions[i] for i in sorted(np.argsort(draws, kind="stable")[:size].tolist())]
-
-
-def suite_sources(recipe: Recipe) -> list[str]:
-    """`eval.squad_file`, `data.eval_source`, or SQuAD's validation set; empty if the suite's
-    questions are held out from the training questions."""
-    data = recipe.data
-    if recipe.eval.squad_file:
-        return [f"squad:{recipe.eval.squad_file}"]
-    if parts := squad_parts(data):
-        given = [source for part in parts for source in part.eval_sources if source]
-        return given or [s for part in parts for s in part.sources if s == "squad"]
-    named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
-    return named or ["squad"]
-
-
-def squad_parts(data: DataSettings) -> list[DataSettings]:
-    """The settings of the sources that have questions."""
-    parts = [data.part(number) for number in range(len(data.mix) or 1)]
-    return [part for part in parts if part.format == "squad"]

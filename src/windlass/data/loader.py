@@ -65,7 +65,7 @@ class Loader(Iterator[StepBatch]):
         mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
         if not len(samples):
-            raise ValueError("there is no sample to load")
+            raise ValueError("the set is empty")
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())

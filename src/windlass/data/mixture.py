@@ -66,8 +66,8 @@ def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
 
     After `m` samples source `i` has `m * share` samples, rounded up or down. A sample is due in the
     first block at whose end the share rounded down contains it, and may come in the first block at
-    whose end the share rounded up does. Of the samples that may come, those that are due first do;
-    so none is late (earliest deadline first; R. Tijdeman, The chairman assignment problem, 1980).
+    whose end the share rounded up does. The samples that are due first come first, so none is late
+    (earliest deadline first; R. Tijdeman, The chairman assignment problem, 1980).
     """
     exact = [Fraction(str(weight)) for weight in weights]
     whole = math.lcm(*(weight.denominator for weight in exact))
@@ -153,7 +153,7 @@ class Mixture:
         self._blocks, self._ends = list[Block](), list[int]()
 
     def _lay(self, number: int) -> int:
-        """Lay out the blocks up to that of a sample; returns the samples that they have."""
+        """Lay out the blocks up to the block of a sample; returns the samples that they have."""
         with self._lock:
             while not self._ends or self._ends[-1] <= number:
                 if (block := next(self._more, None)) is None:

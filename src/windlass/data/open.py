@@ -1,4 +1,4 @@
-"""The data of a run: prepared tokens, divided and cut into samples, or a user's own samples."""
+"""The data of a run: prepared tokens, divided and cut into samples, or the user's samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data import chat
+from windlass.data.documents import (
+    BestFitSamples,
+    DocumentSamples,
+    ExampleSamples,
+    TextSamples,
+)
 from windlass.data.mixture import MixedSamples
-from windlass.data.packing import BestFitSamples
 from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import Batch, DocumentSamples, PackedSamples, Samples, Tokens
+from windlass.data.samples import Batch, PackedSamples, Samples, Tokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
@@ -30,7 +35,7 @@ class Data:
 
     train: Samples
     val: Samples | None
-    tokenizer: Tokenizer  # a user's own data may have None; then Windlass generates no text
+    tokenizer: Tokenizer  # may be None in the user's `Data`; then Windlass generates no text
     fingerprint: str  # compared on resume: equal for equal tokens, split and tokenizer
     vocab: int
     # the layout of conversations (`data.format = "chat"`)
@@ -73,7 +78,7 @@ def open_data(
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     """Prepared data, divided and cut by `data.packing` and `model.context`.
 
-    Without training data (`only_val`) `train` has no samples.
+    Without training data (`only_val`) `train` is None.
     """
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
     division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
@@ -97,11 +102,11 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
 
 
 def _too_few(samples: Samples, which: str, prepared: Prepared, context: int) -> UserError:
-    found = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
+    problem = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
     if isinstance(samples, DocumentSamples) and samples.left_out:
-        found = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
+        problem = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
     places = ", ".join(map(str, prepared.directories))
-    return UserError(f"{places}: {found} for one sample of model.context + 1 = {context + 1:,}")
+    return UserError(f"{places}: {problem} for one sample of model.context + 1 = {context + 1:,}")
 
 
 def _samples(
@@ -112,7 +117,7 @@ def _samples(
         return None
     tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
     is_text, best_fit = data.format == "text", data.packing == "best-fit"
-    problem = ""  # why documents cannot be kept apart
+    problem = ""  # the reason why documents cannot be apart
     if len(parts) == 1 and parts[0].corpus.index.single_text:
         problem = "the corpus is one text"
     elif any(part.tokens and not part.documents for part in parts):
@@ -124,8 +129,11 @@ def _samples(
         return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
     if is_text and problem:
         raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
-    how: dict[str, Any] = {"split": best_fit} if is_text else {"pad": tokenizer.eot or 0}
-    documents = DocumentSamples(tokens, context, following=following, **how)
+    documents: DocumentSamples
+    if is_text:
+        documents = TextSamples(tokens, context, following=following, split=best_fit)
+    else:
+        documents = ExampleSamples(tokens, context, pad=tokenizer.eot or 0)
     return BestFitSamples(documents, context) if best_fit and len(documents) else documents
 
 
@@ -177,7 +185,7 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
             continue
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(
-                f"data: {type(dataset).__name__} has no length and index; Windlass reads samples "
+                f"data: {type(dataset).__name__} lacks a length or an index; Windlass reads samples "
                 "in its own order, so give a map-style dataset"
             )
         samples = DatasetSamples(dataset, recipe.model.context)

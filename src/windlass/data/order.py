@@ -52,7 +52,7 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 class Order:
     """The order of one epoch (from 0): `order[place]` is the sample's number, or an array of them.
 
-    `kind` is `shuffled` (anew each epoch), `shards-shuffled` (shards in file order in epoch 0, then
+    `kind` is `shuffled` (in each epoch again), `shards-shuffled` (shards in file order in epoch 0, then
     in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
     each shard. The sources of a mixture have a `seed` each.
     """
@@ -68,7 +68,7 @@ class Order:
                 raise ValueError(
                     f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}"
                 )
-            occupied = np.flatnonzero(sizes)  # a shard without a sample has no place in the order
+            occupied = np.flatnonzero(sizes)  # a shard without a sample is not in the order
             count, key = len(occupied), f"windlass/order/shards/{seed}/{epoch}"
             turn = occupied[permute(np.arange(count), count, key)]
             self._starts = np.cumsum(sizes[turn]) - sizes[turn]

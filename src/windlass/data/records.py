@@ -14,22 +14,21 @@ import io
 import json
 import lzma
 import os
-import platform
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from windlass.data.files import shown, suffixes
+from windlass.data.locate import SourceSpec
 from windlass.data.tokenizer import cut_place
 from windlass.errors import UserError, first_line, plural
 
 BLOCK = 1 << 20  # characters of a text in one item at most
 READ = 1 << 18  # bytes of a file at once
 TABLE_BYTES = 8 << 20  # of a table at once
+CODECS = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".jsonl", ".ndjson", ".parquet", ".csv", ".tsv")
 CONVERSATION_KEYS = {"messages", "conversations", "prompt", "instruction"}
 MARKS = ("<|endoftext|>", "<|end_of_text|>")  # between the documents of some text files
@@ -39,68 +38,6 @@ TO_JSON = "write one object a line (.jsonl), or one array (.json)"
 UNPACKING = (EOFError, zlib.error, lzma.LZMAError)
 DAMAGE = (*UNPACKING, OSError, ValueError, NotImplementedError, RecursionError, csv.Error)
 KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "true or false"}
-
-
-@dataclass(frozen=True)
-class SourceSpec:
-    """One source, and how its items are read."""
-
-    name: str  # as the recipe writes it
-    place: str  # the same with its path located
-    format: str = "text"
-    text_key: str = "text"  # may be nested: "doc.text"
-    split: str = "train"
-    revision: str = ""
-    streaming: bool = False
-    sha256: str = ""
-    separator: str = ""
-    special_tokens: bool = False
-    columns: tuple[tuple[str, str], ...] = ()  # names of keys, and the keys that have these names
-    answers: str = "auto"
-    on_bad_item: str = "stop"
-    setting: str = "data.source"  # for messages
-
-    @property
-    def kind(self) -> str:
-        """`stdlib`, `https`, `hf`, `squad`, `shards`, or `files` for a path."""
-        kind, colon, _ = self.place.partition(":")
-        if kind in ("http", "https"):
-            return "https"
-        named = ("hf", "squad", "shards") if colon else ("stdlib", "squad")
-        return kind if kind in named else "files"
-
-    @property
-    def path(self) -> str:
-        """The place without its kind."""
-        return self.place if self.kind == "files" else self.place.partition(":")[2]
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """What determines the items, without settings that do not apply or have their default."""
-        kind, is_text = self.kind, self.format == "text"
-        has_texts = is_text and kind in ("files", "https")
-        applies = {
-            "text_key": has_texts or (is_text and kind == "hf"),
-            "split": kind == "hf" or self.place == "squad",
-            "revision": kind == "hf",
-            "sha256": kind == "https",
-            "separator": has_texts,
-            "special_tokens": has_texts or kind in ("stdlib", "hf") or self.format == "chat",
-            "columns": not is_text,
-            "answers": self.format == "chat",
-            "on_bad_item": kind not in ("stdlib", "shards"),
-        }
-        settings = {name: getattr(self, name) for name, is_used in applies.items() if is_used}
-        changed = {k: value for k, value in settings.items() if value != getattr(SourceSpec, k)}
-        python = {"python": platform.python_version()} if kind == "stdlib" else {}
-        return {"name": self.name, "format": self.format, **changed, **python}
-
-    @property
-    def slug(self) -> str:
-        """The source as a short name for a directory: `stdlib`, `input`, `c4-en`."""
-        place = re.sub(r"^(hf|shards|squad):", "", self.name).split("?")[0].rstrip("/*")
-        name = re.sub(r"[^A-Za-z0-9]+", "-", place.rsplit("/", 1)[-1].split(".")[0])
-        return name.strip("-").lower()[:40] or "corpus"
 
 
 class Item(NamedTuple):
@@ -173,6 +110,17 @@ def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[I
     return _json_items(stream, place) if ending == ".json" else _lines(stream, place)
 
 
+def suffixes(path: Path) -> tuple[str, str]:
+    """The ending that names the format, and the ending of the compression or ''."""
+    codec = path.suffix.lower() if path.suffix.lower() in CODECS else ""
+    return (Path(path.stem) if codec else path).suffix.lower(), codec
+
+
+def shown(path: Path) -> str:
+    """A path as UTF-8; bytes of a name in another encoding are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def is_text(path: Path, spec: SourceSpec) -> bool:
     return spec.format == "text" and suffixes(path)[0] not in (*TABLES, ".json")
 
@@ -209,7 +157,7 @@ def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
 def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
     """The documents of a text, in blocks: one, or those between separators.
 
-    With a separator they have no line breaks at their edges, and empty ones are left out.
+    With a separator their outer line breaks and empty documents are left out.
     """
     rest, continues, most = "", False, BLOCK - READ
     edges = "\r\n" if separator else ""
@@ -248,7 +196,7 @@ def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
         start = end = cast(re.Match[str], gap.match(text, at)).end()
         if text.startswith("]", start) if is_array else is_end and start == len(text):
             return
-        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array has no end", True
+        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array does not end", True
         if start < len(text):
             try:
                 value, end = decode(text, start)
@@ -272,7 +220,7 @@ def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterato
     rows = csv.reader(reader, delimiter=comma, strict=True)
     names = next(rows, [])
     if spec.format == "text" and spec.text_key not in names:
-        raise UserError(f"{place} has no column {spec.text_key!r}; {other_keys(names)}")
+        raise UserError(f"{place} lacks the column {spec.text_key!r}; {other_keys(names)}")
     while True:
         where = f"{place}, line {rows.line_num + 1:,}"
         try:
@@ -299,7 +247,7 @@ def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator
     is_text = spec.format == "text"
     columns = [key] if is_text else None
     if is_text and key not in names and key.partition(".")[0] not in names:
-        raise UserError(f"{place} has no column {key!r}; {other_keys(names)}")
+        raise UserError(f"{place} lacks the column {key!r}; {other_keys(names)}")
     for group in range(about.num_row_groups):
         rows, size = about.row_group(group).num_rows, about.row_group(group).total_byte_size
         if number + rows <= skip:
@@ -381,7 +329,7 @@ def kind_of(value: Any) -> str:
 
 
 def other_keys(names: Iterable[str]) -> str:
-    """The keys of a record that has no text, and the setting to change."""
+    """The keys of a record without the text, and the setting to change."""
     first = list(names)[:12]
     remedy = "set data.text_key"
     if CONVERSATION_KEYS.intersection(first):

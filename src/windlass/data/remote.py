@@ -102,7 +102,7 @@ class RemoteFile:
         first = number * BLOCK_BYTES
         try:
             block: bytes = self._files.cat_file(self._path, start=first, end=first + length)
-        finally:  # a file that is shorter now has no such range
+        finally:  # a file that is shorter now lacks the range
             if self._state() != (self.size, self.version):
                 problem = "has changed since this run opened it, so its tokens are others"
                 raise RunFailed(f"{self.url} {problem}: bring it back, or prepare the data again")

@@ -1,7 +1,7 @@
 """Data as samples: rows of tokens with their labels, which a model reads in batches.
 
-Packed rows cut the documents of a set end to end. Rows of documents have one each, and best-fit rows
-(`packing.py`) have whole ones. All read the prepared tokens through one class, `Tokens`.
+A packed row is a part of the documents of a set, end to end. `documents.py` has the rows of whole
+documents. All read the prepared tokens through `Tokens`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from windlass.data.order import permute, sample_indices
-from windlass.data.shards import Stream
+from windlass.data.corpus import Stream
+from windlass.data.order import permute
 from windlass.data.split import Part
 from windlass.recipe.settings import IGNORE_INDEX
 
-A = TypeVar("A")  # np.ndarray where samples are read, Tensor where a model computes
+A = TypeVar("A")  # np.ndarray when read, Tensor for the model
 
 
 class Batch(NamedTuple, Generic[A]):
@@ -63,7 +63,7 @@ def documents_per_row(samples: object) -> float:
 
 
 class Samples(Protocol):
-    """A training or validation set; a user's own class can be one.
+    """A training or validation set; the user's class can be one.
 
     It may also have `length(i)` (tokens of sample `i`, for length buckets), `shard_samples` (of
     each shard, for `data.order = "shards-shuffled"`) and `valid_tokens` (unmasked labels).
@@ -207,128 +207,6 @@ class PackedSamples:
             documents[at, begins[begins < self.context]] = 1
         documents.cumsum(axis=1, out=documents)
         return [positions_of(documents), documents]
-
-
-class DocumentSamples:
-    """One document a row, cut at `context`, with masked padding.
-
-    A text of n tokens gives n positions, because the label of its last token is `following`, the
-    token that begins the next document. Of a question or conversation of n tokens, n - 1 have a
-    label, or IGNORE_INDEX without a mark. One that is too long loses the tokens before its last
-    `tail`; it is left out if nothing can be learned from the rest (`reach`).
-
-    With `split` a longer text makes several samples, and no token is lost.
-    """
-
-    def __init__(
-        self, tokens: Tokens, context: int, *, following: int, pad: int = 0, split: bool = False
-    ):
-        self._tokens, self._following, self.pad, self.context = tokens, following, pad, context
-        self.masked = bool(tokens.parts) and tokens.parts[0].corpus.index.masked
-        edges = tokens.documents
-        self._starts, whole = edges[:-1], np.diff(edges)
-        self.documents, self.left_out = len(whole), 0
-        self._tails = np.zeros(len(whole), np.int64)
-        if self.masked:
-            whole = self._leave_out(whole)
-        self.lengths = length_percentiles(whole, context + self.masked) if len(whole) else {}
-        self._rest = whole  # tokens from a sample's start to its document's end
-        if split:
-            pieces = -(-whole // context)
-            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-            begin = context * (np.arange(len(first)) - first)  # of a piece in its document
-            self._starts = np.repeat(self._starts, pieces) + begin
-            self._rest = np.repeat(whole, pieces) - begin
-            self.lengths |= {"cut": 0, "cut_tokens": 0}
-        self.sizes = np.minimum(self._rest - self.masked, context)  # positions, int64 [samples]
-        shards = np.searchsorted(self._starts, tokens.shards)
-        self.shard_samples: Sequence[int] = np.diff(shards).tolist()
-        self.real_tokens = int(self.sizes.sum())
-
-    def _leave_out(self, whole: np.ndarray) -> np.ndarray:
-        """Leave out the examples from which nothing is learned; the tokens of the others."""
-        room = self.context + 1
-        self._tails = self._field("tail")
-        first = np.where(whole > room, room - self._tails, whole)  # that a cut keeps
-        learns = (self._field("reach") <= first) & (whole > 1) & (self._tails < room)
-        self._starts, self._tails = self._starts[learns], self._tails[learns]
-        self._marked = self._field("marked")[learns]
-        self.left_out = int((~learns).sum())
-        return whole[learns]
-
-    def _field(self, name: str) -> np.ndarray:
-        """A field of the table for each document, int64 [documents]."""
-        parts = self._tokens.parts
-        fields = [p.corpus.stream.table.field(name)[p.numbers].astype(np.int64) for p in parts]
-        return np.concatenate([np.zeros(0, np.int64), *fields])
-
-    @cached_property
-    def valid_tokens(self) -> int:
-        """The labels in an epoch that count in the loss."""
-        if not self.masked:
-            return self.real_tokens
-        is_cut = self._rest > self.context + 1
-        cut = sum(int(self.row(i)[1].sum()) for i in np.flatnonzero(is_cut).tolist())
-        return int(self._marked[~is_cut].sum()) + cut
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def length(self, sample: int) -> int:
-        return int(self.sizes[sample])
-
-    def row(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of an example (int64), and whether each counts in the loss."""
-        start, whole = int(self._starts[sample]), int(self._rest[sample])
-        size = min(whole, self.context + 1)
-        tail = int(self._tails[sample]) if whole > size else 0
-        tokens, marks = np.empty(size, np.int64), np.empty(size, bool)
-        for read, out in ((self._tokens.read_into, tokens), (self._tokens.marks_into, marks)):
-            read(start, out[: size - tail])
-            read(start + whole - tail, out[size - tail :])
-        return tokens, marks
-
-    def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        """Write a sample into `tokens` and `labels`, int64 [size]."""
-        if self.masked:
-            row, marks = self.row(sample)
-            tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
-            return
-        document = np.full(len(tokens) + 1, self._following, dtype=np.int64)
-        self._tokens.read_into(int(self._starts[sample]), document[: int(self._rest[sample])])
-        tokens[:], labels[:] = document[:-1], document[1:]
-
-    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        width = max(self.sizes[indices], default=1) if self.masked else self.context
-        tokens = np.full((len(indices), width), self.pad, dtype=np.int64)
-        labels = np.full((len(indices), width), IGNORE_INDEX, dtype=np.int64)
-        for at, sample in enumerate(indices.tolist()):
-            size = self.sizes[sample]
-            self.fill(sample, tokens[at, :size], labels[at, :size])
-        return Batch(tokens, labels)
-
-    def mean_width(
-        self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
-    ) -> float:
-        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
-
-        `batch`: the samples of a step, which `length_buckets` sorts by length.
-        """
-        if not self.masked:
-            return float(self.context)
-        steps = max(1, len(self) // batch)
-        sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
-        sizes = sizes.reshape(steps, batch)
-        sizes = np.sort(sizes) if length_buckets else sizes
-        return float(sizes.reshape(-1, micro_batch).max(axis=1).mean())
-
-
-def length_percentiles(sizes: np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of the lengths of whole items, and how many exceed the `used` tokens."""
-    over = sizes[sizes > used] - used
-    places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
-    shown = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
-    return {"lengths": shown, "cut": len(over), "cut_tokens": int(over.sum())}
 
 
 class Subset:

@@ -1,4 +1,4 @@
-"""The files of a data directory: its index, and how token shards are written, read and checked.
+"""The files of a data directory: its index, the writer of its token shards, and checks of both.
 
 A data directory has the tokens of one source by one tokenizer:
 
@@ -14,26 +14,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
-import threading
-import weakref
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from windlass.data.remote import RemoteFile
 from windlass.data.tokenizer import Description
 from windlass.errors import UserError
-from windlass.fileio import Files, HashedFile
+from windlass.fileio import (
+    Files,
+    HashedFile,
+    LockHeld,
+    acquire_lock,
+    locked,
+    read_json,
+    sha256_of,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from windlass.parallel.dist import Ranks
 
 FORMAT = 6
-INDEX, CACHE = "index.json", "cache"
-OPEN_FILES = 128
+INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
 # A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
 TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
@@ -124,6 +134,11 @@ class Index(BaseModel):
         """The shards that more text of the source does not change."""
         return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
 
+    def before_more(self) -> Index:
+        """The index of the full shards, after which more of the source follows."""
+        parts = {"shards": self.full_shards, "complete": False, "left_out": self.resume[2]}
+        return self.model_copy(update=parts)
+
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
@@ -148,6 +163,18 @@ class Index(BaseModel):
         raise UserError(f"{path} is damaged, changed or of another version; {remedy}")
 
 
+def lock_directory(directory: Path, notify: Callable[[str], None]) -> AbstractContextManager[Any]:
+    """Hold a directory's lock, which the kernel releases when the process ends."""
+    try:
+        return acquire_lock(directory / LOCK, seconds=1) or contextlib.nullcontext()
+    except LockHeld:
+        notify(f"waiting for another process that prepares or checks {directory}")
+        return locked(directory / LOCK)
+    except OSError as error:
+        problem = f"{directory} cannot be written ({error.strerror})"
+        raise UserError(f"{problem}; give another data.dir") from None
+
+
 def prepare_again(directory: Path) -> str:
     return f"delete {directory} and prepare the data again"
 
@@ -160,7 +187,7 @@ def unknown_id(place: str, block: np.ndarray, vocab: int, done: int) -> UserErro
     """The error of an id that the tokenizer does not have; `done`: the ids of the shard before."""
     at = int(np.argmax(block >= vocab))
     id_ = f"the token id {int(block[at]):,} at place {done + at:,}"
-    reason = f"the vocabulary has {vocab:,} ids: it was made with another tokenizer"
+    reason = f"the vocabulary has {vocab:,} ids: another tokenizer wrote it"
     return bad_shard(place, f"has {id_}, and {reason}")
 
 
@@ -192,9 +219,12 @@ class ShardWriter:
     block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
-        """Continue after the full shards of `index`."""
+        """Continue after the full shards of `index`.
+
+        Saves the index without a short last shard first, because a kill may leave that one replaced.
+        """
         self.directory, self.dtype = directory, dtype
-        self.index = index.model_copy(update={"shards": index.full_shards})
+        self.index = index.before_more().save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         # of the item being written: its number, and its tokens in the full shards, which come again
         self._item, self._skip, _ = index.resume
@@ -211,8 +241,8 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row. After a resume the first rows are those of the item that the next shard
-        begins with, from the item's start."""
+        """Append a row. After a resume the first rows come again: from the start of the item that
+        the next shard begins with."""
         if row.item != self._item:
             self._item, self._written, self._skip = row.item, 0, 0
         size, done = self.index.shard_tokens, min(self._skip, len(row.tokens))
@@ -274,157 +304,69 @@ class ShardWriter:
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
-        """Commit the last shard and save the index; `complete`: the source has no more."""
+        """Commit the last shard and save the index; `complete`: that is the whole source."""
         if self._open:
             self._commit()
         self.index.complete = complete
         return self.index.save(self.directory)
 
 
-# -- reading
+# -- checks
 
 
-class LocalFile:
-    """A file of this machine, read with `pread`: a mapped page faults with Python's lock held."""
+def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
+    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size.
 
-    def __init__(self, path: Path):
-        self._descriptor = os.open(path, os.O_RDONLY)
-        # A thread may still read when the interpreter ends, and the system closes the file.
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
-        self.size = os.fstat(self._descriptor).st_size
-
-    def pread(self, count: int, offset: int) -> bytes:
-        return os.pread(self._descriptor, count, offset)
-
-
-class Stream:
-    """The tokens of a source's shards as one row. Threads may share it."""
-
-    def __init__(self, directory: Path, index: Index, cache_bytes: int = 0):
-        """`cache_bytes`: of remote shards on this machine's disk."""
-        self.index, self.shards, self._directory = index, index.shards, directory
-        # The start of each shard in the row, and the row's end, int64 [shards + 1].
-        self.edges = np.cumsum([0, *(shard.tokens for shard in self.shards)], dtype=np.int64)
-        self._open: dict[str, LocalFile | RemoteFile] = {}
-        self._lock, self._cache_bytes = threading.Lock(), cache_bytes
-
-    def __len__(self) -> int:
-        return int(self.edges[-1])
-
-    def read_into(self, start: int, out: np.ndarray) -> None:
-        """Copy the tokens from `start` on into `out` [n], of any wide enough integer type."""
-        done = 0
-        for shard, begin, end in self._shards_of(start, start + len(out)):
-            count, dtype = end - begin, on_disk(shard.dtype)
-            offset, size = shard.offset + begin * dtype.itemsize, count * dtype.itemsize
-            ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
-            if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
-                raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
-            out[done : done + count] = ids
-            done += count
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """int64 [stop - start]."""
-        out = np.empty(stop - start, dtype=np.int64)
-        self.read_into(start, out)
-        return out
-
-    def marks(self, start: int, stop: int) -> np.ndarray:
-        """Whether each token from `start` to `stop` counts in the loss, bool [stop - start]."""
-        parts = [np.zeros(0, bool)]
-        for shard, begin, end in self._shards_of(start, stop):
-            raw = self._pread(shard.beside(".mask"), -(-end // 8) - begin // 8, begin // 8)
-            bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
-            parts.append(bits[begin % 8 :][: end - begin].view(bool))
-        return np.concatenate(parts)
-
-    def _shards_of(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards of the tokens from `start` to `stop`, and where these are in each shard."""
-        place = bisect_right(self.edges, start) - 1
-        while start < stop:
-            shard, begin = self.shards[place], start - int(self.edges[place])
-            end = min(begin + stop - start, shard.tokens)
-            yield shard, begin, end
-            start, place = start + end - begin, place + 1
-
-    def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
-        file = self._open.get(name) or self._opened(name, version)
-        raw = file.pread(count, offset)
-        if len(raw) != count:
-            raise bad_shard(name, "ends too early: it was truncated after it was checked")
-        return raw
-
-    def _opened(self, name: str, version: str) -> LocalFile | RemoteFile:
-        with self._lock:
-            local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
-            if len(local) >= OPEN_FILES:  # a remote file has no descriptor
-                self._open.pop(local[0])
-            try:
-                if "://" in name:
-                    cache = self._directory / CACHE
-                    self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
-                else:
-                    self._open[name] = LocalFile(self._directory / name)
-            except OSError as error:
-                raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
-            return self._open[name]
-
-    @cached_property
-    def table(self) -> Table:
-        return Table(self._directory, self.index)
+    By the newest index, because another process may extend the last shard meanwhile.
+    """
+    states: dict[str, list[int | str]] = {}
+    newest = Index.load(directory) or index
+    for shard in newest.shards:
+        for file, (size, sha256) in shard.files(newest.row).items():
+            path, problem = directory / file, "is missing"
+            if path.is_file() and (stat := path.stat()).st_size == size:
+                states[file] = [size, stat.st_mtime_ns, sha256]
+                continue
+            if newest != (Index.load(directory) or index):
+                return file_states(directory, index)
+            if path.is_file():
+                problem = f"has {path.stat().st_size:,} bytes, not {size:,}"
+            raise bad_shard(path, f"{problem}; {prepare_again(directory)}")
+    return states
 
 
-class Table:
-    """The documents of a source; a field is read from the files each time that it is asked for."""
+def verify(
+    directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
+) -> None:
+    """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
 
-    def __init__(self, directory: Path, index: Index):
-        self._directory, self._index = directory, index
-        ends = self._rows("more") == 0
-        self._last = np.flatnonzero(ends)
-        if index.is_cut and len(index.full_shards) == len(index.shards) and ends[-1]:
-            self._last = self._last[:-1]  # a preparation was killed in this row
-        self._first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self._last)]
+    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
+    fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
+    """
+    rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
+    verified, problem = read_json(directory / VERIFIED), ""
+    try:
+        states = file_states(directory, index)
+        own = [file for file in list(states)[rank::world] if verified.get(file) != states[file]]
+        with ThreadPoolExecutor(4) as pool:
+            digests = pool.map(lambda file: sha256_of(directory / file), own)
+            for done, (file, sha256) in enumerate(zip(own, digests, strict=True), 1):
+                # another process may have extended the file meanwhile
+                if sha256 != states[file][2] == file_states(directory, index).get(file, [""])[-1]:
+                    remedy = prepare_again(directory)
+                    raise bad_shard(directory / file, f"is damaged (SHA-256); {remedy}")
+                tick(done / len(own))
+    except UserError as error:
+        problem = str(error)
+    if ranks:
+        problem = next(filter(None, ranks.all_gather_object("damaged shards", problem)), "")
+    if problem:
+        raise UserError(problem)
+    if rank == 0 and states != verified:
+        remember(directory, states)
 
-    def __len__(self) -> int:
-        return len(self._last)
 
-    def _rows(self, name: str) -> np.ndarray:
-        """A field of all rows."""
-        fields, kind = [np.zeros(0, self._index.row[name])], self._index.row
-        for shard in self._index.shards:  # one table at a time: a field is a part of it
-            if shard.table:  # another process may extend the last one meanwhile
-                path = self._directory / shard.beside(".documents")
-                fields.append(np.fromfile(path, kind, shard.rows)[name])
-        return np.concatenate(fields)
-
-    def field(self, name: str) -> np.ndarray:
-        """A field of each document: `text` (uint64), or of examples `group`, `tail`, `reach`,
-        `marked`."""
-        return self._rows(name)[self._last]
-
-    @property
-    def groups(self) -> np.ndarray:
-        """The hash that decides whether each document is held out, uint64 [documents]."""
-        return self.field("group" if self._index.masked else "text")
-
-    @property
-    def edges(self) -> np.ndarray:
-        """The first token of each document, and the end of the last one, int64 [documents + 1]."""
-        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
-        end = starts[self._last[-1] + 1] if len(self) else 0
-        return np.append(starts[self._first], end)
-
-    @property
-    def characters(self) -> np.ndarray:
-        """The characters of each document, int64 [documents]."""
-        ends = np.append(0, np.cumsum(self._rows("characters"), dtype=np.int64))
-        return ends[self._last + 1] - ends[self._first]
-
-    def parts(self, documents: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of each document: the first token of each and the end, int64 [parts + 1]; and
-        the characters of each, int64 [parts]."""
-        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
-        sizes = self._rows("characters").astype(np.int64)
-        for document in documents:
-            first, last = self._first[document], self._last[document] + 1
-            yield starts[first : last + 1], sizes[first:last]
+def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
+    """Store the states of verified files; in a read-only directory each start verifies."""
+    if os.access(directory, os.W_OK):
+        write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

@@ -15,33 +15,32 @@ import shutil
 import sysconfig
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from windlass import __version__, hub
-from windlass.data.files import DOWNLOADS, SHARDS, find, folders, listing, shown, suffixes
+from windlass.data.files import SHARDS, describe_files, listing, local_files
+from windlass.data.locate import SourceSpec
 from windlass.data.records import (
     CONVERSATION_KEYS,
     TABLE_BYTES,
-    TABLES,
     Item,
-    SourceSpec,
     column_value,
     is_text,
     other_keys,
     read_files,
     record_of,
+    shown,
+    suffixes,
     without_nulls,
 )
 from windlass.errors import RunFailed, UserError, first_line, require
 from windlass.fileio import sha256_of
 
-HASHED_BYTES = 64_000_000  # files up to this total are compared by content, others by size and time
 PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
 # Directories of the standard library that hold packages of others, tests, or tables.
 SKIPPED = "site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data"
@@ -67,7 +66,7 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     if spec.kind == "hf" or spec.place == "squad":
         return _open_dataset(spec)
     if spec.kind == "https":
-        files, not_read = [download(spec.place, spec.sha256, DOWNLOADS, notify)], ""
+        files, not_read = [download(spec.place, spec.sha256, spec.downloads, notify)], ""
     else:
         files, not_read = local_files(spec)
     if len(files) > 1 or not_read:
@@ -87,29 +86,10 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     return Source(spec, description, partial(read_files, spec, files, sizes), single_text)
 
 
-def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
-    """The files of a source on this machine, and a note on those that are not read."""
-    if spec.kind == "hf":
-        below = folders(Path(spec.path).expanduser())
-        return [path for _, files in below for path in files or ()], ""
-    tables = (".txt", *TABLES) if spec.format == "text" else TABLES
-    endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, tables)
-
-    def has_items(path: Path) -> bool:
-        with suppress(UserError, StopIteration):
-            record = record_of(next(read_files(spec, [path], [1])))
-            if spec.format == "chat":
-                return bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record)
-            return not {spec.text_key, spec.text_key.partition(".")[0]}.isdisjoint(record)
-        return False
-
-    return find(spec.path, spec.setting, endings, has_items)
-
-
 def form_of(source: str, setting: str) -> dict[str, str]:
     """The settings of `data` that fit the first item of a source: its format, perhaps its text_key.
 
-    Empty for the web and the Hub. UserError if there are no such files on this machine.
+    Empty for the web and the Hub. UserError if this machine does not have the files.
     """
     spec = SourceSpec(source, source, setting=setting)
     if spec.kind in ("https", "hf") or "://" in spec.path:
@@ -118,60 +98,17 @@ def form_of(source: str, setting: str) -> dict[str, str]:
     if spec.kind == "squad":
         return {"format": "squad"}
     tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
-    for item in islice(
-        read_files(replace(spec, format="chat"), tables[:1], [1] * len(tables[:1])), 1
-    ):
-        record = record_of(item)
-        if isinstance(record.get("data"), list) and "text" not in record:
-            raise UserError(f"{setting}: {source} has questions: write squad:{source}")
-        if not CONVERSATION_KEYS.isdisjoint(record):
-            return {"format": "chat"}
-        texts = [key for key, value in record.items() if isinstance(value, str)]
-        if "text" not in record and len(texts) == 1:
-            return {"format": "text", "text_key": texts[0]}
-    return {"format": "text"}
-
-
-# -- descriptions, which show that a source has changed
-
-
-def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Files for the index: name, size, and the SHA-256; the time of change if they are large."""
-    stats = [(path, path.stat()) for path in files]
-    small = sum(stat.st_size for _, stat in stats) <= HASHED_BYTES
-    return [
-        {"file": shown(path), "bytes": stat.st_size}
-        | ({"sha256": sha256_of(path)} if small else {"changed_ns": stat.st_mtime_ns})
-        for path, stat in stats
-    ]
-
-
-def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """What has changed since a description, as part of a sentence; empty if nothing has.
-
-    Paths count from the directory that all files share, so that moved data are the same.
-    """
-    old, new = _by_path(then), _by_path(now)
-    parts = [
-        f"its {key} is {now[key]}, and was {then[key]}"
-        for key in then.keys() & now.keys() - {"files"}
-        if then[key] != now[key]
-    ]
-    parts += [f"{path} is gone" for path in old if path not in new]
-    parts += [f"{path} is new" for path in new if path not in old]
-    parts += [
-        f"{path} has changed"
-        for path in old.keys() & new.keys()
-        if any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file")
-    ]
-    rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
-    return ", ".join(sorted(parts)[:3]) + rest
-
-
-def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    files = description.get("files", ())
-    shared = os.path.commonpath([os.path.dirname(file["file"]) for file in files]) if files else ""
-    return {os.path.relpath(file["file"], shared or "."): file for file in files}
+    items = read_files(replace(spec, format="chat"), tables, [1] * len(tables))
+    if (item := next(items, None)) is None:
+        return {"format": "text"}
+    record = record_of(item)
+    if isinstance(record.get("data"), list) and "text" not in record:
+        raise UserError(f"{setting}: {source} has questions: write squad:{source}")
+    if not CONVERSATION_KEYS.isdisjoint(record):
+        return {"format": "chat"}
+    texts = [key for key, value in record.items() if isinstance(value, str)]
+    is_other = "text" not in record and len(texts) == 1
+    return {"format": "text", "text_key": texts[0]} if is_other else {"format": "text"}
 
 
 def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
@@ -196,7 +133,7 @@ def _stdlib_modules() -> list[Path]:
         below[:] = set(below).difference(SKIPPED.split())
         names += [Path(folder, name).relative_to(root) for name in files if name.endswith(".py")]
     if not names:
-        raise UserError(f"data.source: {root} has no standard library; give a text file")
+        raise UserError(f"data.source: {root} lacks the standard library; give a text file")
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
     return [root / name for name in names]
 
@@ -250,7 +187,7 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
-    """A split (perhaps `train[:1%]`) of a data set, and its commit of the Hub if that is known.
+    """A split (perhaps `train[:1%]`) of a data set, and the commit that the Hub names, or ''.
 
     `place` is `NAME`, `NAME:CONFIG`, or a directory of files.
     """
@@ -294,7 +231,7 @@ def _open_dataset(spec: SourceSpec) -> Source:
     if rows and spec.format == "text":  # no other column is decoded
         column = spec.text_key if spec.text_key in table.column_names else column
         if column not in table.column_names:
-            problem = f"{name} has no column {spec.text_key!r}"
+            problem = f"{name} lacks the column {spec.text_key!r}"
             raise UserError(f"{problem}; {other_keys(table.column_names)}")
         table = table.select_columns([column])
     size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))

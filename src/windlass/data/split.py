@@ -1,4 +1,4 @@
-"""What is trained on, and what is held out: computed from the prepared tokens when they are read.
+"""The division into training and validation data, computed from the prepared tokens.
 
 - A document is held out if the hash of its text is below `data.val_fraction`. So copies of a text
   are on one side, and neither the order of documents nor limits, tokenizer or ranks change a choice.
@@ -16,63 +16,26 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from windlass.data.corpus import Corpus
+from windlass.data.limits import FEW, Limit, with_limits
 from windlass.data.locate import Member
 from windlass.data.order import splitmix
-from windlass.data.shards import Index, Row, Stream, Table
-from windlass.data.sources import SourceSpec
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.recipe import DataSettings
 from windlass.seeds import seed_bytes
 
-FEW = 100
 LONG_TEXT = 400_000
 # Another tool's validation shard, for example `val.bin`, `valid.bin`, `edufineweb_val_000000.npy`.
 VALIDATION_NAME = re.compile(r"(^|[^a-z])(val(id(ation)?)?|test|dev|eval)([^a-z]|$)")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """One prepared source."""
-
-    directory: Path
-    index: Index
-    spec: SourceSpec
-    tokenizer: Tokenizer
-    cache_bytes: int = 0  # of remote shards on this machine's disk
-
-    @cached_property
-    def stream(self) -> Stream:
-        return Stream(self.directory, self.index, self.cache_bytes)
-
-    def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
-        """The token of the source up to which each document has at most so many characters."""
-        parts = self.stream.table.parts(documents)
-        for (places, sizes), limit in zip(parts, characters, strict=True):
-            ends = np.cumsum(sizes)
-            part = int(np.searchsorted(ends, limit, side="right"))
-            if part == len(sizes):
-                yield int(places[-1])
-                continue
-            start, stop = places[part : part + 2].tolist()
-            start += len(self.tokenizer.first) if part == 0 else 0
-            yield self._place(start, stop, limit - int(ends[part] - sizes[part]))
-
-    def _place(self, start: int, stop: int, characters: int) -> int:
-        """The token up to which those from `start` on have at most so many characters."""
-        tokens, decode = self.stream.read(start, stop), self.tokenizer.decode
-        counts = range(1, len(tokens) + 1)
-        return start + bisect_left(counts, True, key=lambda n: len(decode(tokens[:n])) > characters)
 
 
 @dataclass(frozen=True)
@@ -122,112 +85,44 @@ class Division:
 # -- the rules
 
 
-def held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
-    """Which documents are held out by their hashes (uint64 [n]), bool [n]."""
-    result: np.ndarray = hashes < np.uint64(int(Fraction(str(fraction)) * 2**64))
-    return result
+def held_out(
+    groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The documents of a source that are held out whole, bool [documents]; and the characters of
+    each that train before a held-out end, int64 [documents], -1 if a document is not cut.
+
+    `groups`: the hashes that decide, uint64 [documents].
+    """
+    whole, cuts = np.zeros(len(groups), bool), np.full(len(groups), -1)
+    if not fraction:
+        return whole, cuts
+    if are_examples:
+        distinct = np.unique(groups)
+        if len(distinct) >= FEW:
+            return _or_lowest(groups, groups[:FEW], fraction), cuts
+        count = min(len(distinct) - 1, max(1, round(len(distinct) * fraction)))
+        return (groups < distinct[count] if count > 0 else whole), cuts
+    is_cut = (characters > LONG_TEXT) | (len(groups) < FEW)
+    share = 1 - Fraction(str(fraction))
+    cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
+    return _or_lowest(groups, groups[:FEW][~is_cut[:FEW]], fraction) & ~is_cut, cuts
 
 
 def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.ndarray:
-    """As `held_out`. If it holds out none of the `first` documents, it holds out their lowest hash,
+    """The hashes below the fraction. If none of the `first` documents is, also their lowest hash,
     so that a small part of a source has validation data, too."""
-    held = held_out(hashes, fraction)
-    if len(first) and not held_out(first, fraction).any():
+    bound = np.uint64(int(Fraction(str(fraction)) * 2**64))
+    held: np.ndarray = hashes < bound
+    if len(first) and first.min() >= bound:
         held |= hashes == first.min()
     return held
 
 
-def held_out_examples(groups: np.ndarray, fraction: float) -> np.ndarray:
-    """Which questions or conversations are held out, by the hashes of all groups of a source.
-
-    Of fewer than FEW groups it is the given fraction, rounded, but at least one and not all.
-    """
-    distinct = np.unique(groups)
-    if len(distinct) >= FEW and fraction:
-        return _or_lowest(groups, groups[:FEW], fraction)
-    count = min(len(distinct) - 1, max(1, round(len(distinct) * fraction))) if fraction else 0
-    return groups < distinct[count] if count > 0 else np.zeros(len(groups), bool)
-
-
-def held_out_texts(
-    hashes: np.ndarray, characters: np.ndarray, fraction: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents of a source are held out whole, bool [documents]; and how many characters of
-    each train before a held-out end, int64 [documents], or -1 if the document is not cut."""
-    cuts = np.full(len(hashes), -1)
-    if not fraction:
-        return np.zeros(len(hashes), bool), cuts
-    is_cut = (characters > LONG_TEXT) | (len(hashes) < FEW)
-    held = _or_lowest(hashes, hashes[:FEW][~is_cut[:FEW]], fraction) & ~is_cut
-    share = 1 - Fraction(str(fraction))
-    cuts[is_cut] = [int(size * share) for size in characters[is_cut].tolist()]
-    return held, cuts
-
-
-def training_characters(
-    groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
-) -> np.ndarray:
-    """The first characters of each document that train, int64 [documents]."""
-    if are_examples:
-        return np.where(held_out_examples(groups, fraction), 0, characters)
-    held, cuts = held_out_texts(groups, characters, fraction)
-    return np.where(held, 0, np.where(cuts >= 0, cuts, characters))
-
-
-# -- limits
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How much of a source a recipe reads: its first documents, until they have `most` tokens, or
-    characters if it is separate validation data. 0: all of it.
-
-    The first FEW texts or groups decide how validation data is held out, so training reads these in
-    any case.
-    """
-
-    most: int
-    in_characters: bool = False
-
-    def documents(self, table: Table) -> int | None:
-        """The number of documents that are read; None if the table has too few."""
-        if self.in_characters:
-            last = int(np.searchsorted(np.cumsum(table.characters), self.most))
-        else:
-            first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
-            few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
-            last = max(few, int(np.searchsorted(table.edges[1:], self.most)))
-        return last + 1 if self.most and last < len(table) else None
-
-
-class Need:
-    """Counts the documents that are written, until a recipe has enough of them."""
-
-    def __init__(self, limit: Limit, table: Table):
-        self._limit, self._characters = limit, int(table.characters.sum())
-        self._groups = set(np.unique(table.groups)[:FEW].tolist())  # FEW at most
-
-    def is_met(self, row: Row, tokens: int) -> bool:
-        """Whether a row that is written is the last that is needed; `tokens`: written in all."""
-        self._characters += row.characters
-        if row.more:
-            return False
-        if self._limit.in_characters:
-            return 0 < self._limit.most <= self._characters
-        if len(self._groups) < FEW:
-            self._groups.add(row.group or row.text)
-        return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
-
-
-def limits_of(member: Member[Any]) -> list[Limit]:
-    """The limits of a member's sources, training first: `data.max_tokens`, and for separate
-    validation data `data.val_fraction` of it, in equal parts of the sources."""
-    most = member.data.max_tokens
-    characters = int(most * Fraction(str(member.data.val_fraction)))
-    train, val = len(member.train), len(member.val)
-    of_train = Limit(-(-most // max(1, train)))
-    of_val = Limit(-(-characters // max(1, val)), in_characters=True)
-    return [of_train] * train + [of_val] * val
+def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
+    """The random number of each text by its hash, both uint64 [n]; a choice of texts takes the
+    lowest ones."""
+    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
+    return splitmix(hashes ^ key)
 
 
 # -- the pieces of a source
@@ -246,7 +141,6 @@ class Pieces:
     texts: np.ndarray  # hashes of the documents, uint64; empty for shards of other tools
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
     limit: Limit
-    is_val: bool = False  # separate validation data
 
     @property
     def is_cut(self) -> np.ndarray:
@@ -268,7 +162,7 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool, is_val: bool = False) -> Pieces:
+def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool) -> Pieces:
     """The documents of a source up to its limit, before any is held out.
 
     An end-of-text token does not begin a single text that is the only source (`is_lone`).
@@ -283,46 +177,50 @@ def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool, is_val: bool = Fa
     if is_lone and index.single_text and eot_begins:
         ranges[:1, 0] += 1
     cut = np.zeros(len(ranges), np.int64)
-    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit, is_val)
+    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit)
 
 
-def _validation_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of separate validation data. A text ends at the limit."""
-    pieces = _pieces_of(corpus, limit, is_lone=len(member.val) == 1, is_val=True)
-    pieces.hold_out(np.ones(len(pieces.train), bool))
-    table, last = corpus.stream.table, len(pieces.texts) - 1
-    over = int(table.characters[: last + 1].sum()) - limit.most
-    if limit.most and len(pieces.texts) and over > 0:
-        pieces.cut[last] = max(1, int(table.characters[last]) - over)
-        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
-        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
-    return pieces
-
-
-def _training_pieces(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of training data, divided unless the validation data is separate."""
-    data, table = member.data, corpus.stream.table
-    pieces = _pieces_of(corpus, limit, is_lone=len(member.train) == 1)
-    count = len(pieces.texts)
-    if data.val_shards:
+def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
+    """A source of a member up to its limit, divided into training and validation data."""
+    data, sources = member.data, member.val if limit.is_val else member.train
+    pieces = _pieces_of(corpus, limit, is_lone=len(sources) == 1)
+    if limit.is_val:
+        _hold_out_all(pieces)
+    elif data.val_shards:
         _hold_out_shards(pieces, data)
     elif member.val or not data.val_fraction or not len(pieces.train):
-        pass
-    elif not count:
-        _hold_out_end(pieces, data)
-    elif corpus.index.masked:
-        pieces.hold_out(held_out_examples(table.groups[:count], data.val_fraction))
+        pass  # all of it trains
+    elif len(pieces.texts):
+        _hold_out_documents(pieces, data.val_fraction)
     else:
-        characters = table.characters[:count]
-        held, cuts = held_out_texts(pieces.texts, characters, data.val_fraction)
-        pieces.hold_out(held)
-        numbers = np.flatnonzero(cuts >= 0)
-        places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
-        pieces.cut[numbers] = np.maximum(1, cuts[numbers])
-        starts = pieces.train[numbers, 0]
-        pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
-        pieces.train[numbers, 1] = pieces.val[numbers, 0]
+        _hold_out_end(pieces, data.val_fraction)
     return pieces
+
+
+def _hold_out_all(pieces: Pieces) -> None:
+    """Hold out a source of separate validation data. A text ends at the limit."""
+    corpus, most, last = pieces.corpus, pieces.limit.most, len(pieces.texts) - 1
+    pieces.hold_out(np.ones(len(pieces.train), bool))
+    sizes = corpus.stream.table.characters[: last + 1]
+    over = int(sizes.sum()) - most
+    if most and len(sizes) and over > 0:
+        pieces.cut[last] = max(1, int(sizes[last]) - over)
+        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
+        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
+
+
+def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
+    """Hold out whole documents, or the ends of documents."""
+    corpus, count = pieces.corpus, len(pieces.texts)
+    sizes, groups = corpus.stream.table.characters[:count], corpus.stream.table.groups[:count]
+    whole, cuts = held_out(groups, sizes, fraction, are_examples=corpus.index.masked)
+    pieces.hold_out(whole)
+    numbers = np.flatnonzero(cuts >= 0)
+    places = [*corpus.places_of(numbers.tolist(), cuts[numbers].tolist())]
+    pieces.cut[numbers] = np.maximum(1, cuts[numbers])
+    starts = pieces.train[numbers, 0]
+    pieces.val[numbers, 0] = np.maximum(np.array(places, np.int64), starts)
+    pieces.train[numbers, 1] = pieces.val[numbers, 0]
 
 
 def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
@@ -333,25 +231,23 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
         end = int(stream.edges[data.val_shards])
     if not 0 < end < pieces.train[-1:, 1].sum():
         problem = f"data.val_shards = {data.val_shards} of {len(stream.shards)}"
-        remedy = "lower it or data.shard_tokens" + ", or raise data.max_tokens" * bool(
-            data.max_tokens
-        )
-        raise UserError(f"{problem}: {remedy}")
+        more = ", or raise data.max_tokens" * (data.max_tokens > 0)
+        raise UserError(f"{problem}: lower it or data.shard_tokens{more}")
     first, last = pieces.train.T
-    place = np.clip(end, first, last)  # where the held-out tokens of each document end
+    place = np.clip(end, first, last)  # the end of the held-out tokens of each document
     pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
     pieces.cut[(first < place) & (place < last)] = 1
 
 
-def _hold_out_end(pieces: Pieces, data: DataSettings) -> None:
-    """Hold out the shards of another tool that it calls so, or the end of all tokens."""
+def _hold_out_end(pieces: Pieces, fraction: float) -> None:
+    """Hold out the shards of another tool with such a name, else the end of all tokens."""
     names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
     held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
     if held.any() and not held.all():
         pieces.hold_out(held)
         return
     tokens = len(pieces.corpus.stream)
-    place = tokens - max(1, int(tokens * Fraction(str(data.val_fraction))))
+    place = tokens - max(1, int(tokens * Fraction(str(fraction))))
     pieces.val[:, 0] = pieces.train[:, 1] = np.clip(place, *pieces.train.T)
 
 
@@ -371,10 +267,7 @@ def divide(
     """
     groups = list[list[Pieces]]()
     for member in members:
-        limited = list(zip(member.sources, limits_of(member), strict=True))
-        count = len(member.train)
-        groups.append([_training_pieces(*pair, member) for pair in limited[:count]])
-        groups[-1] += [_validation_pieces(*pair, member) for pair in limited[count:]]
+        groups.append([_divided(source, limit, member) for source, limit in with_limits(member)])
     pieces = [p for group in groups for p in group]
     by_shard = any(member.data.val_shards for member in members)
     # copies in one source have equal hashes
@@ -409,7 +302,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
             whole.append(p.texts[held & ~p.is_cut])
             ends.append(p.texts[held & p.is_cut])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
-    separate = [shard for p in pieces if p.is_val for shard in p.corpus.index.shards]
+    separate = [shard for p in pieces if p.limit.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
@@ -425,8 +318,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
 
 def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:
     """Keep `size` documents, chosen by the purpose with its seed, and the hashes of their texts."""
-    key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
-    draws = [splitmix(hashes ^ key) for hashes in texts]
+    draws = [draws_of(hashes, purpose) for hashes in texts]
     present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
     if len(flat) <= size:

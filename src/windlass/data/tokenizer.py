@@ -1,4 +1,4 @@
-"""Text to token ids and back; where a text begins and ends.
+"""Text to token ids and back, and the tokens at the edges of a text.
 
 Every kind (bytes, characters, GPT-2, byte pairs, `tokenizer.json`) is an object of the `tokenizers`
 library, saved as a `tokenizer.json` that `transformers` reads too. numpy and `tiktoken` encode
@@ -197,10 +197,10 @@ class Tokenizer:
             ids: np.ndarray = self._fast.encode_to_numpy(text, disallowed_special=())
             return ids.astype(np.int64)
         try:
-            found = self.inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            encoded = self.inner.encode_batch_fast([text], add_special_tokens=False)[0]
         except Exception as error:  # the library raises a bare Exception
             raise UserError(f"the tokenizer cannot encode the text: {error}") from None
-        ids = np.array(found, dtype=np.int64)
+        ids = np.array(encoded.ids, dtype=np.int64)
         return ids if self.eot is None else ids[ids != self.eot]
 
     @cached_property
@@ -301,16 +301,16 @@ class Tokenizer:
         inner, sentinels, sentinel_ids = self._sentinels
         texts = [sentinels[part] if isinstance(part, int) else part for part, _ in parts]
         text = "".join(texts).encode("utf-8", "replace").decode()
-        found, done, before = [np.zeros((0, 3), np.int64)], 0, ""
+        parts_rows, done, before = [np.zeros((0, 3), np.int64)], 0, ""
         for part in stretches(text):
             encoded = inner.encode(before + part, add_special_tokens=False)
             rows = np.column_stack([encoded.ids, np.reshape(encoded.offsets, (-1, 2))])
             rows = rows[rows[:, 1] >= len(before)].astype(np.int64)
             rows[:, 1:] += done - len(before)
-            found.append(rows)
+            parts_rows.append(rows)
             done, before = done + len(part), part[-TAIL:]
         # without a special token's text in the common vocabulary, which `encode` drops too
-        rows = np.concatenate(found)
+        rows = np.concatenate(parts_rows)
         special = np.flatnonzero(np.isin(rows[:, 0], list(self.special.values())))
         own = [n for n in special if self.special.get(text[slice(*rows[n, 1:])]) == rows[n, 0]]
         ids, start, stop = np.delete(rows, own, axis=0).T

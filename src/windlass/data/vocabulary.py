@@ -25,7 +25,7 @@ from windlass.fileio import read_json, sha256_of
 from windlass.recipe.load import own_tokenizer
 
 if TYPE_CHECKING:
-    from windlass.recipe import DataSettings, Recipe
+    from windlass.recipe import Recipe
 
 GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -34,7 +34,7 @@ OLDER_FILES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("vocab.json", "merges.txt", "vocab.txt"),
 )
-# The end of a text in well-known tokenizers, for a tokenizer without a configuration.
+# The end of a text in common tokenizers, for a tokenizer without a configuration.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 # Distinct words from which byte pairs are learned: the library needs about 100 times their bytes.
 BPE_WORD_BYTES, WORD = 5_000_000, re.compile(r"\w+|[^\w\s]+")
@@ -106,8 +106,12 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     notify(f"{text}; its weights are not used, so this may be intended")
 
 
-def tokenizer_files(data: DataSettings) -> dict[str, str]:
-    """The SHA-256 of each local file of a tokenizer and of `data.chat_template`, by path."""
+def tokenizer_files(recipe: Recipe) -> dict[str, str]:
+    """The SHA-256 of each local file of the tokenizer and of `data.chat_template`.
+
+    The paths are as written, so that a run and its data can move.
+    """
+    data, home = recipe.data, f"{recipe.home}/"
     kind, _, place = data.tokenizer.partition(":")
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
     if place:
@@ -116,7 +120,7 @@ def tokenizer_files(data: DataSettings) -> dict[str, str]:
         if path.is_file():
             files += [path, *(path.parent / name for name in LAYOUT_FILES)]
         files += [path / name for name in names]
-    return {str(file): sha256_of(file) for file in files if file.is_file()}
+    return {str(file).removeprefix(home): sha256_of(file) for file in files if file.is_file()}
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -128,7 +132,7 @@ def byte_tokenizer() -> Tokenizer:
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
     """One id a character, sorted by code point, then the end of a text if `with_eot`.
 
-    It has no unknown token, so the exported tokenizer raises on an unknown character, too.
+    Without an unknown token the exported tokenizer raises on an unknown character, too.
     """
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
@@ -207,7 +211,7 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         try:
             if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
                 # transformers would make an empty one for GPT-2
-                raise FileNotFoundError(f"{path} has no files of a tokenizer")
+                raise FileNotFoundError(f"{path} lacks the files of a tokenizer")
             from transformers import AutoTokenizer
 
             whole: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -220,8 +224,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         token = read_json(folder / config).get("eos_token") or ""
         i = inner.token_to_id(token["content"] if isinstance(token, dict) else token)
         eos += [] if i is None else [i]
-    known = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
-    eot = next(iter([*eos, *known]), None)
+    usual = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
+    eot = next(iter([*eos, *usual]), None)
     start = read_json(folder / "config.json").get("bos_token_id")
     return Tokenizer("hf", inner, eot, [*eos, *ends], start)
 

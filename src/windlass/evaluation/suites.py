@@ -26,9 +26,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from windlass.data.chat import Template, stop_tokens
-from windlass.data.examples import Question, eval_questions, suite_sources
+from windlass.data.examples import Question
 from windlass.data.open import Data, open_data, own_data
 from windlass.data.samples import Samples, Subset
+from windlass.data.suite import eval_questions, suite_sources
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation import likelihood

@@ -141,7 +141,7 @@ class DataSettings(Section):
     in epoch 0 and shuffled from epoch 1 on, samples in order inside a shard; `sequential`: always
     in file order."""
     dir: str = ""
-    """Directory in which each source has its directory of tokens; empty: `data`."""
+    """Directory of downloads, and of the tokens of each source; empty: `data`."""
     workers: int = Field(0, ge=0)
     """Threads or processes that tokenize in parallel; 0: one per core."""
     prefetch: int = Field(2, ge=0)

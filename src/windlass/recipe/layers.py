@@ -28,12 +28,15 @@ Changes = str | Mapping[str, Any] | Iterable[str]
 (`["optim.lr=3e-4"]`)."""
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as dotted keys."""
+def flatten(
+    tree: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False
+) -> dict[str, Any]:
+    """A nested mapping as dotted keys, without empty mappings unless `keep_empty`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        is_section = isinstance(value, Mapping)
-        flat |= flatten(value, f"{prefix}{key}.") if is_section else {prefix + key: value}
+        is_inner = isinstance(value, Mapping) and not (keep_empty and not value)
+        inner = flatten(value, f"{prefix}{key}.", keep_empty=keep_empty) if is_inner else {}
+        flat |= inner if is_inner else {prefix + key: value}
     return flat
 
 
@@ -93,7 +96,7 @@ def dotted(changes: Changes) -> dict[str, Any]:
     """Changes of settings as dotted keys and plain values."""
     if not isinstance(changes, Mapping):
         return dict(map(parse_override, [changes] if isinstance(changes, str) else changes))
-    return {key: plain(value) for key, value in flatten(changes).items()}
+    return {key: plain(value) for key, value in flatten(changes, keep_empty=True).items()}
 
 
 def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -221,7 +224,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         why += "; if you delete it, Windlass writes the run's own" * bool(recorded(path))
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
-    own = [(path, flatten(tree))]
+    own = [(path, flatten(tree, keep_empty=True))]
     if base is None:
         check_preset(own[0][1], str(path))
         return own

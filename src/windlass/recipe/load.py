@@ -124,7 +124,7 @@ class Recipe(Frozen):
         how: dict[str, Any] = {"exclude_unset": True, "exclude_none": True}
         tree = self.as_written.model_dump(mode="json", by_alias=True, **how)
         new = {key: value for change in (*changes, values) for key, value in dotted(change).items()}
-        merge(tree, from_here(new, self.run.base))
+        _put(tree, from_here(new, self.run.base))
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
@@ -285,7 +285,7 @@ class Recipe(Frozen):
         tree: dict[str, Any] = {}
         for _, layer in layers(recipe, overrides):
             base = str(tree["run"].get("base", "")) if isinstance(tree.get("run"), dict) else ""
-            merge(tree, from_here(layer, base))
+            _put(tree, from_here(layer, base))
         return validate(tree, str(recipe))
 
     @staticmethod
@@ -295,8 +295,16 @@ class Recipe(Frozen):
         if "extends" in settings:
             return Recipe.load(settings["extends"], own)
         check_preset(own, "from_dict")
-        merge(tree := dict[str, Any](), own)
+        _put(tree := dict[str, Any](), own)
         return validate(tree, str(own.get("preset", "custom")))
+
+
+def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put dotted settings into nested ones: `{}` empties a table of values, as `data.columns`, and
+    changes no section."""
+    sections = {key for key, value in changes.items() if value == {}}
+    sections -= settings().keys() if sections else set()
+    merge(tree, {key: value for key, value in changes.items() if key not in sections})
 
 
 def as_recipe(source: Any) -> Recipe:
