@@ -7,7 +7,8 @@ from scaling_fixtures import build_scaling, phases, worlds
 from windlass.reports.contents import Contents
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
-from windlass.study.grid import WORLD, Scaling
+from windlass.study.grid import WORLD
+from windlass.study.study import Scaling
 
 
 def answers(views, study=None):

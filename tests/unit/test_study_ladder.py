@@ -6,18 +6,20 @@ import csv
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers import write_corpus
-from windlass import Recipe, Study, UserError, report, train
+from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
 from windlass.processes import WINDLASS
 from windlass.reports.law import predicted_table
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import Law, Observation, effective_tokens
+from windlass.study.results import BITS
 
 VOCAB = 50_304
 
@@ -55,7 +57,7 @@ def test_a_shape_keeps_groups_of_heads_and_the_feed_forward_ratio():
 
 
 def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
-    rows = assignments(gpt2, ["6x384", "12x768"], [5, 20])
+    rows = assignments(gpt2, ["6x384", "12x768"], [5, 20], VOCAB)
     ratio = count(gpt2.replace({k: v for k, v in rows[0].items() if "model" in k}).model, VOCAB)
     ratio = ratio.total / count(gpt2.model, VOCAB).total
     assert [row["train.tokens_per_parameter"] for row in rows] == [5, 20, 5, 20]
@@ -67,7 +69,7 @@ def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
 
 def test_mup_keeps_the_learning_rate(gpt2: Recipe):
     recipe = gpt2.replace({"model.mup.base_width": 256, "model.mup.base_head_width": 64})
-    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10]))
+    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10], VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,44 @@ def test_a_ladder_needs_sizes_evaluations_and_a_gpt(tmp_path: Path):
     with pytest.raises(UserError, match=r"eval\.every = 0"):
         create_ladder("quickstart", ["1M"], [5], {"eval.every": 0}, tmp_path / "b")
     with pytest.raises(UserError, match=r"only model\.kind = gpt"):
-        assignments(Recipe.load("bloom-560m-squad"), ["1M"], [5])
+        create_ladder("bloom-560m-squad", ["1M"], [5], path=tmp_path / "c")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "message"),
+    [
+        (["1x16", "2x16"], [1, 2], "more runs than constants"),
+        (["1x16", "2x16", "3x16"], [1, 2], "more runs than constants"),
+        (["2x16"], [1, 2, 3, 4, 5, 6, 7, 8], "one size"),
+    ],
+)
+def test_too_few_runs_are_rejected_before_they_train(tmp_path: Path, sizes, tokens, message):
+    shape = {"model.width": 16, "model.heads": 1, "data.tokenizer": "byte", "model.vocab": 0}
+    with pytest.raises(UserError, match=message):
+        create_ladder("quickstart", sizes, tokens, shape, tmp_path / "lad")
+    assert not (tmp_path / "lad").exists()
+    create_ladder("quickstart", ["1x16", "2x16"], [1, 2, 4, 8], shape, tmp_path / "lad")
+    grown = create_ladder(tmp_path / "lad", ["3x16"], [1], shape)  # with the others it is enough
+    assert len(grown.cells) == 9
+
+
+def test_without_scipy_no_ladder_begins(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("windlass.study.law.require", missing)
+    with pytest.raises(UserError, match="scipy"):
+        create_ladder("quickstart", ["1M", "2M", "3M"], path=tmp_path / "lad")
+    assert not (tmp_path / "lad").exists()
+
+
+def missing(package: str, what: str) -> None:
+    raise UserError(f"{what} needs {package}")
+
+
+def test_a_sweep_is_not_a_ladder(tmp_path: Path):
+    study = Study.create(Recipe.load("quickstart"), ["model.layers=1,2"], tmp_path / "sweep")
+    for act in (open_ladder, create_ladder):
+        with pytest.raises(UserError, match="is a sweep"):
+            act(study.path)
 
 
 def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monkeypatch):
@@ -104,6 +142,7 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
         (["train.steps=3"], "train.steps"),
         (["optim.weight_decay=0.5"], "optim.weight_decay"),
         (["--tokens", "1,2"], "name the sizes"),
+        (["--sizes", "4x16", "--tokens", "1", "--dir", again], "more runs than constants"),
         (["--dir", again], "name the sizes"),
         (["--add", again], "not a run directory"),
         (["--flops", "-1"], "--flops"),
@@ -142,13 +181,25 @@ def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: p
     assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
     rows = (tmp_path / "lad/report/law-runs.csv").read_text().splitlines()
     assert len(rows) == 10
-    plan = subprocess.run(
-        [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=5", "--law", "lad"],
-        capture_output=True,
-        text=True,
-    )
-    assert "validation loss by the law of lad: " in plan.stdout, plan.stderr
+    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=5", "--law", "lad"]
+    planned = subprocess.run(command, capture_output=True, text=True)
+    assert "validation loss in nats per token by the law of lad: " in planned.stdout, planned.stderr
+    check_what_the_law_does_not_predict(seen)
     check_a_further_run(tmp_path)
+
+
+def check_what_the_law_does_not_predict(seen: Ladder) -> None:
+    """Losses of another tokenizer or of other data do not compare; another path to the same does."""
+    recipe = Recipe.load(
+        "lad/recipe.toml", {"train.steps": 5, "data.source": str(Path("words.txt").resolve())}
+    )
+    assert seen.predict(recipe, plan(recipe)).loss > 0
+    for change in ("data.tokenizer=char", "data.val_fraction=0.3", "data.source=recipe.toml"):
+        other = recipe.replace(change)
+        with pytest.raises(UserError, match=change.partition("=")[0]):
+            seen.predict(other, plan(other))
+    bits = replace(seen, measure=BITS)
+    assert bits.predict(recipe.replace("data.tokenizer=char"), plan(recipe)).loss > 0
 
 
 def check_a_further_run(tmp_path: Path) -> None:
@@ -190,12 +241,12 @@ def check_a_further_run(tmp_path: Path) -> None:
 
 def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:
     command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
-    plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert plan["tokens"] > 8 * unique
-    size = plan["size"]["parameters" if law.embeddings else "non_embedding"]
-    loss = law.loss(size, effective_tokens(plan["tokens"], unique))
-    assert plan["law"]["loss"] == pytest.approx(loss, rel=1e-4)
-    assert plan["law"]["loss"] != pytest.approx(law.loss(size, plan["tokens"]), rel=1e-4)
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert told["tokens"] > 8 * unique and told["law"]["unit"] == "nats per token"
+    size = told["size"]["parameters" if law.embeddings else "non_embedding"]
+    loss = law.loss(size, effective_tokens(told["tokens"], unique))
+    assert told["law"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert told["law"]["loss"] != pytest.approx(law.loss(size, told["tokens"]), rel=1e-4)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -12,8 +12,9 @@ from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.scaling import scaling_charts, sentences
 from windlass.run import Run, timestamp
-from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
+from windlass.study.grid import NODES, REPEAT, WORLD
 from windlass.study.setups import read_setups, windows
+from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 

@@ -12,19 +12,23 @@ because the communication that overlaps computing takes cores from it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from windlass.errors import Stopped
 from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, visible_gpus
 from windlass.recipe import Recipe, typed
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 from windlass.study.grid import Cell
 from windlass.study.process import STOP_SIGNALS, CellProcess
-from windlass.study.study import ALONE, Study
+from windlass.study.study import Study
 
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
 STEPS, WINDOWS = 10, 4
@@ -33,6 +37,25 @@ ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 SECONDS = 600.0  # limit for a probe
 POLL_SECONDS = 0.05
+
+ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
+ALONE["parallel.shard_size"] = 0
+"""The settings of a rank that trains without communication."""
+UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
+"""Settings that have no effect on the time of a step."""
+
+
+def probe_dir(study: Study, cell: Cell) -> Path:
+    """The directory of a cell's probe.
+
+    Repeats and strategies share it, because a probe leaves out their differences. It stays if the
+    study grows and then logs more often.
+    """
+    settings = cell.recipe.replace(ALONE).flat().items()
+    timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
+    text = f"{timed}{cell.world}x{cell.nodes}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return study.path / "probes" / f"{cell.world}-ranks-{digest}"
 
 
 def probe_recipe(cell: Cell) -> Recipe:
@@ -66,7 +89,7 @@ def run_probe(
 ) -> None:
     """Run a cell's probe unless an equal one has ended; `probe.json` stores a failure."""
     assert study.scaling is not None
-    directory, ranks = study.probe_dir(cell), (cell.world or 1) // cell.nodes
+    directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
     done = before == "finished" or (before and not retry_failed)
     parallel = cell.recipe.parallel

@@ -47,7 +47,7 @@ def sweep(
     overrides: Changes = (),
     *,
     path: str | Path | None = None,
-    world: int | None = None,
+    world: int = 0,
     workers: int = 1,
     stop_diverged: bool = False,
     halving: bool = False,
@@ -65,7 +65,7 @@ def sweep(
             existing study gains the cells that it lacks.
         overrides: Changes to the recipe.
         path: The study's directory; None: `studies/<preset>-<hash>`.
-        world: Ranks of each cell that does not set `parallel.world`; default 1.
+        world: Ranks of each cell that does not set `parallel.world`; 0: as the study has it, or 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
         stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
         halving: Asynchronous successive halving by `checkpoint.best` (`results.halved`).
@@ -79,7 +79,7 @@ def sweep(
             cell has usable data.
         Stopped: A signal stopped the sweep, and everything is saved.
     """
-    study, preset_world = create_sweep(recipe, axes, overrides, path)
+    study = create_sweep(recipe, axes, overrides, path, world)
     if study.over_hosts and only is None:
         how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
@@ -87,7 +87,6 @@ def sweep(
         Sweep(
             study,
             study.cells if only is None else [study.cell(only)],
-            world=world or preset_world,
             workers=workers,
             stop_diverged=stop_diverged,
             halving=halving,
@@ -103,12 +102,13 @@ def create_sweep(
     axes: Axes = (),
     overrides: Changes = (),
     path: str | Path | None = None,
-) -> tuple[Study, int]:
-    """Create the study of a sweep, or add cells to it; returns it and the ranks of its preset."""
+    world: int = 0,
+) -> Study:
+    """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    study = Study.create(base, axes or options.get("axes", ()), Path(path) if path else place)
-    return study, options.get("world", 1)
+    axes, world = axes or options.get("axes", ()), world or options.get("world", 0)
+    return Study.create(base, axes, Path(path) if path else place, world=world)
 
 
 def prepare_data(study: Study, cells: Sequence[Cell]) -> None:
@@ -150,7 +150,6 @@ class Sweep:
 
     study: Study
     cells: list[Cell]
-    world: int = 1
     workers: int = 1
     stop_diverged: bool = False
     halving: bool = False
@@ -169,7 +168,7 @@ class Sweep:
         self.launch = self.launch or self.study.over_hosts
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
         self.devices = [] if on_cpu else visible_gpus()
-        world = max(cell.world or self.world for cell in self.cells)
+        world = max(map(self.study.ranks_of, self.cells))
         # The cells of a scaling study run one at a time, so that their times compare.
         asked = self.workers = 1 if self.study.scaling else min(self.workers, len(self.cells))
         if self.devices:
@@ -245,7 +244,7 @@ class Sweep:
 
     def _threads(self, cells: list[Cell]) -> int:
         """Threads of a rank; 0: a cell alone measures its best number, a launch shares its cores."""
-        ranks = self.workers * max(cell.world or self.world for cell in cells)
+        ranks = self.workers * max(map(self.study.ranks_of, cells))
         return thread_share(ranks) if ranks > 1 and not self.launch else 0
 
     def _wait(self) -> None:
@@ -281,7 +280,7 @@ class Sweep:
             if cell.key in pruned:  # a killed sweep may have pruned it without a record
                 self.study.set_status(cell, "pruned", pruned[cell.key])
                 continue
-            world = cell.world or self.world
+            world = self.study.ranks_of(cell)
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
             command = self.command(self.study, cell)

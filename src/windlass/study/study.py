@@ -1,7 +1,8 @@
 """A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid. No torch.
 
 - `recipe.toml`: the settings that all cells share
-- `study.json`: the cells (their settings and run directories), and a scaling study's options
+- `study.json`: the kind of study, the cells (their settings and run directories), the ranks of a
+  cell that does not set them, and a scaling study's options
 - `statuses.json`: the cells that a sweep marked as diverged, pruned, failed or interrupted, and why
 - `runs/<cell>`: a run directory for each cell
 
@@ -10,7 +11,6 @@ Everything else (states, losses, the best cells) is computed from the runs' ledg
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import tomllib
@@ -38,7 +38,6 @@ from windlass.recipe import (
     typed,
 )
 from windlass.recipe.layers import dotted
-from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run, last_start
 from windlass.study.grid import (
     NODES,
@@ -47,7 +46,6 @@ from windlass.study.grid import (
     WORLD,
     Assignment,
     Cell,
-    Scaling,
     cells_of,
     expand,
     read_axes,
@@ -68,11 +66,20 @@ NOT_REPEATED = (
     *("run.name", "run.dir", "run.base", "run.notes", "preset"),
     *("checkpoint.", "eval.", "telemetry."),
 )
-ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
-ALONE["parallel.shard_size"] = 0
-"""The settings of a rank that trains without communication."""
+KINDS = {"sweep": "a sweep", "ladder": "a ladder", "scaling": "a scaling study"}
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or the assignment of each cell
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The options of a scaling study, as `study.json` stores them."""
+
+    mode: str  # one of `scale.MODES`
+    grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
+    warmup: int = 5  # steps of each start that are left out
+    repeats: int = 1
+    preset: str = ""  # of the study, if it was made from one
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,9 @@ class Study:
     path: Path
     recipe: Recipe
     cells: list[Cell] = field(repr=False)
-    scaling: Scaling | None = None  # None: a sweep
+    kind: str = "sweep"  # of KINDS
+    world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
+    scaling: Scaling | None = None  # the options of a scaling study
     # How the study grew in this call.
     notes: list[str] = field(default_factory=list, repr=False, compare=False)
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -101,6 +110,8 @@ class Study:
         path: Path | None = None,
         *,
         write: bool = True,
+        kind: str = "sweep",
+        world: int = 0,
         scaling: Scaling | None = None,
     ) -> Study:
         """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`.
@@ -110,9 +121,12 @@ class Study:
         Args:
             path: None: `studies/<preset>-<hash of the recipe>`.
             write: False: write nothing to disk.
+            kind: one of KINDS.
+            world: ranks of each cell without `parallel.world`; 0: as the study has it.
             scaling: a scaling study's options.
 
-        Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset.
+        Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset
+        or, with axes, of another kind.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
@@ -129,8 +143,8 @@ class Study:
                 path.mkdir(parents=True, exist_ok=True)
             with locked(path / ".study.lock") if write else nullcontext():
                 before = Study.open(path) if Study.is_study(path) else None
-                new = Study(path, base, list(grid), scaling)
-                study = before._grown(base, grid, scaling) if before else new
+                new = Study(path, base, list(grid), kind, world, scaling)
+                study = before._grown(new) if before else new
                 if write and study != before:
                     study._write()
         except OSError as error:
@@ -142,7 +156,8 @@ class Study:
         # The recipe first: the keys in study.json reveal a later edit of the recipe.
         write_atomic(self.path / "recipe.toml", self.recipe.toml())
         cells = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in self.cells]
-        stored: dict[str, Any] = {"axes": self.values, "cells": cells}
+        stored: dict[str, Any] = {"kind": self.kind, "world": self.world}
+        stored |= {"axes": self.values, "cells": cells}
         stored |= {"scaling": asdict(self.scaling)} if self.scaling else {}
         write_atomic(self.path / "study.json", json.dumps(stored, indent=1))
 
@@ -159,26 +174,27 @@ class Study:
                 problem = f"{path}/study.json names {run}, outside of the study"
                 raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
         cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
-        if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
+        kind, world = document.get("kind"), document.get("world", 0)
+        keys = [cell.get("key") for cell in stored]
+        if kind not in KINDS or not cells or [cell.key for cell in cells] != keys:
             raise UserError(
                 f"{path}: the recipes of its cells have changed: recipe.toml was edited, "
                 "study.json is damaged, or this version of Windlass has other settings. "
                 f"Restore it, or give another {argument('path', 'DIR')}"
             )
         scaling = Scaling(**options) if options else None
-        return Study(path, recipe, cells, scaling)
+        return Study(path, recipe, cells, kind, world, scaling)
 
-    def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
-        """This study with the grid's new cells; existing cells keep their order and directories.
+    def _grown(self, given: Study) -> Study:
+        """This study with the new cells of `given`; its own keep their order and directories.
 
         Settings that change no result (how often to save or log) then apply to all cells. Other
         changes of the recipe raise UserError: they have to be axes.
         """
-        old, new = self.recipe.flat(), base.flat()
+        old, new, grid = self.recipe.flat(), given.recipe.flat(), given.cells
         elsewhere = f"give another {argument('path', 'DIR')}"
-        if bool(self.scaling) != bool(scaling) and grid:
-            kind = "a scaling study" if self.scaling else "not a scaling study"
-            raise UserError(f"{self.path} is {kind}: {elsewhere}")
+        if self.kind != given.kind and grid:
+            raise UserError(f"{self.path} is {KINDS[self.kind]}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
         own = {k: value for k, value in differ.items() if k in self.keys}
         shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
@@ -191,19 +207,23 @@ class Study:
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
         recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
-        given = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
+        more = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
         usual = recipe.flat() | ONE
-        keys = dict.fromkeys(key for one in (*before.values(), *given) for key in one)
+        keys = dict.fromkeys(key for one in (*before.values(), *more) for key in one)
         cells: dict[str, Cell] = {}
-        for place, assignment in [*before.items(), *(("", one) for one in given)]:
+        for place, assignment in [*before.items(), *(("", one) for one in more)]:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
+        if given.world not in (0, self.world):
+            shared[WORLD] = given.world
         notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
         if added := len(cells) - len(self.cells):
             there = f"beside the existing {len(self.cells)}"
             notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
-        return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
+        every, scaling = list(cells.values()), given.scaling or self.scaling
+        world = given.world or self.world
+        return Study(self.path, recipe, every, self.kind, world, scaling, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -241,14 +261,9 @@ class Study:
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
 
-    def probe_dir(self, cell: Cell) -> Path:
-        """The directory of a cell's steps without communication (study/probe.py).
-
-        Repeats share it, and so do strategies, because a probe leaves out their differences.
-        """
-        text = f"{cell.recipe.replace(ALONE).toml()}{cell.world}x{cell.nodes}"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        return self.path / "probes" / f"{cell.world}-ranks-{digest}"
+    def ranks_of(self, cell: Cell) -> int:
+        """The ranks that train a cell on one machine."""
+        return cell.world or self.world or 1
 
     def runs(self) -> list[Run]:
         return [run for run in map(self.run_of, self.cells) if run.exists]
@@ -301,9 +316,9 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: those of the first cell. The command
-        names the study's preset and repeats its changes, except a number of steps that was cut
-        down for the study. Without a preset it names the study's recipe file.
+        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command names
+        the study's preset and repeats its changes, except a number of steps that was cut down for
+        the study. Without a preset it names the study's recipe file.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():
@@ -323,17 +338,11 @@ class Study:
                 remark = f"It trains the preset's train.steps={typed(full)}; {cells}."
         settings |= {key: value for key, value in assignment.items() if value is not None}
         starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
-        world = world or next((int(start["world"]) for start in starts if "world" in start), 1)
-        world = settings.pop(WORLD, world)
+        trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
+        world = settings.pop(WORLD, world or trained)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
         return shlex.join(["windlass", "train", source, *words]), remark
-
-    def report(self, *args: Any, **options: Any) -> Any:
-        """Write tables, plots and the page of this study: `windlass.report` of its directory."""
-        from windlass import report
-
-        return report(self.path, *args, **options)
 
 
 def with_seeds(before: Sequence[Assignment], given: Sequence[Assignment]) -> list[Assignment]:
