@@ -63,7 +63,7 @@ def test_runs_that_did_not_end_well(tmp_path):
     empty.metrics_path.unlink()
     assert [one.text.split(":")[0] for one in answers([RunView(empty)])[:4]] == [
         "Not yet",
-        *["Not known"] * 3,
+        *["Unknown"] * 3,
     ]
     assert "MFU" in fast.remark
 
@@ -118,11 +118,11 @@ def test_a_scaling_study_says_how_well_it_scales(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "why"), [([0], "the baseline, 1 host, 1 rank, has no"), ([1, 2], "only 1 rank")]
+    ("numbers", "why"), [([0], "the baseline, 1 host, 1 rank, lacks"), ([1, 2], "only 1 rank")]
 )
 def test_a_scaling_study_says_why_it_does_not_know_how_well_it_scales(tmp_path, numbers, why):
     listed = worlds(1, 2, 4)
     options = {"step": lambda _: phases(50.0), "failed": numbers}
     seen = StudyView(build_scaling(tmp_path / "s", Scaling("strong"), listed, **options).path)
     scales = answers(seen.views, seen)[1]
-    assert scales.text.startswith(f"Not known: {why}") and not scales.remark
+    assert scales.text.startswith(f"Unknown: {why}") and not scales.remark

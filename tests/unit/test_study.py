@@ -253,6 +253,8 @@ def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
         ("recipe.toml", "layers = 4", "layers = 3"),
         ("study.json", '"key"', '"other"'),
         ("study.json", '"sweep"', '"swept"'),
+        ("study.json", '"assignment"', '"assigned"'),
+        ("study.json", "{", "["),
     ],
 )
 def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):

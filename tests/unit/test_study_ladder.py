@@ -9,13 +9,15 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from report_fixtures import build_run
 
 from helpers import write_corpus
 from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
 from windlass.processes import WINDLASS
-from windlass.reports.law import predicted_table
+from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import Law, Observation, effective_tokens
@@ -186,6 +188,38 @@ def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: p
     assert "validation loss in nats per token by the law of lad: " in planned.stdout, planned.stderr
     check_what_the_law_does_not_predict(seen)
     check_a_further_run(tmp_path)
+
+
+def test_a_report_says_why_a_ladder_has_no_law(tmp_path: Path):
+    shape = {"model.width": 16, "model.heads": 1, "data.tokenizer": "byte", "model.vocab": 0}
+    ladder = create_ladder(
+        "quickstart", ["1x16", "2x16", "3x16"], path=tmp_path / "l", overrides=shape
+    )
+    build_run(ladder.run_of(ladder.cells[0]).path, steps=20, finished=False)
+    written = report(ladder, plots=False)
+    for text in (written.markdown.read_text("utf-8"), written.page.read_text("utf-8")):
+        assert "The law of scaling" in text and "no finished cell" in text
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_curves_of_repeated_tokens_go_through_the_runs(embeddings: bool):
+    """FLOPs and sizes count the parameters of the law, and a curve repeats tokens as its runs do."""
+    grid, unique = [(n, d) for n in (10**6, 4 * 10**6, 10**7) for d in (10**8, 10**9)], 2 * 10**8
+    runs = [Observation(f"{n}x{d}", 2 * n, n, d, 1.0, unique) for n, d in grid]
+    values = np.array([5.0, 7.0, 0.5, 0.35, 0.37, 1.0])
+    law = Law("chinchilla", embeddings, runs, values, values[None], (14.0, 19.0))
+    runs = [replace(one, loss=law.of_run(one)) for one in runs]
+    chart = compute_chart(law, runs, "nats per token")
+    points, curves = chart.series[:6:2], chart.series[1:6:2]
+    for place, (dots, curve) in enumerate(zip(points, curves, strict=True)):
+        own = runs[2 * place : 2 * place + 2]
+        assert dots.x.tolist() == [6 * one.size(embeddings) * one.tokens for one in own]
+        assert curve.y[[0, -1]] == pytest.approx(dots.y) and curve.x[[0, -1]] == pytest.approx(
+            dots.x
+        )
+    (flat,) = residuals(law, runs[:1]).series
+    assert flat.y == pytest.approx(0)
+    assert law.counted in chart.x.label
 
 
 def check_what_the_law_does_not_predict(seen: Ladder) -> None:

@@ -151,7 +151,7 @@ def good(view: RunView) -> Answer:
     values, track, parts = view.values, view.evals.get(LOSS), list[str]()
     if track is None or "eval_loss" not in values:
         if "train_loss" not in values:
-            return Answer(GOOD, "Not known: no step is in the ledger")
+            return Answer(GOOD, "Unknown: no step is in the ledger")
         loss = show(values["train_loss"], "loss")
         return Answer(GOOD, f"Training loss {loss} nats per token", "No evaluation")
     text = f"validation loss {show(values['eval_loss'], 'loss')} nats per token"
@@ -169,7 +169,7 @@ def good(view: RunView) -> Answer:
 
 def fast(view: RunView) -> Answer:
     if not view.speed:
-        return Answer(FAST, "Not known: no step was timed")
+        return Answer(FAST, "Unknown: no step was timed")
     ms = 1e3 / view.speed.steps_per_s
     step = f"{show(ms, 'rate')} ms a step" if ms < 1e4 else f"{show(ms / 1e3, 'duration')} a step"
     device = f" on {view.start['device']}" if "device" in view.start else ""
@@ -188,7 +188,7 @@ def cost(views: Sequence[RunView]) -> Answer:
         for name in ("runtime_s", "device_hours", "energy_kwh", "tokens")
     )
     if not wall:
-        return Answer(COST, "Not known: no time is in the ledger")
+        return Answer(COST, "Unknown: no time is in the ledger")
     goodput = show(sum(view.wall["train"] for view in views) / wall, "share")
     parts = [f"{show(kwh, 'hours')} kWh of the devices" * (kwh > 0)]
     parts.append(f"goodput {goodput} (time in training steps)")
@@ -251,11 +251,11 @@ def _labelled(view: RunView) -> list[Trouble]:
 def _best_run(views: Sequence[RunView]) -> Answer:
     measure, remark = common_measure([view.validation for view in views])
     if not measure:
-        return Answer(GOOD, "There is no best run", remark)
+        return Answer(GOOD, "Windlass names no best run", remark)
     scores = [(x, v.label) for v in views if isinstance(x := v.values.get(BEST[measure]), float)]
     ranked = sorted(one for one in scores if not math.isnan(one[0]))
     if not ranked:
-        return Answer(GOOD, "Not known: no evaluation")
+        return Answer(GOOD, "Unknown: no evaluation")
     score, label = ranked[0]
     unit = " nats per token" * (measure == LOSS)
     return Answer(GOOD, f"Best {title_of(measure)} {show(score, 'loss')}{unit}: {label}", remark)
@@ -264,7 +264,7 @@ def _best_run(views: Sequence[RunView]) -> Answer:
 def _fastest(views: Sequence[RunView]) -> Answer:
     speeds = sorted((v.speed.tokens_per_s, v.label) for v in views if v.speed)
     if not speeds:
-        return Answer(FAST, "Not known: no step was timed")
+        return Answer(FAST, "Unknown: no step was timed")
     low, median, high = speeds[0], statistics.median(speed for speed, _ in speeds), speeds[-1]
     ends = f"{show(low[0], 'count')} ({low[1]}) to {show(high[0], 'count')} ({high[1]})"
     text = f"{show(median, 'count')} tokens/s, median of the runs"
@@ -299,7 +299,7 @@ def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
 
 def _best_cell(seen: StudyView) -> Answer:
     if not seen.best:
-        return Answer(GOOD, "There is no best cell", seen.remark)
+        return Answer(GOOD, "Windlass names no best cell", seen.remark)
     best, *others = seen.best
     text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
     more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
@@ -313,7 +313,7 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     measured = [setup for setup in seen.setups if setup.measured]
     if not measured:
         reasons = dict.fromkeys(s.missing.get("step_ms", "not run yet") for s in seen.setups)
-        return [Answer(question, f"Not known: {'; '.join(reasons)}"), Answer(FAST, "Not known")]
+        return [Answer(question, f"Unknown: {'; '.join(reasons)}"), Answer(FAST, "Unknown")]
     largest = max(measured, key=lambda setup: setup.world)
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
     if winners:
@@ -327,7 +327,7 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     else:
         measured_alone = f"only {plural(largest.world, 'rank')} measured"
         why = largest.missing.get("efficiency", measured_alone)
-        quality = Answer(question, f"Not known: {why}")
+        quality = Answer(question, f"Unknown: {why}")
     step = show(fastest.values["step_ms"], "rate")
     text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
     remark = f"{fastest.name}, the fastest setup: {step} ms a step"

@@ -255,7 +255,7 @@ def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
 
 
 def step_parts(measured: Sequence[Setup]) -> list[Chart]:
-    """The parts of a step in stacked bars, for each setup whose parts are known."""
+    """The parts of a step in stacked bars, for each setup with its parts."""
     divided = [setup for setup in measured if "compute_ms" in setup.values]
     if not divided:
         return []

@@ -48,7 +48,7 @@ class StudyView:
     """A study with its cells as they stood when it was read, and the runs of started cells.
 
     Raises:
-        UserError: there is no study at `path`.
+        UserError: `path` is not a study.
     """
 
     def __init__(self, path: str | Path):
@@ -64,11 +64,11 @@ class StudyView:
         labels = map(label_of, assigned)
         self.views = [RunView(r.run, x, rows) for r, x in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
-        self.found = Winners([], "")
+        self.winner_groups = Winners([], "")
         if study.scaling is None:
-            self.found = find_winners(self.results, study.measure, study.values)
-        # the best first, and by what cells are compared, or why there is no best
-        self.best, self.remark = self.found
+            self.winner_groups = find_winners(self.results, study.measure, study.values)
+        # the best first, and how cells are compared, or why no cell is the best
+        self.best, self.remark = self.winner_groups
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
@@ -89,7 +89,7 @@ class StudyView:
         winners = []
         for group in self.best:
             command, remark = self.study.winner_command(group.assignment)
-            best = self.found.cell if group is self.best[0] else None
+            best = self.winner_groups.cell if group is self.best[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             name = settings or "the recipe as it is"

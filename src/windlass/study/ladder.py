@@ -105,7 +105,7 @@ class Ladder:
         size = planned.size.parameters if self.law.embeddings else planned.size.non_embedding
         if not size or not planned.tokens:
             why = "; ".join(dict.fromkeys(planned.unknown.values()))
-            why = why or "the size has no count of blocks"
+            why = why or "the size does not count blocks alone"
             raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
@@ -293,7 +293,7 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
         if result.state == "finished" and result.evaluations:
             rows.append((result, True))
         else:
-            reason = result.reason or "it has no evaluation" * (result.state == "finished")
+            reason = result.reason or "it lacks an evaluation" * (result.state == "finished")
             left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
     for run in given.values():
         result = _result(run, study)

@@ -54,7 +54,7 @@ def _form(formula: str, source: str, base: Sequence[float], *places: Sequence[in
 
 
 NOTHING = -50.0  # the logarithm of a term that is left out
-TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # between which constants are looked for
+TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # the bounds of constants
 FORMS = {
     "chinchilla": _form(
         "E + A / N^α + B / D^β",
@@ -95,7 +95,7 @@ class Observation:
     tokens: int
     loss: float  # nats per token, or bits per byte
     unique_tokens: int = 0  # of the training data; 0: no token was repeated
-    in_fit: bool = True  # False: kept back to judge the law
+    in_fit: bool = True  # False: it judges the law
 
     @property
     def effective_tokens(self) -> float:
@@ -122,7 +122,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law. N counts all parameters, or with `embeddings` False those of the blocks."""
+    """A fitted law. N counts all parameters, or without `embeddings` the blocks' alone."""
 
     form: str
     embeddings: bool
@@ -130,6 +130,18 @@ class Law:
     values: Numbers = field(repr=False)  # (a, b, e, p, q, g) [6] of the centred law
     resampled: Numbers = field(repr=False)  # the same of each bootstrapped law [SAMPLES, 6]
     centre: tuple[float, float] = field(repr=False)  # mean log N and log D of the fitted runs
+
+    @property
+    def counted(self) -> str:
+        return "parameters" if self.embeddings else "parameters without embeddings"
+
+    def flops(self, runs: Sequence[Observation]) -> Numbers:
+        """6 N D of each run, with N as the law counts it and every token that was trained on."""
+        return np.array([6.0 * one.size(self.embeddings) * one.tokens for one in runs])
+
+    def of_run(self, run: Observation) -> float:
+        """The loss of a run by the law."""
+        return self.loss(run.size(self.embeddings), run.effective_tokens)
 
     def loss(self, size: float, tokens: float) -> float:
         return float(np.exp(self._logs(self.values, size, tokens)))
@@ -150,7 +162,8 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it.
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it
+        and without repeated tokens.
 
         The minimum along C is convex in log N, so a golden-section search finds it.
         """
@@ -182,8 +195,7 @@ class Law:
         numbers = ", ".join(
             f"{k} = {v:.4g} ({lo:.4g} to {hi:.4g})" for k, (v, lo, hi) in self.constants().items()
         )
-        which = "all parameters" if self.embeddings else "parameters without embeddings"
-        return f"L = {FORMS[self.form].formula}, N: {which}; {numbers}"
+        return f"L = {FORMS[self.form].formula}, N: {self.counted}; {numbers}"
 
 
 def log_loss(values: Numbers, n: Numbers, d: Numbers) -> tuple[Numbers, Numbers]:
@@ -326,9 +338,6 @@ def judge(observations: Sequence[Observation], outside: Sequence[Observation] = 
     judged = []
     for form, embeddings in itertools.product(FORMS, (True, False)):
         law = fit_law(inside, form, embeddings=embeddings, samples=0)
-        errors = {
-            one.name: law.loss(one.size(embeddings), one.effective_tokens) / one.loss - 1
-            for one in outside
-        }
+        errors = {one.name: law.of_run(one) / one.loss - 1 for one in outside}
         judged.append(Judged(form, embeddings, errors))
     return sorted(judged, key=lambda one: one.mean)

@@ -1,9 +1,9 @@
 """Steps without communication, measured beside a scaling study's cells. No torch.
 
 `probes/<hash>/<i>` are run directories of `windlass train` processes. Each trains one rank's part
-of a cell's batch, without communication. The machine runs as many side by side as the cell has
-ranks on it, so that they contend for cores and memory like the cell's ranks. Only the windows in
-which all of them train count (`setups._probe`). `probe.json` says how the probe ended.
+of a cell's batch, without communication. The machine runs one for each of the cell's ranks on it,
+side by side, so that they contend for cores and memory like these ranks. Only the windows in which
+all of them train count (`setups._probe`). `probe.json` says how the probe ended.
 
 torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
 and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
@@ -30,6 +30,7 @@ from windlass.study.grid import Cell
 from windlass.study.process import STOP_SIGNALS, CellProcess
 from windlass.study.study import Study
 
+PROBES = "probes"  # the directory in a study
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
 STEPS, WINDOWS = 10, 4
 MOST_EVERY = 5  # steps of a window, at most
@@ -42,7 +43,7 @@ ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": Fals
 ALONE["parallel.shard_size"] = 0
 """The settings of a rank that trains without communication."""
 UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
-"""Settings that have no effect on the time of a step."""
+"""Settings that do not change the time of a step."""
 
 
 def probe_dir(study: Study, cell: Cell) -> Path:
@@ -55,7 +56,7 @@ def probe_dir(study: Study, cell: Cell) -> Path:
     timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
     text = f"{timed}{cell.world}x{cell.nodes}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return study.path / "probes" / f"{cell.world}-ranks-{digest}"
+    return study.path / PROBES / f"{cell.world}-ranks-{digest}"
 
 
 def probe_recipe(cell: Cell) -> Recipe:

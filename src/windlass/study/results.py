@@ -69,7 +69,7 @@ class ValidationData(NamedTuple):
 def validation_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings that choose the validation data of a recipe."""
     flat = recipe.flat()
-    if recipe.data.mix:  # its weights have no effect on the validation data
+    if recipe.data.mix:  # its weights do not change the validation data
         weights = {"name", "weight", "epochs"}
         flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
     own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
@@ -121,7 +121,7 @@ def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]
         cause = "eval.batches x train.global_batch x model.context"
         problem = f"The runs were evaluated on {amounts} of the validation data ({cause})"
     if problem:
-        return "", f"{problem}, so there is no best run."
+        return "", f"{problem}, so Windlass names no best run."
     formula = "loss / ln 2 x tokens / bytes of the validation data"
     return (BITS, f"{why}; bits per byte do ({formula}).") if several else (LOSS, "")
 
@@ -259,7 +259,7 @@ def cell_state(
         return decided
     last = max((x.get("attempt", 0) for x in events), default=0)
     failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    if run_state == "failed" and failures:  # a killed run has no such event and is interrupted
+    if run_state == "failed" and failures:  # a killed run lacks such an event and is interrupted
         return "failed", str(failures[-1].get("reason", ""))
     if run_state == "running" or not decided[0]:
         ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
@@ -377,7 +377,7 @@ def find_winners(
 ) -> Winners:
     """The groups with the best median score.
 
-    Groups whose seeds have all finished come before the others. There is no winner if the losses
+    Groups whose seeds have all finished come before the others. Nothing wins if the losses
     cannot be compared, or if a lower loss decides between none of the varied settings; the remark
     then has the reason.
 
@@ -395,7 +395,7 @@ def find_winners(
     if not choices:
         scale = f"{', '.join(varied)}, which set the amount or kind of computation"
         only = scale if varied else "only the seed"
-        return Winners([], f"There is no best cell: the study varies {only}.")
+        return Winners([], f"Windlass names no best cell: the study varies {only}.")
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
         rivals.setdefault(place_of(group.assignment), []).append(group)
@@ -416,7 +416,7 @@ def find_winners(
             why = f"no other choice of {', '.join(choices)} has the {amounts} of a finished cell"
         else:
             why = "no cell has finished with a score"
-        return Winners([], f"There is no best cell: {why}.")
+        return Winners([], f"Windlass names no best cell: {why}.")
     if fewer:
         seeds = ",".join(map(str, values[SEED]))
         advice = f"add its other cells with run.seed={seeds}, else it ranks last."

@@ -146,7 +146,7 @@ def new_divergence(process: CellProcess, result: CellResult) -> str:
 
 @dataclass
 class Sweep:
-    """A sweep at work; the options are those of `sweep`."""
+    """A sweep at work, with the options of `sweep`."""
 
     study: Study
     cells: list[Cell]
@@ -243,7 +243,7 @@ class Sweep:
                 self._wait()
 
     def _threads(self, cells: list[Cell]) -> int:
-        """Threads of a rank; 0: a cell alone measures its best number, a launch shares its cores."""
+        """Threads of a rank; 0: a cell alone measures the best number, a launch shares cores."""
         ranks = self.workers * max(map(self.study.ranks_of, cells))
         return thread_share(ranks) if ranks > 1 and not self.launch else 0
 

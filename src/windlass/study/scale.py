@@ -56,7 +56,7 @@ def scale(
             study, to continue it.
         worlds: Numbers of ranks; the smallest is the baseline. Without them, `path` is continued.
         overrides: Changes to the recipe.
-        mode: What stays as the ranks grow (`windlass scale --help`); default `strong`.
+        mode: It says what stays as the ranks grow (`windlass scale --help`); default `strong`.
         grow: With `weak`: `batch` or `model`, what grows with the ranks.
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: Runs of each setup; default 1.
@@ -102,13 +102,13 @@ def submit_scale(
 
     Args:
         dry_run: render the scripts, and write nothing.
-        options: options of `scale`. The others are those of `submit_study`.
+        options: options of `scale`. `submit_study` has the others.
 
     Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
     """
     if any(n < 1 for n in nodes):
         raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
-    worlds = list(options.get("worlds") or ())  # a preset's are those of one host
+    worlds = list(options.get("worlds") or ())  # a preset's are for one host
     base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
     on_cpu = base.parallel.device == "cpu"
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
@@ -134,7 +134,7 @@ def submit_scale(
 def merge_preset(
     recipe: Recipe | Run | Study | str | Path, overrides: Changes, **given: Any
 ) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe, and the options of `create_study`: the given ones over those of a preset."""
+    """The recipe, and the options of `create_study`: given ones go before a preset's."""
     base, options, place = load_study(recipe, "scale", overrides)
     options |= {name: v for name, v in given.items() if v not in ("", None, (), [])}
     options.setdefault("path", place)
@@ -157,7 +157,7 @@ def create_study(
     Args:
         threads: of a rank on a CPU, if the cells run on other machines.
         write: False: write nothing to disk.
-        options: fields of `Scaling`; the other arguments are those of `scale`.
+        options: fields of `Scaling`; `scale` has the other arguments.
     """
     if path is None:
         first = scaling_of(None, options, preset)
@@ -231,7 +231,10 @@ def assignments(
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `smallest`: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
+    no number of ranks.
+
+    Args:
+        smallest: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):

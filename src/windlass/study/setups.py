@@ -304,7 +304,7 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
     base = baseline(table)
     for setup in table:
         if setup is not base and not base.measured:
-            why = f"the baseline, {base.name}, has no numbers"
+            why = f"the baseline, {base.name}, lacks numbers"
             setup.missing.update(dict.fromkeys(COMPARED, why))
         if not setup.measured or not base.measured:
             continue

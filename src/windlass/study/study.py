@@ -17,12 +17,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError, argument, did_you_mean, plural, require
@@ -61,11 +61,13 @@ from windlass.study.results import (
     seed_groups,
 )
 
-# The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
+# The command that trains a winner leaves these out: names, and settings that make a study quick.
 NOT_REPEATED = (
     *("run.name", "run.dir", "run.base", "run.notes", "preset"),
     *("checkpoint.", "eval.", "telemetry."),
 )
+STUDY = "study.json"
+Kind = Literal["sweep", "ladder", "scaling"]
 KINDS = {"sweep": "a sweep", "ladder": "a ladder", "scaling": "a scaling study"}
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or the assignment of each cell
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
@@ -79,7 +81,25 @@ class Scaling:
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
     warmup: int = 5  # steps of each start that are left out
     repeats: int = 1
-    preset: str = ""  # of the study, if it was made from one
+    preset: str = ""  # of the study, if it comes from one
+
+
+class StoredCell(BaseModel):
+    assignment: Assignment
+    run: str  # its directory in the study
+    key: str  # reveals an edit of the recipe
+
+
+class StudyFile(BaseModel):
+    """What `study.json` holds."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    kind: Kind
+    world: int = 0
+    axes: dict[str, list[Any]] = {}  # for readers; the cells have them
+    cells: list[StoredCell] = Field(min_length=1)
+    scaling: Scaling | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,7 @@ class Study:
     path: Path
     recipe: Recipe
     cells: list[Cell] = field(repr=False)
-    kind: str = "sweep"  # of KINDS
+    kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
     scaling: Scaling | None = None  # the options of a scaling study
     # How the study grew in this call.
@@ -110,7 +130,7 @@ class Study:
         path: Path | None = None,
         *,
         write: bool = True,
-        kind: str = "sweep",
+        kind: Kind = "sweep",
         world: int = 0,
         scaling: Scaling | None = None,
     ) -> Study:
@@ -121,7 +141,6 @@ class Study:
         Args:
             path: None: `studies/<preset>-<hash of the recipe>`.
             write: False: write nothing to disk.
-            kind: one of KINDS.
             world: ranks of each cell without `parallel.world`; 0: as the study has it.
             scaling: a scaling study's options.
 
@@ -155,35 +174,38 @@ class Study:
     def _write(self) -> None:
         # The recipe first: the keys in study.json reveal a later edit of the recipe.
         write_atomic(self.path / "recipe.toml", self.recipe.toml())
-        cells = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in self.cells]
-        stored: dict[str, Any] = {"kind": self.kind, "world": self.world}
-        stored |= {"axes": self.values, "cells": cells}
-        stored |= {"scaling": asdict(self.scaling)} if self.scaling else {}
-        write_atomic(self.path / "study.json", json.dumps(stored, indent=1))
+        cells = [
+            StoredCell(assignment=c.assignment, run=c.directory, key=c.key) for c in self.cells
+        ]
+        stored = StudyFile(
+            kind=self.kind, world=self.world, axes=self.values, cells=cells, scaling=self.scaling
+        )
+        write_atomic(self.path / STUDY, stored.model_dump_json(indent=1))
 
     @staticmethod
     def open(path: str | Path) -> Study:
         """The study at `path`; UserError if there is none, or if its recipe was edited."""
         path = Path(path)
         if not Study.is_study(path):
-            raise UserError(f"{path} is not a study: it has no study.json")
-        document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
-        stored, options = document.get("cells", []), document.get("scaling")
-        for run in (Path(cell["run"]) for cell in stored):
+            raise UserError(f"{path} is not a study: it has no {STUDY}")
+        remedy = f"restore it, or give another {argument('path', 'DIR')}"
+        try:
+            stored = StudyFile.model_validate(read_json(path / STUDY))
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UserError(f"{path}/{STUDY} is damaged at {place}: {remedy}") from None
+        for run in (Path(cell.run) for cell in stored.cells):
             if run.is_absolute() or ".." in run.parts:
-                problem = f"{path}/study.json names {run}, outside of the study"
-                raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
-        cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
-        kind, world = document.get("kind"), document.get("world", 0)
-        keys = [cell.get("key") for cell in stored]
-        if kind not in KINDS or not cells or [cell.key for cell in cells] != keys:
+                problem = f"{path}/{STUDY} names {run}, outside of the study"
+                raise UserError(f"{problem}: {remedy}")
+        recipe = Recipe.load(path / "recipe.toml")
+        cells = [Cell.of(recipe, cell.assignment, cell.run) for cell in stored.cells]
+        if [cell.key for cell in cells] != [cell.key for cell in stored.cells]:
             raise UserError(
-                f"{path}: the recipes of its cells have changed: recipe.toml was edited, "
-                "study.json is damaged, or this version of Windlass has other settings. "
-                f"Restore it, or give another {argument('path', 'DIR')}"
+                f"{path}: the recipes of its cells have changed: recipe.toml was edited, {STUDY} "
+                f"is damaged, or this version of Windlass has other settings; {remedy}"
             )
-        scaling = Scaling(**options) if options else None
-        return Study(path, recipe, cells, kind, world, scaling)
+        return Study(path, recipe, cells, stored.kind, stored.world, stored.scaling)
 
     def _grown(self, given: Study) -> Study:
         """This study with the new cells of `given`; its own keep their order and directories.
@@ -227,7 +249,7 @@ class Study:
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
-        return (Path(path) / "study.json").is_file()
+        return (Path(path) / STUDY).is_file()
 
     @cached_property
     def measure(self) -> str:
@@ -307,7 +329,7 @@ class Study:
         return winners.cell.run
 
     def to_pandas(self) -> Any:
-        """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
+        """The cells as a `pandas.DataFrame`: settings, states, losses, speeds, a row for each."""
         require("pandas", "Study.to_pandas")
         import pandas
 
@@ -409,10 +431,10 @@ def load_study(
     is_name = isinstance(source, str) and not Path(text).exists() and not set("/=.") & set(text)
     if is_name and text not in presets():
         near = did_you_mean(text, [*files, *presets()])
-        raise UserError(f"there is no preset {text} ({near}); or give a .toml or a directory")
+        raise UserError(f"{text} is not a preset ({near}); or give a .toml or a directory")
     if isinstance(source, str | Path):
         recipe = Recipe.load(source, overrides)
     else:
         recipe = as_recipe(source).replace(overrides)
     place = Path(getattr(source, "path", text))
-    return recipe, {}, place if (place / "study.json").is_file() else None
+    return recipe, {}, place if Study.is_study(place) else None

@@ -99,7 +99,7 @@ def _array_job(
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:
         cell.recipe.batch(cell.world or study.world or job.nodes * job.ranks_per_node)
-    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # it has no bandwidth
+    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth
     before = () if one_rank else asked.check(str(path / "recipe.toml"))
     return replace(job, array=numbers, before=before)
 
