@@ -99,7 +99,7 @@ def test_a_comparison_names_the_best_run(one, tmp_path):
 def test_a_study_counts_its_cells_and_says_what_failed(study):
     worked, good, fast, _, wrong = answers(study.views, study)
     assert worked.text == "10 of 12 cells finished" and worked.remark == "1 failed, 1 waiting"
-    assert good.text == f"Best validation loss {study.best[0].median:.4f} nats per token"
+    assert good.text == f"Best validation loss {study.winners.groups[0].median:.4f} nats per token"
     assert good.remark == "lr=0.001 kind=cosine, median of 2 seeds"
     assert fast.text.endswith("tokens/s, median of the runs")
     assert wrong.text == "1 failed cell"

@@ -158,6 +158,17 @@ def test_the_ranks_of_a_cell_are_stored(study):
     assert [own.ranks_of(cell) for cell in own.cells] == [1, 4]
 
 
+def test_a_job_has_the_ranks_of_its_study(tmp_path, call):
+    """The same resources and command as for an axis of one number of ranks."""
+    stored = Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "s", world=2)
+    axis = Study.create(QUICKSTART, ["run.seed=1,2", "parallel.world=2"], tmp_path / "a")
+    words, scripts = ["--scheduler", "slurm", "--gpus-per-node", "4", "--dry-run"], list[str]()
+    for study in (stored, axis):
+        script, _ = call("submit", study.path, *words)
+        scripts.append(script.replace(str(study.path), "STUDY").replace(study.path.name, "NAME"))
+    assert scripts[0] == scripts[1] and "--launch" not in scripts[0]
+
+
 def test_a_study_stays_of_its_kind(study, tmp_path):
     with refused(str(study.path), "a sweep", "path=DIR"):
         Study.create(QUICKSTART, ["optim.lr=5e-4"], study.path, kind="ladder")

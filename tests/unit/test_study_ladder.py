@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from report_fixtures import build_run
 from helpers import write_corpus
 from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
-from windlass.processes import WINDLASS
 from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
 from windlass.study.law import Law, Observation, effective_tokens
 from windlass.study.results import BITS
+from windlass.telemetry.measures import show
 
 VOCAB = 50_304
 
@@ -154,40 +154,106 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
     assert not (path / "runs").exists() and not again.exists()
 
 
-def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call, capsys):
+    """A ladder `lad` in the working directory, and a trained run `further`; the cells have that
+    run's ledger with sizes, tokens and losses of their own.
+    """
     monkeypatch.chdir(tmp_path)
     write_corpus(tmp_path / "words.txt")
     settings = "data.source=words.txt data.tokenizer=byte model.context=16 eval.every=1000"
     shape = "model.layers=1 model.width=8 model.heads=1 train.global_batch=8"
-    command = [*WINDLASS, "ladder", "quickstart", *settings.split(), *shape.split()]
-    command += ["--sizes", "1x8,1x16,2x16", "--tokens", "0.2,0.5,1", "--dir", "lad"]
-    made = subprocess.run([*command, "--create"], capture_output=True, text=True)
-    assert "lad: 9 cells; `windlass submit lad` trains them" in made.stdout, made.stderr
+    words = ["ladder", "quickstart", *settings.split(), *shape.split()]
+    words += ["--sizes", "1x8,1x16,2x16", "--tokens", "0.2,0.5,1", "--dir", "lad"]
+    assert "lad: 9 cells; `windlass submit lad` trains them" in call(*words, "--create")[0]
     with pytest.raises(UserError, match="no finished cell, so no law"):
         open_ladder("lad")
-    done = subprocess.run(
-        [*WINDLASS, "ladder", "lad", "--flops", "1e9", "--json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    seen = open_ladder("lad")
+    run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
+    study = Study.open("lad")
+    for number, cell in enumerate(study.cells):
+        own, size = study.run_of(cell), count(cell.recipe.model, 257).total
+        tokens = int(size * cell.recipe.train.tokens_per_parameter)
+        shutil.copytree(run.path / "tokenizer", own.path / "tokenizer")
+        (own.path / "recipe.toml").write_text(cell.recipe.toml())
+        values = {"event": {"parameters": size}, "train": {"tokens": tokens}}
+        loss = 1 + 30 / size**0.3 + 20 / tokens**0.4 + 0.01 * math.sin(number)
+        values["eval"] = {"loss": loss}
+        lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+        text = [json.dumps(line | values.get(line["kind"], {})) + "\n" for line in lines]
+        own.metrics_path.write_text("".join(text))
+    capsys.readouterr()  # of the training
+    return open_ladder("lad"), run
+
+
+def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
+    seen, run = ladder
+    answer = json.loads(call("ladder", "lad", "--flops", "1e9", "--json")[0])
     assert len(seen.observations) == 9
-    assert answer["errors"].keys() == {
-        one.name for one in seen.observations if "layers=2" in one.name
-    }
+    largest = {one.name for one in seen.observations if "layers=2" in one.name}
+    assert answer["errors"].keys() == largest
     best = answer["optimum"]
     assert best["parameters"] * best["tokens"] * 6 == pytest.approx(1e9)
     written = report("lad", plots=True)
-    page = written.page.read_text()
-    assert "The law of scaling" in page
+    assert "The law of scaling" in written.page.read_text()
+    error = show(answer["mean_error"], "share")
+    assert "How good is the law? | It predicts the largest runs" in written.markdown.read_text()
+    assert error in written.markdown.read_text()
     assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
-    rows = (tmp_path / "lad/report/law-runs.csv").read_text().splitlines()
-    assert len(rows) == 10
-    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=5", "--law", "lad"]
-    planned = subprocess.run(command, capture_output=True, text=True)
-    assert "validation loss in nats per token by the law of lad: " in planned.stdout, planned.stderr
-    check_what_the_law_does_not_predict(seen)
-    check_a_further_run(tmp_path)
+    assert len((tmp_path / "lad/report/law-runs.csv").read_text().splitlines()) == 10
+    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
+        report("lad", law="lad")
+    told = call("plan", "lad/recipe.toml", "train.steps=5", "--law", "lad")[0]
+    assert "validation loss in nats per token by the law of lad: " in told
+    unique = last_start(run.ledger())["data"]["train"]["tokens"]
+    words = ["plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
+    told = json.loads(call(*words)[0])
+    assert told["tokens"] > 8 * unique and told["law"]["unit"] == "nats per token"
+    size = told["size"]["parameters" if seen.law.embeddings else "non_embedding"]
+    loss = seen.law.loss(size, effective_tokens(told["tokens"], unique))
+    assert told["law"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert told["law"]["loss"] != pytest.approx(seen.law.loss(size, told["tokens"]), rel=1e-4)
+
+
+def test_a_law_predicts_what_compares_with_its_runs(ladder):
+    """Losses of another tokenizer or of other data do not compare; another path to the same does."""
+    seen, _ = ladder
+    changes = {"train.steps": 5, "data.source": str(Path("words.txt").resolve())}
+    recipe = Recipe.load("lad/recipe.toml", changes)
+    assert seen.predict(recipe, plan(recipe)).loss > 0
+    assert seen.predict(recipe.replace("data.max_tokens=9000"), plan(recipe)).loss > 0
+    for change in ("data.tokenizer=char", "data.source=recipe.toml", "data.eval_source=words.txt"):
+        other = recipe.replace(change)
+        with pytest.raises(UserError, match=change.partition("=")[0]):
+            seen.predict(other, plan(recipe))
+    bits = replace(seen, measure=BITS)
+    assert bits.predict(recipe.replace("data.tokenizer=char"), plan(recipe)).loss > 0
+
+
+def test_a_further_run_is_predicted_and_joins_the_law(ladder, call, tmp_path: Path):
+    seen, run = ladder
+    before, written = seen.law, report(run, law="lad", plots=False)
+    (row,) = rows_of(tmp_path / "further/report/predicted.csv")
+    measured = [x for x in run.ledger() if x["kind"] == "eval"][-1]["loss"]
+    unique = last_start(run.ledger())["data"]["train"]["tokens"]
+    tokens = effective_tokens(int(row["tokens"]), unique)
+    size = int(row["parameters"]) if before.embeddings else count(run.recipe.model, 0).non_embedding
+    assert float(row["measured"]) == pytest.approx(measured)
+    assert float(row["predicted"]) == pytest.approx(before.loss(size, tokens))
+    assert float(row["error"]) == pytest.approx(before.loss(size, tokens) / measured - 1)
+    for file in (written.page, written.markdown):
+        assert "Predicted by the law of scaling" in file.read_text(encoding="utf-8")
+    assert "Predicted by the law of scaling" in call("ladder", "lad", "--add", "further")[0]
+    seen = open_ladder("lad")
+    assert [one.name for one in seen.observations][9:] == ["further"]
+    assert len(seen.law.fitted) == 10
+    join(seen.study, [seen.study.runs()[0], run])  # a cell of the ladder itself, and it again
+    assert len(open_ladder("lad", [run, run]).observations) == 10
+    assert len(open_ladder("lad").observations) == 10
+    # its own report still has the prediction without it
+    report(run, law="lad", plots=False)
+    assert rows_of(tmp_path / "further/report/predicted.csv") == [row]
+    shutil.rmtree("further")
+    assert open_ladder("lad").left_out == ["further: it is gone"]
 
 
 def test_a_report_says_why_a_ladder_has_no_law(tmp_path: Path):
@@ -220,67 +286,6 @@ def test_curves_of_repeated_tokens_go_through_the_runs(embeddings: bool):
     (flat,) = residuals(law, runs[:1]).series
     assert flat.y == pytest.approx(0)
     assert law.counted in chart.x.label
-
-
-def check_what_the_law_does_not_predict(seen: Ladder) -> None:
-    """Losses of another tokenizer or of other data do not compare; another path to the same does."""
-    recipe = Recipe.load(
-        "lad/recipe.toml", {"train.steps": 5, "data.source": str(Path("words.txt").resolve())}
-    )
-    assert seen.predict(recipe, plan(recipe)).loss > 0
-    for change in ("data.tokenizer=char", "data.val_fraction=0.3", "data.source=recipe.toml"):
-        other = recipe.replace(change)
-        with pytest.raises(UserError, match=change.partition("=")[0]):
-            seen.predict(other, plan(other))
-    bits = replace(seen, measure=BITS)
-    assert bits.predict(recipe.replace("data.tokenizer=char"), plan(recipe)).loss > 0
-
-
-def check_a_further_run(tmp_path: Path) -> None:
-    """A run that a ladder predicted: its report has both losses, and it joins the law."""
-    before = open_ladder("lad").law
-    run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
-    written = report(run, law="lad", plots=False)
-    (row,) = rows_of(tmp_path / "further/report/predicted.csv")
-    measured = [x for x in run.ledger() if x["kind"] == "eval"][-1]["loss"]
-    start = last_start(run.ledger())
-    tokens = effective_tokens(int(row["tokens"]), start["data"]["train"]["tokens"])
-    size = int(row["parameters"]) if before.embeddings else count(run.recipe.model, 0).non_embedding
-    assert float(row["measured"]) == pytest.approx(measured)
-    assert float(row["predicted"]) == pytest.approx(before.loss(size, tokens))
-    assert float(row["error"]) == pytest.approx(before.loss(size, tokens) / measured - 1)
-    assert "Predicted by the law of scaling" in written.page.read_text(encoding="utf-8")
-    assert "Predicted by the law of scaling" in written.markdown.read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
-        report("lad", law="lad")
-    check_a_plan_with_repeated_tokens(before, start["data"]["train"]["tokens"])
-
-    added = subprocess.run(
-        [*WINDLASS, "ladder", "lad", "--add", "further"], capture_output=True, text=True
-    )
-    assert added.returncode == 0, added.stderr
-    assert "Predicted by the law of scaling" in added.stdout
-    seen = open_ladder("lad")
-    assert [one.name for one in seen.observations][9:] == ["further"]
-    assert len(seen.law.fitted) == 10
-    join(seen.study, [seen.study.runs()[0], run])  # a cell of the ladder itself, and it again
-    assert len(open_ladder("lad", [run, run]).observations) == 10
-    assert len(open_ladder("lad").observations) == 10
-    # its own report still has the prediction without it
-    report(run, law="lad", plots=False)
-    assert rows_of(tmp_path / "further/report/predicted.csv") == [row]
-    shutil.rmtree("further")
-    assert open_ladder("lad").left_out == ["further: it is gone"]
-
-
-def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:
-    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
-    told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert told["tokens"] > 8 * unique and told["law"]["unit"] == "nats per token"
-    size = told["size"]["parameters" if law.embeddings else "non_embedding"]
-    loss = law.loss(size, effective_tokens(told["tokens"], unique))
-    assert told["law"]["loss"] == pytest.approx(loss, rel=1e-4)
-    assert told["law"]["loss"] != pytest.approx(law.loss(size, told["tokens"]), rel=1e-4)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

@@ -54,12 +54,13 @@ class Contents:
         self.scaled: Table | None = None  # the table of setups
         self.law: LawView | None = None
         self.winner_title = "The recommended setup" if study and study.setups else "The best"
-        self.study_charts, self.winners = list[Chart](), study.winners if study else []
+        self.study_charts = list[Chart]()
+        self.recommendations = study.recommendations if study else []
         shown = list[Table]()
         if study and study.study.scaling:
             self.scaled = setup_table(study.study, study.setups)
             self.study_charts = scaling_charts(study.study.scaling, study.setups)
-            self.winners = recommended(study.study, study.setups)
+            self.recommendations = recommended(study.study, study.setups)
             shown = [self.scaled]
         elif law or (study and study.study.kind == "ladder"):
             runs = [view.run for view in views]
@@ -67,7 +68,7 @@ class Contents:
             self.study_charts, shown = list(self.law.charts), list(self.law.tables)
         elif study:
             self.study_charts = sweep_charts(study)
-        self.head = head_of(views, study, self.winners)
+        self.head = head_of(views, study, self.recommendations, self.law)
         if self.single:
             total = tables.results(views[0])
             shown.append(tables.results(views[0], brief=True))
@@ -94,8 +95,8 @@ def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
     """The indices of the runs, the best first; in their order if their losses do not compare."""
     best = None
     if study:
-        lower = any(result.lower for result in study.results)
-        best = study.winner_groups.cell.run.path if study.winner_groups.cell else None
+        lower, winner = study.lower, study.winners.cell
+        best = winner.run.path if winner else None
         by_run = {result.run.path: result.score for result in study.results}
         scores = [by_run.get(view.run.path) for view in views]
     else:

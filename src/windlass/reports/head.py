@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from windlass.checkpoint.retention import LOSS
 from windlass.errors import by_text, plural
+from windlass.reports.law import LawView
 from windlass.reports.scaling import lede
-from windlass.reports.study import StudyView, Winner
+from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS, Line
-from windlass.study.results import BITS, FAILED_STATES, common_measure, diverged
+from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged
 from windlass.telemetry.measures import SETUP, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
@@ -63,9 +64,14 @@ class Head:
     notes: str = ""  # `run.notes`
 
 
-def head_of(views: Sequence[RunView], study: StudyView | None, winners: Sequence[Winner]) -> Head:
+def head_of(
+    views: Sequence[RunView],
+    study: StudyView | None,
+    recommendations: Sequence[Recommendation],
+    law: LawView | None,
+) -> Head:
     if study:
-        return _study_head(study, winners)
+        return _study_head(study, recommendations, law)
     return _comparison_head(views) if len(views) > 1 else _run_head(views[0])
 
 
@@ -271,7 +277,9 @@ def _fastest(views: Sequence[RunView]) -> Answer:
     return Answer(FAST, text, ends * (len(speeds) > 1))
 
 
-def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
+def _study_head(
+    seen: StudyView, recommendations: Sequence[Recommendation], law: LawView | None
+) -> Head:
     states = [result.state for result in seen.results]
     text = f"{states.count('finished')} of {plural(len(states), 'cell')} finished"
     counted = Counter(state for state in states if state != "finished")
@@ -280,11 +288,11 @@ def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
         kicker, subtitle = "A scaling study", lede(scaling)
-        answers += _scaling(seen, winners)
+        answers += _scaling(seen, recommendations)
     else:
-        kicker = "A study"
+        kicker = "A ladder" if law else "A study"
         subtitle = "; ".join(f"{key}: {', '.join(map(show, x))}" for key, x in seen.swept.items())
-        answers += [_best_cell(seen), _fastest(seen.views)]
+        answers += [_law(law) if law else _best_cell(seen), _fastest(seen.views)]
     bad = {r.run.path: r for r in seen.results if r.state in FAILED_STATES}
     troubles = [
         Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
@@ -298,16 +306,23 @@ def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
 
 
 def _best_cell(seen: StudyView) -> Answer:
-    if not seen.best:
-        return Answer(GOOD, "Windlass names no best cell", seen.remark)
-    best, *others = seen.best
+    if not seen.winners.groups:
+        return Answer(GOOD, NO_BEST, seen.winners.remark.removeprefix(f"{NO_BEST}: "))
+    best, *others = seen.winners.groups
     text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
     more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
     seeds = f"median of {best.seeds}" if best.seeds else ""
-    return Answer(GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.remark])))
+    return Answer(
+        GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.winners.remark]))
+    )
 
 
-def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
+def _law(law: LawView) -> Answer:
+    question = "How good is the law?"
+    return Answer(question, "Unknown", law.remark) if law.remark else Answer(question, law.summary)
+
+
+def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list[Answer]:
     """How well it scales, and how fast it was."""
     question = "How well does it scale?"
     measured = [setup for setup in seen.setups if setup.measured]
@@ -316,8 +331,9 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
         return [Answer(question, f"Unknown: {'; '.join(reasons)}"), Answer(FAST, "Unknown")]
     largest = max(measured, key=lambda setup: setup.world)
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
-    if winners:
-        quality = Answer("Which setup is best?", winners[0].name, winners[0].why)
+    if recommendations:
+        best = recommendations[0]
+        quality = Answer("Which setup is best?", best.name, best.why)
     elif "efficiency" in largest.values and len({setup.world for setup in measured}) > 1:
         efficiency, speedup = (
             show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")

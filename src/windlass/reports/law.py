@@ -15,17 +15,18 @@ from windlass.run import Run
 from windlass.study.ladder import Ladder, open_ladder
 from windlass.study.law import FAR, FORMS, Law, Observation, effective_tokens
 from windlass.study.study import Study
-from windlass.telemetry.measures import short
+from windlass.telemetry.measures import short, show
 
 POINTS = 40  # of a drawn curve
 
 
 class LawView(NamedTuple):
-    """A law with its tables and charts; `remark` says why there is none."""
+    """A law with its tables and charts, or the reason why it is missing."""
 
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
-    remark: str = ""
+    summary: str = ""
+    remark: str = ""  # the reason
 
 
 def ladder_view(study: Study) -> LawView:
@@ -37,7 +38,9 @@ def ladder_view(study: Study) -> LawView:
         return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
     law, runs = seen.law, seen.observations
     charts = [compute_chart(law, runs, seen.unit), slices(law, runs, seen.unit)]
-    return LawView(tables, [*charts, residuals(law, runs)])
+    off = show(seen.judged[0].mean, "share")
+    summary = f"It predicts the largest runs from the others with a mean error of {off}"
+    return LawView(tables, [*charts, residuals(law, runs)], summary)
 
 
 def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:

@@ -13,7 +13,7 @@ from windlass.checkpoint.retention import LOSS
 from windlass.errors import UserError
 from windlass.run import Run, effective, read_lines
 from windlass.study.probe import PROBES
-from windlass.study.results import DONE_STATES, CellResult, find_winners, summarize, time_left
+from windlass.study.results import DONE_STATES, CellResult, summarize, time_left
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.timing import device_hours
 
@@ -126,7 +126,7 @@ def _study_row(path: Path, name: str) -> RunRow:
     except UserError:
         return RunRow(name, "damaged")
     results, runs = study.results(), study.runs()
-    best = find_winners(results, study.measure, study.values).groups
+    best = study.winners(results).groups
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
     return RunRow(

@@ -53,7 +53,7 @@ def page(report: Contents) -> str:
         environment = [fact for fact in environment if fact.same]
     parts: dict[str, tuple[str, Any]] = {  # the possible sections: heading and content
         "published": (report.published.title if report.published else "", report.published),
-        "winner": (report.winner_title, report.winners),
+        "winner": (report.winner_title, report.recommendations),
         "scaling": ("Scaling", report.scaled),
         "law": ("The law of scaling", report.law),
         "swept": (

@@ -14,7 +14,7 @@ import numpy as np
 from windlass.errors import by_text, plural
 from windlass.estimate.time import NO_PEAK
 from windlass.reports.charts import Axis, Chart, Series, pattern
-from windlass.reports.study import Winner
+from windlass.reports.study import Recommendation
 from windlass.reports.table import Column, Table
 from windlass.study.grid import NODES, WORLD
 from windlass.study.setups import Setup, baseline
@@ -140,7 +140,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     return [" ".join(text)] if text else []
 
 
-def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
+def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
     """The recommended strategy, with the command that trains with it."""
     for row in setups:
         if row.values.get("recommended"):
@@ -152,7 +152,7 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
             why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Winner(row.name, why, command, remark, cells)]
+            return [Recommendation(row.name, why, command, remark, cells)]
     return []
 
 

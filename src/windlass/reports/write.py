@@ -155,8 +155,8 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
-    winners = f"\n## {computed.winner_title}\n" * bool(computed.winners)
-    for best in computed.winners:
+    winners = f"\n## {computed.winner_title}\n" * bool(computed.recommendations)
+    for best in computed.recommendations:
         winners += f"\n{markdown_cell(best.text)}. {best.remark}\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
     if computed.law and computed.law.remark:

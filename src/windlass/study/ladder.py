@@ -52,6 +52,7 @@ LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
+AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
@@ -112,14 +113,16 @@ class Ladder:
 
 
 def _measured_on(recipe: Recipe, tokenizer: Sequence[str]) -> dict[str, Any]:
-    """The settings behind a validation loss, with the real paths of files that exist."""
+    """The settings behind a validation loss, with the real paths of files that exist.
+
+    A prediction is of any part of the same validation data.
+    """
     flat, settings = recipe.flat(), validation_settings(recipe)
-    for key, place in (
-        ("data.source", recipe.data.source),
-        ("data.eval_source", recipe.data.eval_source),
-    ):
-        if key in settings and isinstance(place, str) and Path(place).expanduser().exists():
-            settings[key] = str(Path(place).expanduser().resolve())
+    settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
+    for name in ("source", "eval_source"):
+        place = Path(str(getattr(recipe.data, name))).expanduser()
+        if isinstance(settings.get(f"data.{name}"), str) and place.exists():
+            settings[f"data.{name}"] = str(place.resolve())
     return settings | {key: flat.get(key) for key in tokenizer}
 
 

@@ -37,6 +37,7 @@ VALIDATION = tuple(
 HELD_OUT = tuple(
     f"data.{name}" for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
 )
+NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
@@ -395,7 +396,7 @@ def find_winners(
     if not choices:
         scale = f"{', '.join(varied)}, which set the amount or kind of computation"
         only = scale if varied else "only the seed"
-        return Winners([], f"Windlass names no best cell: the study varies {only}.")
+        return Winners([], f"{NO_BEST}: the study varies {only}.")
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
         rivals.setdefault(place_of(group.assignment), []).append(group)
@@ -416,7 +417,7 @@ def find_winners(
             why = f"no other choice of {', '.join(choices)} has the {amounts} of a finished cell"
         else:
             why = "no cell has finished with a score"
-        return Winners([], f"Windlass names no best cell: {why}.")
+        return Winners([], f"{NO_BEST}: {why}.")
     if fewer:
         seeds = ",".join(map(str, values[SEED]))
         advice = f"add its other cells with run.seed={seeds}, else it ranks last."

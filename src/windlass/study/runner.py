@@ -107,8 +107,10 @@ def create_sweep(
     """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    axes, world = axes or options.get("axes", ()), world or options.get("world", 0)
-    return Study.create(base, axes, Path(path) if path else place, world=world)
+    target = Path(path) if path else place
+    if target is None or not Study.is_study(target):
+        world = world or options.get("world", 0)
+    return Study.create(base, axes or options.get("axes", ()), target, world=world)
 
 
 def prepare_data(study: Study, cells: Sequence[Cell]) -> None:

@@ -176,18 +176,12 @@ def create_study(
         listed = assignments(recipe, scaling, worlds, nodes, smallest)
         every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
-        how: dict[str, Any] = {"kind": "scaling", "scaling": scaling, "write": write}
-        study = Study.create(recipe, listed, path, **how)
-    elif before is None or before.scaling is None:
+    elif before and before.scaling:
+        recipe, listed = before.recipe, [cell.assignment for cell in before.cells]
+    else:
         ranks = "give numbers of ranks to compare; the smallest is the baseline"
         raise UserError(f"{argument('worlds', [1, 2, 4])}: {ranks}")
-    elif scaling == before.scaling:
-        study = before
-    else:
-        listed = [cell.assignment for cell in before.cells]
-        how = {"kind": "scaling", "scaling": scaling, "write": write}
-        study = Study.create(before.recipe, listed, path, **how)
-    return study
+    return Study.create(recipe, listed, path, scaling=scaling, write=write)
 
 
 def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:

@@ -52,6 +52,7 @@ from windlass.study.grid import (
 )
 from windlass.study.results import (
     BITS,
+    NO_BEST,
     TOKENIZER,
     CellResult,
     SeedGroup,
@@ -142,7 +143,7 @@ class Study:
             path: None: `studies/<preset>-<hash of the recipe>`.
             write: False: write nothing to disk.
             world: ranks of each cell without `parallel.world`; 0: as the study has it.
-            scaling: a scaling study's options.
+            scaling: the options of a scaling study, which makes it one.
 
         Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset
         or, with axes, of another kind.
@@ -162,6 +163,7 @@ class Study:
                 path.mkdir(parents=True, exist_ok=True)
             with locked(path / ".study.lock") if write else nullcontext():
                 before = Study.open(path) if Study.is_study(path) else None
+                kind = "scaling" if scaling else kind
                 new = Study(path, base, list(grid), kind, world, scaling)
                 study = before._grown(new) if before else new
                 if write and study != before:
@@ -317,9 +319,14 @@ class Study:
         """The cells grouped by everything but the seed, in the order of the grid."""
         return seed_groups(self.results())
 
-    def winners(self) -> Winners:
-        """The groups with the best median score (see `results.find_winners`)."""
-        return find_winners(self.results(), self.measure, self.values)
+    def winners(self, results: Sequence[CellResult] = ()) -> Winners:
+        """The groups with the best median score (see `results.find_winners`).
+
+        `results`: of all cells, if they have just been read.
+        """
+        if self.kind == "ladder":
+            return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
+        return find_winners(results or self.results(), self.measure, self.values)
 
     def best(self) -> Run:
         """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
