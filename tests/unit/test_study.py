@@ -160,12 +160,12 @@ def test_the_ranks_of_a_cell_are_stored(study):
 
 def test_a_job_has_the_ranks_of_its_study(tmp_path, call):
     """The same resources and command as for an axis of one number of ranks."""
-    stored = Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "s", world=2)
-    axis = Study.create(QUICKSTART, ["run.seed=1,2", "parallel.world=2"], tmp_path / "a")
+    stored = Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "stored", world=2)
+    axis = Study.create(QUICKSTART, ["run.seed=1,2", "parallel.world=2"], tmp_path / "axis")
     words, scripts = ["--scheduler", "slurm", "--gpus-per-node", "4", "--dry-run"], list[str]()
     for study in (stored, axis):
         script, _ = call("submit", study.path, *words)
-        scripts.append(script.replace(str(study.path), "STUDY").replace(study.path.name, "NAME"))
+        scripts.append(script.replace(study.path.name, "NAME"))
     assert scripts[0] == scripts[1] and "--launch" not in scripts[0]
 
 

@@ -96,7 +96,9 @@ def play(tmp_path, monkeypatch):
 
         progress = Progress(io.StringIO())
         progress.notify, progress.show = messages.append, options.pop("show", lambda *_: None)
-        options |= {"progress": progress, "command": command, "poll_seconds": 0.02}
+        options["progress"] = progress
+        monkeypatch.setattr(runner, "train_command", command)
+        monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
         try:
             Sweep(study, study.cells, **options).run(study.cells)
         except Stopped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ def law_table(ladder: Ladder) -> Table:
         Column("largest_error", "Largest error", "share"),
         Column("chosen", "Chosen"),
     ]
-    predicted = ", ".join(ladder.judged[0].errors)
+    predicted = "; ".join(ladder.judged[0].errors)
     notes = [
         f"The errors are of the largest runs, predicted from the others: {predicted}.",
         f"The chosen form, fitted to all runs: {ladder.law}; 80 % ranges by bootstrap over runs.",
@@ -130,12 +131,11 @@ def compute_axis(law: Law, flops: Sequence[float]) -> Axis:
     return decades(flops, f"FLOPs (6 N D, N: {law.counted})")
 
 
-def by_size(runs: Sequence[Observation]) -> dict[str, list[Observation]]:
-    """The runs of each number of parameters, both rising, by the name of the size."""
-    sizes: dict[str, list[Observation]] = {}
-    for one in sorted(runs, key=lambda one: (one.parameters, one.tokens)):
-        sizes.setdefault(f"{short(one.parameters)} parameters", []).append(one)
-    return sizes
+def by_size(runs: Sequence[Observation]) -> list[tuple[str, list[Observation]]]:
+    """A name and the runs of each number of parameters, both rising."""
+    ordered = sorted(runs, key=lambda one: (one.parameters, one.tokens))
+    sizes = itertools.groupby(ordered, lambda one: one.parameters)
+    return [(f"{short(size)} parameters", list(own)) for size, own in sizes]
 
 
 def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
@@ -144,7 +144,7 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     A curve repeats tokens as its runs do.
     """
     series = []
-    for number, (name, own) in enumerate(by_size(runs).items()):
+    for number, (name, own) in enumerate(by_size(runs)):
         x, y, look = law.flops(own), np.array([one.loss for one in own]), pattern(number)
         series.append(Series(name, y, {"x": x}, points="only", **look))
         size, unique = own[0].size(law.embeddings), own[0].unique_tokens
@@ -155,8 +155,8 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     flops = np.geomspace(every.min(), every.max() * FAR, POINTS)
     best = np.array([law.loss(*law.optimum(c)) for c in flops])
     series.append(Series("best size for the compute", best, {"x": flops}, grey=True))
-    note = "points: runs; lines: the law; the best size repeats no token"
     axis = compute_axis(law, [*every, flops[-1]])
+    note = f"against {axis.label}; points: runs; lines: the law; the best size repeats no token"
     return Chart("law-compute", "Loss against compute", unit, series, x=axis, note=note)
 
 
@@ -167,16 +167,17 @@ def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
         y = np.array([law.loss(size, flops / 6 / size) for size in n])
         series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, **pattern(number)))
-    title, note = "Equal compute, different sizes", "no token is repeated"
-    axis = decades(n.tolist(), law.counted)
+    title, axis = "Equal compute, different sizes", decades(n.tolist(), law.counted)
+    note = f"against {axis.label}; no token is repeated"
     return Chart("law-slices", title, unit, series, x=axis, note=note)
 
 
 def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
     """How far the law is from each run, in percent."""
     series = []
-    for number, (name, own) in enumerate(by_size(runs).items()):
+    for number, (name, own) in enumerate(by_size(runs)):
         y = np.array([100 * (law.of_run(one) / one.loss - 1) for one in own])
         series.append(Series(name, y, {"x": law.flops(own)}, points="line", **pattern(number)))
     axis, title = compute_axis(law, law.flops(runs).tolist()), "The law minus the measured loss"
-    return Chart("law-residuals", title, "% of the loss", series, x=axis)
+    note = f"against {axis.label}"
+    return Chart("law-residuals", title, "% of the loss", series, x=axis, note=note)

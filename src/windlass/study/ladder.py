@@ -297,7 +297,7 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
             rows.append((result, True))
         else:
             reason = result.reason or "it lacks an evaluation" * (result.state == "finished")
-            left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
+            left_out.append(f"{name_of(result)}: {reason or result.state}")
     for run in given.values():
         result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
@@ -333,6 +333,14 @@ def _result(run: Run, study: Study) -> CellResult:
     return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
 
 
+def name_of(result: CellResult) -> str:
+    """Shape and tokens of a cell, or the path of a run from elsewhere."""
+    if not result.cell.assignment:
+        return str(result.run.path)
+    model, train = result.cell.recipe.model, result.cell.recipe.train
+    return f"{model.layers}x{model.width}, {train.tokens_per_parameter:g} tokens per parameter"
+
+
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
     """The size, tokens and last validation loss of a finished cell."""
     start = last_start(result.run.ledger())
@@ -341,7 +349,7 @@ def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
         lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
         loss = lines[-1]["bits_per_byte"]
     return Observation(
-        result.cell.label or str(result.run.path),
+        name_of(result),
         int(start["parameters"]),
         count(result.cell.recipe.model, 0).non_embedding,
         result.tokens,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from windlass.study.study import Axes, Study, load_study
 from windlass.training.stop import StopSignals
 
 RETRIES = 2  # of a cell that was killed, or that another process was training
+POLL_SECONDS = 0.5  # between two looks at the ledgers
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
@@ -159,8 +160,6 @@ class Sweep:
     launch: bool = False
     probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
-    command: Callable[[Study, Cell], list[str]] = train_command
-    poll_seconds: float = 0.5
     running: list[CellProcess] = field(default_factory=list)
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
@@ -250,10 +249,10 @@ class Sweep:
         return thread_share(ranks) if ranks > 1 and not self.launch else 0
 
     def _wait(self) -> None:
-        """Wait for `poll_seconds`, or until a cell ends."""
-        until = time.monotonic() + self.poll_seconds
+        """Wait for POLL_SECONDS, or until a cell ends."""
+        until = time.monotonic() + POLL_SECONDS
         while time.monotonic() < until and all(p.poll() is None for p in self.running):
-            time.sleep(min(0.02, self.poll_seconds))
+            time.sleep(0.02)
 
     def _stop(self) -> None:
         for process in self.running:
@@ -285,7 +284,7 @@ class Sweep:
             world = self.study.ranks_of(cell)
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
-            command = self.command(self.study, cell)
+            command = train_command(self.study, cell)
             if self.launch:
                 command = [*launch_words(cell), *command]
             else:
