@@ -57,9 +57,7 @@ def sweep(
     dir_: Path | None = Option(
         None, "--dir", help="The study's directory; default: studies/PRESET-HASH."
     ),
-    world: int = Option(
-        0, min=0, help="Ranks of each cell without parallel.world; 0: as before, or 1."
-    ),
+    world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
     halving: bool = Option(False, "--halving", help="Asynchronous successive halving."),

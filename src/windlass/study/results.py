@@ -75,7 +75,7 @@ def validation_settings(recipe: Recipe) -> dict[str, Any]:
         flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
     own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
     held_out = () if recipe.data.eval_source or own_split else HELD_OUT
-    return {key: flat.get(key) for key in (*held_out, *VALIDATION)}
+    return {key: flat.get(key) for key in (*VALIDATION, *held_out)}
 
 
 def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> ValidationData | None:
