@@ -12,8 +12,9 @@ from report_fixtures import stamp
 
 from windlass.model.size import count
 from windlass.recipe import Recipe
-from windlass.study.grid import REPEAT, WORLD, Assignment, Scaling, cells_of
-from windlass.study.study import Study
+from windlass.study.grid import REPEAT, WORLD, Assignment, cells_of
+from windlass.study.probe import probe_dir
+from windlass.study.study import Scaling, Study
 
 SETTINGS = [
     *"model.layers=2 model.width=64 model.heads=2 model.context=32 train.steps=20".split(),
@@ -101,7 +102,8 @@ def build_scaling(
         listed.append({"assignment": cell.assignment, "run": cell.directory, "key": cell.key})
     path.mkdir(parents=True)
     (path / "recipe.toml").write_text(base.toml())
-    (path / "study.json").write_text(json.dumps({"cells": listed, "scaling": asdict(scaling)}))
+    stored = {"kind": "scaling", "cells": listed, "scaling": asdict(scaling)}
+    (path / "study.json").write_text(json.dumps(stored))
     study = Study.open(path)
     for number, cell in enumerate(study.cells):
         if number in waiting:
@@ -116,8 +118,8 @@ def build_scaling(
         write_run(path_of_run, cell.recipe, world, phases, hosts=cell.nodes, **options)
         if number in failed:
             study.set_status(cell, "failed", "exit code 1: out of memory")
-        if probe and world > 1 and not study.probe_dir(cell).exists():
-            place, batch = study.probe_dir(cell), cell.recipe.train.global_batch // world
+        if probe and world > 1 and not probe_dir(study, cell).exists():
+            place, batch = probe_dir(study, cell), cell.recipe.train.global_batch // world
             alone = cell.recipe.replace({"train.global_batch": batch})
             for rank in range(world):
                 write_run(place / str(rank), alone, 1, probe(cell.assignment), slow_start=3.0)

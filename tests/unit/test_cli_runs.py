@@ -131,7 +131,11 @@ def test_a_study_is_one_row(top):
     make(seeds.run_of(seeds.cells[0]).path, 70, 70, "finished", [(70, 3.5)])
     assert next(row for row in overview(top) if row.run == "sweeps/only").best_loss is None
     (study.path / "recipe.toml").write_text("[train]\nsteps = 71\n")
-    assert next(row.state for row in overview(top) if row.run == "sweeps/seeds") == "damaged"
+    for damage in (lambda: None, (study.path / "recipe.toml").unlink):
+        damage()
+        rows = [row for row in overview(top) if row.run.startswith("sweeps/seeds")]
+        assert [(row.run, row.state) for row in rows] == [("sweeps/seeds", "damaged")]
+        assert {row.run for row in overview(study.path)} == {c.directory for c in study.cells[:2]}
 
 
 def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch):

@@ -264,17 +264,16 @@ def test_impossible_combinations_are_found_before_anything_starts(overrides, key
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "full", "place"),
+    ("sizes", "layout", "place"),
     [
-        (Sizes(dp_replicate=2, dp_shard=4), "", "dp 8", ""),
-        (Sizes(), "", "dp 1", ""),
-        (Sizes(tp=8), "tp 8", "tp 8", "tp 5"),
-        (Sizes(2, 2, tp=2), "tp 2 · pp 2", "tp 2 · pp 2 · dp 2", "pp 1, dp 0, tp 1"),
-        (Sizes(1, 1, 2, 2, 2), "tp 2 · cp 2", "tp 2 · cp 2 · dp 2", "dp 1, cp 0, tp 1"),
+        (Sizes(dp_replicate=2, dp_shard=4), "", ""),
+        (Sizes(tp=8), "tp 8", "tp 5"),
+        (Sizes(2, 2, tp=2), "tp 2 · pp 2", "pp 1, dp 0, tp 1"),
+        (Sizes(1, 1, 2, 2, 2), "tp 2 · cp 2", "dp 1, cp 0, tp 1"),
     ],
 )
-def test_a_layout_and_the_place_of_rank_5_in_words(sizes, layout, full, place):
-    assert (sizes.layout, sizes.full_layout, sizes.place(5)) == (layout, full, place)
+def test_a_layout_and_the_place_of_rank_5_in_words(sizes, layout, place):
+    assert (sizes.layout, sizes.place(5)) == (layout, place)
 
 
 def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():

@@ -7,7 +7,8 @@ from scaling_fixtures import build_scaling, phases, worlds
 from windlass.reports.contents import Contents
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
-from windlass.study.grid import WORLD, Scaling
+from windlass.study.grid import WORLD
+from windlass.study.study import Scaling
 
 
 def answers(views, study=None):
@@ -62,7 +63,7 @@ def test_runs_that_did_not_end_well(tmp_path):
     empty.metrics_path.unlink()
     assert [one.text.split(":")[0] for one in answers([RunView(empty)])[:4]] == [
         "Not yet",
-        *["Not known"] * 3,
+        *["Unknown"] * 3,
     ]
     assert "MFU" in fast.remark
 
@@ -98,7 +99,7 @@ def test_a_comparison_names_the_best_run(one, tmp_path):
 def test_a_study_counts_its_cells_and_says_what_failed(study):
     worked, good, fast, _, wrong = answers(study.views, study)
     assert worked.text == "10 of 12 cells finished" and worked.remark == "1 failed, 1 waiting"
-    assert good.text == f"Best validation loss {study.best[0].median:.4f} nats per token"
+    assert good.text == f"Best validation loss {study.winners.groups[0].median:.4f} nats per token"
     assert good.remark == "lr=0.001 kind=cosine, median of 2 seeds"
     assert fast.text.endswith("tokens/s, median of the runs")
     assert wrong.text == "1 failed cell"
@@ -117,11 +118,11 @@ def test_a_scaling_study_says_how_well_it_scales(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "why"), [([0], "the baseline, 1 host, 1 rank, has no"), ([1, 2], "only 1 rank")]
+    ("numbers", "why"), [([0], "the baseline, 1 host, 1 rank, lacks"), ([1, 2], "only 1 rank")]
 )
 def test_a_scaling_study_says_why_it_does_not_know_how_well_it_scales(tmp_path, numbers, why):
     listed = worlds(1, 2, 4)
     options = {"step": lambda _: phases(50.0), "failed": numbers}
     seen = StudyView(build_scaling(tmp_path / "s", Scaling("strong"), listed, **options).path)
     scales = answers(seen.views, seen)[1]
-    assert scales.text.startswith(f"Not known: {why}") and not scales.remark
+    assert scales.text.startswith(f"Unknown: {why}") and not scales.remark

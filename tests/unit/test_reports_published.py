@@ -15,7 +15,8 @@ from windlass.recipe import Recipe, settings
 from windlass.reports.published import heading_of, of_study, published, specifications
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView, views
-from windlass.study.grid import WORLD, Scaling
+from windlass.study.grid import WORLD
+from windlass.study.study import Scaling
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP
 
 BASELINE = (

@@ -41,7 +41,7 @@ def test_medians_and_spread_over_the_seeds_that_finished(study):
     alone = table[1e-2, "cosine"]
     assert alone["median"] == pytest.approx(best(1e-2, 1))
     assert (alone["seeds"], alone["finished"], alone["spread"]) == (2, 1, None)
-    assert study.winners[0].text == "optim.lr = 0.001, optim.schedule.kind = cosine"
+    assert study.recommendations[0].text == "optim.lr = 0.001, optim.schedule.kind = cosine"
 
 
 def test_the_loss_against_each_swept_setting_and_the_heat_map_of_two(study):
@@ -103,7 +103,9 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     for run in path.glob("runs/*lr=0.0001*"):
         edit(Run(run), raise_score)
     seen = StudyView(path)
-    assert seen.best[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
+    assert (
+        seen.winners.groups[0].assignment["optim.lr"] == 1e-4 and seen.title == "hellaswag.acc_norm"
+    )
     lr = sweep_charts(seen)[0]
     assert (lr.id, lr.unit) == ("hellaswag-acc_norm-against-lr", "")
     assert lr.series[0].y == pytest.approx([0.485, 0.285, 0.285])
@@ -153,6 +155,6 @@ def test_one_cell_is_the_best_for_headline_stars_page_and_api(tmp_path):
     contents = Contents(seen.views, seen)
     assert contents.head.answers[1].text == "Best validation loss 2.9000 nats per token"
     assert contents.head.answers[1].remark.startswith("layers=4 lr=0.001")
-    assert [winner.rows for winner in contents.winners] == [[2], []]
+    assert [best.rows for best in contents.recommendations] == [[2], []]
     assert page(contents).count('<tr class="winner"') == 1
     assert study.best().path == study.run_of(study.cells[2]).path and contents.looks[2].rank == 0

@@ -146,6 +146,38 @@ def test_a_study_has_one_recipe_but_for_what_changes_no_result(study, create):
         Study.create(QUICKSTART, [], study.path / "nothing")
 
 
+def test_the_ranks_of_a_cell_are_stored(study):
+    assert (study.world, study.ranks_of(study.cells[0])) == (0, 1)
+    two = Study.create(QUICKSTART, AXES, study.path, world=2)
+    assert "parallel.world = 2 from here on" in two.notes
+    again = Study.create(QUICKSTART, AXES, study.path)
+    assert (again.world, again.notes) == (2, []) and Study.open(study.path) == again
+    assert again.ranks_of(again.cells[0]) == 2
+    assert again.winner_command({})[0].endswith("--world 2")
+    own = Study.create(QUICKSTART, ["parallel.world=1,4"], study.path.with_name("own"), world=2)
+    assert [own.ranks_of(cell) for cell in own.cells] == [1, 4]
+
+
+def test_a_job_has_the_ranks_of_its_study(tmp_path, call):
+    """The same resources and command as for an axis of one number of ranks."""
+    stored = Study.create(QUICKSTART, ["run.seed=1,2"], tmp_path / "stored", world=2)
+    axis = Study.create(QUICKSTART, ["run.seed=1,2", "parallel.world=2"], tmp_path / "axis")
+    words, scripts = ["--scheduler", "slurm", "--gpus-per-node", "4", "--dry-run"], list[str]()
+    for study in (stored, axis):
+        script, _ = call("submit", study.path, *words)
+        scripts.append(script.replace(study.path.name, "NAME"))
+    assert scripts[0] == scripts[1] and "--launch" not in scripts[0]
+
+
+def test_a_study_stays_of_its_kind(study, tmp_path):
+    with refused(str(study.path), "a sweep", "path=DIR"):
+        Study.create(QUICKSTART, ["optim.lr=5e-4"], study.path, kind="ladder")
+    ladder = Study.create(QUICKSTART, AXES, tmp_path / "ladder", kind="ladder")
+    assert (
+        Study.create(QUICKSTART, (), ladder.path).kind == Study.open(ladder.path).kind == "ladder"
+    )
+
+
 def test_a_strategy_that_is_the_recipes_own_is_the_cell_that_is_there(study, create):
     strategies = create(["parallel.strategy=auto,ddp", *AXES])
     assert len(strategies.cells) == 8 and strategies.cells[:4] != study.cells
@@ -228,7 +260,13 @@ def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
 
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [("recipe.toml", "layers = 4", "layers = 3"), ("study.json", '"key"', '"other"')],
+    [
+        ("recipe.toml", "layers = 4", "layers = 3"),
+        ("study.json", '"key"', '"other"'),
+        ("study.json", '"sweep"', '"swept"'),
+        ("study.json", '"assignment"', '"assigned"'),
+        ("study.json", "{", "["),
+    ],
 )
 def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):
     (study.path / name).write_text((study.path / name).read_text().replace(before, after))

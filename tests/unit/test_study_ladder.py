@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
-import subprocess
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+from report_fixtures import build_run
 
 from helpers import write_corpus
-from windlass import Recipe, Study, UserError, report, train
+from windlass import Recipe, Study, UserError, plan, report, train
 from windlass.model.size import count
-from windlass.processes import WINDLASS
-from windlass.reports.law import predicted_table
+from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
-from windlass.study.law import Law, Observation, effective_tokens
+from windlass.study.law import Law, Observation, effective_tokens, fit_law
+from windlass.study.results import BITS
+from windlass.telemetry.measures import show
 
 VOCAB = 50_304
 
@@ -55,7 +60,7 @@ def test_a_shape_keeps_groups_of_heads_and_the_feed_forward_ratio():
 
 
 def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
-    rows = assignments(gpt2, ["6x384", "12x768"], [5, 20])
+    rows = assignments(gpt2, ["6x384", "12x768"], [5, 20], VOCAB)
     ratio = count(gpt2.replace({k: v for k, v in rows[0].items() if "model" in k}).model, VOCAB)
     ratio = ratio.total / count(gpt2.model, VOCAB).total
     assert [row["train.tokens_per_parameter"] for row in rows] == [5, 20, 5, 20]
@@ -67,7 +72,7 @@ def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
 
 def test_mup_keeps_the_learning_rate(gpt2: Recipe):
     recipe = gpt2.replace({"model.mup.base_width": 256, "model.mup.base_head_width": 64})
-    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10]))
+    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10], VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,44 @@ def test_a_ladder_needs_sizes_evaluations_and_a_gpt(tmp_path: Path):
     with pytest.raises(UserError, match=r"eval\.every = 0"):
         create_ladder("quickstart", ["1M"], [5], {"eval.every": 0}, tmp_path / "b")
     with pytest.raises(UserError, match=r"only model\.kind = gpt"):
-        assignments(Recipe.load("bloom-560m-squad"), ["1M"], [5])
+        create_ladder("bloom-560m-squad", ["1M"], [5], path=tmp_path / "c")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "message"),
+    [
+        (["1x16", "2x16"], [1, 2], "more runs than constants"),
+        (["1x16", "2x16", "3x16"], [1, 2], "more runs than constants"),
+        (["2x16"], [1, 2, 3, 4, 5, 6, 7, 8], "one size"),
+    ],
+)
+def test_too_few_runs_are_rejected_before_they_train(tmp_path: Path, sizes, tokens, message):
+    shape = {"model.width": 16, "model.heads": 1, "data.tokenizer": "byte", "model.vocab": 0}
+    with pytest.raises(UserError, match=message):
+        create_ladder("quickstart", sizes, tokens, shape, tmp_path / "lad")
+    assert not (tmp_path / "lad").exists()
+    create_ladder("quickstart", ["1x16", "2x16"], [1, 2, 4, 8], shape, tmp_path / "lad")
+    grown = create_ladder(tmp_path / "lad", ["3x16"], [1], shape)  # with the others it is enough
+    assert len(grown.cells) == 9
+
+
+def test_without_scipy_no_ladder_begins(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("windlass.study.law.require", missing)
+    with pytest.raises(UserError, match="scipy"):
+        create_ladder("quickstart", ["1M", "2M", "3M"], path=tmp_path / "lad")
+    assert not (tmp_path / "lad").exists()
+
+
+def missing(package: str, what: str) -> None:
+    raise UserError(f"{what} needs {package}")
+
+
+def test_a_sweep_is_not_a_ladder(tmp_path: Path):
+    study = Study.create(Recipe.load("quickstart"), ["model.layers=1,2"], tmp_path / "sweep")
+    for act in (open_ladder, create_ladder):
+        with pytest.raises(UserError, match="is a sweep"):
+            act(study.path)
 
 
 def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monkeypatch):
@@ -104,6 +145,7 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
         (["train.steps=3"], "train.steps"),
         (["optim.weight_decay=0.5"], "optim.weight_decay"),
         (["--tokens", "1,2"], "name the sizes"),
+        (["--sizes", "4x16", "--tokens", "1", "--dir", again], "more runs than constants"),
         (["--dir", again], "name the sizes"),
         (["--add", again], "not a run directory"),
         (["--flops", "-1"], "--flops"),
@@ -113,71 +155,99 @@ def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monke
     assert not (path / "runs").exists() and not again.exists()
 
 
-def test_a_ladder_trains_fits_answers_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call, capsys):
+    """A ladder `lad` in the working directory, and a trained run `further`; the cells have that
+    run's ledger with sizes, tokens and losses of their own.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("windlass.study.ladder.fit_law", partial(fit_law, samples=5))  # it is slow
     write_corpus(tmp_path / "words.txt")
     settings = "data.source=words.txt data.tokenizer=byte model.context=16 eval.every=1000"
     shape = "model.layers=1 model.width=8 model.heads=1 train.global_batch=8"
-    command = [*WINDLASS, "ladder", "quickstart", *settings.split(), *shape.split()]
-    command += ["--sizes", "1x8,1x16,2x16", "--tokens", "0.2,0.5,1", "--dir", "lad"]
-    made = subprocess.run([*command, "--create"], capture_output=True, text=True)
-    assert "lad: 9 cells; `windlass submit lad` trains them" in made.stdout, made.stderr
+    words = ["ladder", "quickstart", *settings.split(), *shape.split()]
+    words += ["--sizes", "1x8,1x16,2x16", "--tokens", "0.2,0.5,1", "--dir", "lad"]
+    assert "lad: 9 cells; `windlass submit lad` trains them" in call(*words, "--create")[0]
     with pytest.raises(UserError, match="no finished cell, so no law"):
         open_ladder("lad")
-    done = subprocess.run(
-        [*WINDLASS, "ladder", "lad", "--flops", "1e9", "--json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    seen = open_ladder("lad")
+    run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
+    study = Study.open("lad")
+    for number, cell in enumerate(study.cells):
+        own, size = study.run_of(cell), count(cell.recipe.model, 257).total
+        tokens = int(size * cell.recipe.train.tokens_per_parameter)
+        shutil.copytree(run.path / "tokenizer", own.path / "tokenizer")
+        (own.path / "recipe.toml").write_text(cell.recipe.toml())
+        values = {"event": {"parameters": size}, "train": {"tokens": tokens}}
+        loss = 1 + 30 / size**0.3 + 20 / tokens**0.4 + 0.01 * math.sin(number)
+        values["eval"] = {"loss": loss}
+        lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+        text = [json.dumps(line | values.get(line["kind"], {})) + "\n" for line in lines]
+        own.metrics_path.write_text("".join(text))
+    capsys.readouterr()  # of the training
+    return open_ladder("lad"), run
+
+
+def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
+    seen, run = ladder
+    answer = json.loads(call("ladder", "lad", "--flops", "1e9", "--json")[0])
     assert len(seen.observations) == 9
-    assert answer["errors"].keys() == {
-        one.name for one in seen.observations if "layers=2" in one.name
-    }
+    largest = {one.name for one in seen.observations if one.name.startswith("2x16")}
+    assert answer["errors"].keys() == largest
     best = answer["optimum"]
     assert best["parameters"] * best["tokens"] * 6 == pytest.approx(1e9)
     written = report("lad", plots=True)
-    page = written.page.read_text()
-    assert "The law of scaling" in page
+    assert "The law of scaling" in written.page.read_text()
+    error = show(answer["mean_error"], "share")
+    assert "How good is the law? | It predicts the largest runs" in written.markdown.read_text()
+    assert error in written.markdown.read_text()
     assert {"law-compute", "law-slices", "law-residuals"} <= written.plots.keys()
-    rows = (tmp_path / "lad/report/law-runs.csv").read_text().splitlines()
-    assert len(rows) == 10
-    plan = subprocess.run(
-        [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=5", "--law", "lad"],
-        capture_output=True,
-        text=True,
-    )
-    assert "validation loss by the law of lad: " in plan.stdout, plan.stderr
-    check_a_further_run(tmp_path)
+    assert len((tmp_path / "lad/report/law-runs.csv").read_text().splitlines()) == 10
+    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
+        report("lad", law="lad")
+    told = call("plan", "lad/recipe.toml", "train.steps=5", "--law", "lad")[0]
+    assert "validation loss in nats per token by the law of lad: " in told
+    unique = last_start(run.ledger())["data"]["train"]["tokens"]
+    words = ["plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
+    told = json.loads(call(*words)[0])
+    assert told["tokens"] > 8 * unique and told["law"]["unit"] == "nats per token"
+    size = told["size"]["parameters" if seen.law.embeddings else "non_embedding"]
+    loss = seen.law.loss(size, effective_tokens(told["tokens"], unique))
+    assert told["law"]["loss"] == pytest.approx(loss, rel=1e-4)
+    assert told["law"]["loss"] != pytest.approx(seen.law.loss(size, told["tokens"]), rel=1e-4)
 
 
-def check_a_further_run(tmp_path: Path) -> None:
-    """A run that a ladder predicted: its report has both losses, and it joins the law."""
-    before = open_ladder("lad").law
-    run = train(Recipe.load("lad/recipe.toml", {"train.steps": 40, "run.dir": "further"}))
-    written = report(run, law="lad", plots=False)
+def test_a_law_predicts_what_compares_with_its_runs(ladder):
+    """Losses of another tokenizer or of other data do not compare; another path to the same does."""
+    seen, _ = ladder
+    changes = {"train.steps": 5, "data.source": str(Path("words.txt").resolve())}
+    recipe = Recipe.load("lad/recipe.toml", changes)
+    assert seen.predict(recipe, plan(recipe)).loss > 0
+    assert seen.predict(recipe.replace("data.max_tokens=9000"), plan(recipe)).loss > 0
+    for change in ("data.tokenizer=char", "data.source=recipe.toml", "data.eval_source=words.txt"):
+        other = recipe.replace(change)
+        with pytest.raises(UserError, match=change.partition("=")[0]):
+            seen.predict(other, plan(recipe))
+    bits = replace(seen, measure=BITS)
+    assert bits.predict(recipe.replace("data.tokenizer=char"), plan(recipe)).loss > 0
+
+
+def test_a_further_run_is_predicted_and_joins_the_law(ladder, call, tmp_path: Path):
+    seen, run = ladder
+    before, written = seen.law, report(run, law="lad", plots=False)
     (row,) = rows_of(tmp_path / "further/report/predicted.csv")
     measured = [x for x in run.ledger() if x["kind"] == "eval"][-1]["loss"]
-    start = last_start(run.ledger())
-    tokens = effective_tokens(int(row["tokens"]), start["data"]["train"]["tokens"])
+    unique = last_start(run.ledger())["data"]["train"]["tokens"]
+    tokens = effective_tokens(int(row["tokens"]), unique)
     size = int(row["parameters"]) if before.embeddings else count(run.recipe.model, 0).non_embedding
     assert float(row["measured"]) == pytest.approx(measured)
     assert float(row["predicted"]) == pytest.approx(before.loss(size, tokens))
     assert float(row["error"]) == pytest.approx(before.loss(size, tokens) / measured - 1)
-    assert "Predicted by the law of scaling" in written.page.read_text(encoding="utf-8")
-    assert "Predicted by the law of scaling" in written.markdown.read_text(encoding="utf-8")
-    with pytest.raises(UserError, match="a law predicts runs, and lad is a study"):
-        report("lad", law="lad")
-    check_a_plan_with_repeated_tokens(before, start["data"]["train"]["tokens"])
-
-    added = subprocess.run(
-        [*WINDLASS, "ladder", "lad", "--add", "further"], capture_output=True, text=True
-    )
-    assert added.returncode == 0, added.stderr
-    assert "Predicted by the law of scaling" in added.stdout
+    for file in (written.page, written.markdown):
+        assert "Predicted by the law of scaling" in file.read_text(encoding="utf-8")
+    assert "Predicted by the law of scaling" in call("ladder", "lad", "--add", "further")[0]
     seen = open_ladder("lad")
     assert [one.name for one in seen.observations][9:] == ["further"]
-    assert len(seen.law.fitted) == 10
+    assert all(one.in_fit for one in seen.observations)
     join(seen.study, [seen.study.runs()[0], run])  # a cell of the ladder itself, and it again
     assert len(open_ladder("lad", [run, run]).observations) == 10
     assert len(open_ladder("lad").observations) == 10
@@ -188,21 +258,44 @@ def check_a_further_run(tmp_path: Path) -> None:
     assert open_ladder("lad").left_out == ["further: it is gone"]
 
 
-def check_a_plan_with_repeated_tokens(law: Law, unique: int) -> None:
-    command = [*WINDLASS, "plan", "lad/recipe.toml", "train.steps=2000", "--law", "lad", "--json"]
-    plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert plan["tokens"] > 8 * unique
-    size = plan["size"]["parameters" if law.embeddings else "non_embedding"]
-    loss = law.loss(size, effective_tokens(plan["tokens"], unique))
-    assert plan["law"]["loss"] == pytest.approx(loss, rel=1e-4)
-    assert plan["law"]["loss"] != pytest.approx(law.loss(size, plan["tokens"]), rel=1e-4)
+def test_a_report_says_why_a_ladder_has_no_law(tmp_path: Path):
+    shape = {"model.width": 16, "model.heads": 1, "data.tokenizer": "byte", "model.vocab": 0}
+    ladder = create_ladder(
+        "quickstart", ["1x16", "2x16", "3x16"], path=tmp_path / "l", overrides=shape
+    )
+    build_run(ladder.run_of(ladder.cells[0]).path, steps=20, finished=False)
+    written = report(ladder, plots=False)
+    for text in (written.markdown.read_text("utf-8"), written.page.read_text("utf-8")):
+        assert "The law of scaling" in text and "no finished cell" in text
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_curves_of_repeated_tokens_go_through_the_runs(embeddings: bool):
+    """FLOPs and sizes count the parameters of the law, and a curve repeats tokens as its runs do."""
+    grid, unique = [(n, d) for n in (10**6, 4 * 10**6, 10**7) for d in (10**8, 10**9)], 2 * 10**8
+    runs = [Observation(f"{n}x{d}", 2 * n, n, d, 1.0, unique) for n, d in grid]
+    values = np.array([5.0, 7.0, 0.5, 0.35, 0.37, 1.0])
+    law = Law("chinchilla", embeddings, runs, values, values[None], (14.0, 19.0))
+    runs = [replace(one, loss=law.of_run(one)) for one in runs]
+    chart = compute_chart(law, runs, "nats per token")
+    points, curves = chart.series[:6:2], chart.series[1:6:2]
+    for place, (dots, curve) in enumerate(zip(points, curves, strict=True)):
+        own = runs[2 * place : 2 * place + 2]
+        assert dots.x.tolist() == [6 * one.size(embeddings) * one.tokens for one in own]
+        assert curve.y[[0, -1]] == pytest.approx(dots.y) and curve.x[[0, -1]] == pytest.approx(
+            dots.x
+        )
+    (flat,) = residuals(law, runs[:1]).series
+    assert flat.y == pytest.approx(0)
+    assert law.counted in chart.x.label
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
 
-def test_a_further_run_does_not_choose_the_law_that_predicts_it(tmp_path: Path):
+def test_a_further_run_does_not_choose_the_law_that_predicts_it(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("windlass.study.ladder.fit_law", partial(fit_law, samples=5))
     grid = [(n, d) for n in (10**6, 4 * 10**6, 2 * 10**7) for d in (10**8, 10**9, 10**10)]
     runs = [
         Observation(f"{n}x{d}", n, n // 2, d, 1.8 + 480 / n**0.35 + 2100 / d**0.37) for n, d in grid

@@ -87,7 +87,8 @@ def play(tmp_path, monkeypatch):
 
     def start(plans, axes=None, **options):
         axes = axes or [f"run.seed={','.join(str(n) for n in range(1, len(plans) + 1))}"]
-        study, messages = Study.create(Recipe.load("quickstart"), axes, tmp_path / "study"), []
+        recipe, path, messages = Recipe.load("quickstart"), tmp_path / "study", []
+        study = Study.create(recipe, axes, path, world=options.pop("world", 0))
 
         def command(_, cell):
             plan = {"steps": STEPS, "losses": [4.0], "pause": 0.0} | plans[study.cells.index(cell)]
@@ -95,7 +96,9 @@ def play(tmp_path, monkeypatch):
 
         progress = Progress(io.StringIO())
         progress.notify, progress.show = messages.append, options.pop("show", lambda *_: None)
-        options |= {"progress": progress, "command": command, "poll_seconds": 0.02}
+        options["progress"] = progress
+        monkeypatch.setattr(runner, "train_command", command)
+        monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
         try:
             Sweep(study, study.cells, **options).run(study.cells)
         except Stopped:
@@ -206,7 +209,10 @@ def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch)
         recipe, notes = Recipe.load("quickstart", ["parallel.device=cpu"]), []
         scaling = create_study(recipe, [1, 2], path=tmp_path / "scaling")
         pool.submit(probe.run_probe, scaling, scaling.cells[1], notes.append).result()
-    assert "exit code 1" in read_json(scaling.probe_dir(scaling.cells[1]) / "probe.json")["reason"]
+    assert (
+        "exit code 1"
+        in read_json(probe.probe_dir(scaling, scaling.cells[1]) / "probe.json")["reason"]
+    )
     assert notes
 
 

@@ -13,11 +13,11 @@ from windlass import scale, sweep
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
-from windlass.study.grid import Cell, Scaling, cells_of, expand, parse_axis
-from windlass.study.probe import probe_recipe
+from windlass.study.grid import Cell, cells_of, expand, parse_axis
+from windlass.study.probe import probe_dir, probe_recipe
 from windlass.study.scale import assignments, create_study, scaling_of
 from windlass.study.setups import read_setups
-from windlass.study.study import Study, load_study
+from windlass.study.study import Scaling, Study, load_study
 
 WORLD = "parallel.world"
 
@@ -110,37 +110,16 @@ def test_strategies_leave_out_what_cannot_be():
     assert (sizes["hybrid_shard"], sizes["ddp"], sizes["full_shard"]) == (2, 0, 0)
 
 
-def test_layouts_are_all_that_model_and_batch_allow_and_the_others_have_reasons():
-    base, left_out = recipe("train.micro_batch=1", "model.layers=3", "model.heads=2"), []
-    listed = assignments(base, Scaling("layouts"), [4], left_out=left_out)
-    names = [Cell.of(base, one).recipe.sizes(4).full_layout for one in listed]
-    assert names[0] == "dp 4" and len(set(names)) == len(names)
-    few = assignments(base.replace({"train.global_batch": 2}), Scaling("layouts"), [4])
-    assert "dp 4" not in [Cell.of(base, one).recipe.sizes(4).full_layout for one in few]
-    assert {"tp 2 · dp 2", "tp 2 · cp 2", "tp 2 · pp 2", "cp 4", "pp 2 · dp 2"} < set(names)
-    assert {one["parallel.strategy"] for one in listed} == {"ddp"}
-    heads, stages = sorted(text for text in left_out)
-    assert (
-        "tp 4: 4 ranks" in stages + heads
-        and "pp 4: 4 stages need 4 or more layers" in stages + heads
-    )
-
-
-def test_layouts_have_probes_only_if_one_rank_has_a_whole_model(tmp_path, monkeypatch):
-    settings = [*SETTINGS, "train.global_batch=16"]
-    study = study_of(tmp_path / "s", *settings, worlds=(4,), mode="layouts")
-    assert any("left out: tp 4" in note for note in study.notes)
-    alone, *divided = study.cells
-    assert probe_recipe(alone).train.global_batch == 4
-    tensor = next(cell for cell in divided if cell.recipe.sizes(4).full_layout == "tp 2 · dp 2")
-    part = probe_recipe(tensor)
-    assert (part.train.global_batch, part.parallel.model_ranks) == (8, 1)
-    monkeypatch.setattr(probe, "CellProcess", None)  # none starts
-    for cell in divided:
-        probe.run_probe(study, cell, lambda text: None)
-    assert not (study.path / "probes").exists()
-    more = study_of(tmp_path / "s", *settings, "parallel.strategy=full_shard", worlds=(4,))
-    assert more.scaling.mode == "layouts" and len(more.cells) == 2 * len(study.cells)
+def test_a_study_that_grows_keeps_its_probes(tmp_path):
+    """More ranks mean fewer steps and more frequent logging, which has no effect on a probe."""
+    settings, path = ["train.steps=160", "telemetry.every=20"], tmp_path / "study"
+    few = study_of(path, *settings, worlds=(1, 2), mode="fixed-data")
+    more = study_of(path, *settings, worlds=(1, 2, 4), mode="fixed-data")
+    assert more.recipe.telemetry.every < few.recipe.telemetry.every
+    places = [[probe_dir(study, cell) for cell in study.cells] for study in (few, more)]
+    assert places[0] == places[1][:2] and len(set(places[1])) == 3
+    slower = study_of(tmp_path / "other", *settings, "train.micro_batch=1", mode="fixed-data")
+    assert probe_dir(slower, slower.cells[1]).name != places[0][1].name
 
 
 GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
@@ -158,8 +137,7 @@ GROWN = {"mode": "weak", "grow": "model", "worlds": (2, 3)}
         ("", {"mode": "weak", "grow": "data"}, ["batch or model"]),
         ("model.layers=3 train.global_batch=6", GROWN, ["model.layers = 3", "of 2"]),
         ("", {"mode": "strategies"}, ["mode=strategies", "give one"]),
-        ("", {"mode": "layouts"}, ["mode=layouts", "give one"]),
-        ("", {"mode": "layouts", "worlds": (1,)}, ["mode=layouts", "nothing to compare"]),
+        ("", {"mode": "layouts"}, ["mode=layouts", "strategies"]),
         ("", {"worlds": ()}, ["worlds=[1, 2, 4]"]),
         ("", {"nodes": (1,)}, ["nodes=[1]", "worlds=[1, 2]"]),
     ],

@@ -12,8 +12,9 @@ from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.scaling import scaling_charts, sentences
 from windlass.run import Run, timestamp
-from windlass.study.grid import NODES, REPEAT, WORLD, Scaling
+from windlass.study.grid import NODES, REPEAT, WORLD
 from windlass.study.setups import read_setups, windows
+from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
 
@@ -207,7 +208,7 @@ def test_every_number_is_there_or_has_a_reason_and_cells_that_wait_or_failed_are
     assert (waiting.state, waiting.missing["step_ms"]) == ("waiting", "not run yet")
     assert waiting.values["world"] == 4
     alone = build(Scaling("strong"), worlds(1, 2), 50.0, waiting=[0])
-    assert "1 host, 1 rank, has no numbers" in read_setups(alone)[1].missing["efficiency"]
+    assert "1 host, 1 rank, lacks numbers" in read_setups(alone)[1].missing["efficiency"]
     short = build(Scaling("strong", warmup=20), worlds(1), 50.0)
     assert "after 20 steps of warm-up" in read_setups(short)[0].missing["step_ms"]
 

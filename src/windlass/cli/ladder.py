@@ -92,8 +92,7 @@ def _show(seen: Ladder, flops: float, progress: Progress) -> None:
             progress.console.print(note)
     if flops:
         size, tokens = seen.law.optimum(flops)
-        counted = "parameters" + " without embeddings" * (not seen.law.embeddings)
-        best = f"{short(size)} {counted}, {short(tokens)} tokens"
+        best = f"{short(size)} {seen.law.counted}, {short(tokens)} tokens"
         loss = seen.law.predict(size, tokens)
         progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
     progress.notify(f"report: windlass report {shlex.quote(str(seen.study.path))}")

@@ -18,9 +18,7 @@ from windlass.cli import Json, Overrides, RecipeName, complete, print_json, say
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
-    from windlass.estimate.plan import Plan
     from windlass.recipe import Recipe
-    from windlass.study.law import Range
 
 
 def init(
@@ -193,7 +191,9 @@ def plan(
     """
     from windlass.estimate.plan import plan as make_plan
     from windlass.estimate.text import print_plan
+    from windlass.recipe import Recipe
     from windlass.run import Run
+    from windlass.study.ladder import open_ladder
     from windlass.study.study import Study
     from windlass.telemetry.terminal import rich_console
 
@@ -208,26 +208,16 @@ def plan(
         result = make_plan(study[0], **target, world=world or study[2])
     else:
         result = make_plan(recipe, overrides, **target, world=world)
-    predicted = _by_law(law, result) if law else None
+    predicted, unit = None, ""
+    if law:
+        ladder, planned = open_ladder(law), study[0] if study else Recipe.load(recipe, overrides)
+        predicted, unit = ladder.predict(planned, result), ladder.unit
     if json_:
-        print_json(result.as_dict() | ({"law": predicted._asdict()} if predicted else {}))
+        by_law = {"law": predicted._asdict() | {"unit": unit}} if predicted else {}
+        print_json(result.as_dict() | by_law)
         return
     if study:
         typer.echo(study[1])
     print_plan(result, rich_console(sys.stdout))
     if predicted:
-        typer.echo(f"validation loss by the law of {law}: {predicted}")
-
-
-def _by_law(path: str, plan: Plan) -> Range:
-    """The loss of a plan by the law of a ladder; UserError if the plan lacks size or tokens."""
-    from windlass.study.ladder import open_ladder
-    from windlass.study.law import effective_tokens
-
-    law = open_ladder(path).law
-    size = plan.size.parameters if law.embeddings else plan.size.non_embedding
-    if not size or not plan.tokens:
-        why = "; ".join(dict.fromkeys(plan.unknown.values())) or "the size has no count of blocks"
-        raise UserError(f"--law {path}: size and tokens of the plan are unknown: {why}")
-    unique = plan.tokens / plan.epochs if plan.epochs else 0
-    return law.predict(size, effective_tokens(plan.tokens, unique))
+        typer.echo(f"validation loss in {unit} by the law of {law}: {predicted}")

@@ -1,4 +1,4 @@
-"""`windlass scale`: a recipe on growing numbers of ranks, or with several strategies or layouts."""
+"""`windlass scale`: a recipe on growing numbers of ranks, or with several strategies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ weak           the batch of a rank (as above) and the steps;
 strategies     at one --worlds: ddp, shard_optim, shard_grad_op,
                full_shard, hybrid_shard, with and without offload and
                activation checkpointing
-layouts        at one --worlds: every valid parallel.tensor,
-               parallel.context and parallel.pipeline
 ```
 
 The smallest of --worlds is the baseline.
@@ -44,7 +42,7 @@ def scale(
     recipe: StudyName,
     overrides: Overrides,
     set_: Settings,
-    mode: str = Option("", help="strong (default), fixed-data, weak, strategies or layouts."),
+    mode: str = Option("", help="strong (default), fixed-data, weak or strategies."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
@@ -64,7 +62,7 @@ def scale(
 ) -> int:
     """Train on several numbers of ranks, and compare.
 
-    Or compare strategies or layouts. Cells run one at a time; the same command resumes a killed
+    Or compare strategies. Cells run one at a time; the same command resumes a killed
     study. Windlass also measures steps without communication. With --nodes, jobs train the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.

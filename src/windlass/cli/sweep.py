@@ -57,7 +57,7 @@ def sweep(
     dir_: Path | None = Option(
         None, "--dir", help="The study's directory; default: studies/PRESET-HASH."
     ),
-    world: int = Option(0, min=0, help="Ranks of each cell without parallel.world; 0: 1."),
+    world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
     halving: bool = Option(False, "--halving", help="Asynchronous successive halving."),
@@ -93,7 +93,7 @@ def sweep(
     }
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
     if create:
-        study = studies.create_sweep(recipe, axes or (), set_, dir_)[0]
+        study = studies.create_sweep(recipe, axes or (), set_, dir_, world)
         for note in study.notes:
             say(note)
         cells = f"{study.path}: {plural(len(study.cells), 'cell')}"

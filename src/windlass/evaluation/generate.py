@@ -3,7 +3,7 @@
 The chosen token is a pure function of (seed, index of the text, place of the token). Except for
 rounding of the logits it depends neither on the rest of the batch nor on the rank. No row is
 padded. All rows of a batch are at the same column, and a row with a longer prompt takes its
-prompt's next token while others choose theirs.
+prompt's next token while others choose one.
 
 Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 """
@@ -32,7 +32,6 @@ from windlass.seeds import seed_bytes
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
 # Prompt tokens decoded with the next ones: some tokenizers drop the space before a text.
 PROMPT_TAIL = 16
-NUCLEUS = 1024  # tokens among which top-p is tried first
 
 
 @dataclass(frozen=True)
@@ -76,31 +75,19 @@ def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> T
 
 
 def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [B, V] with -inf where top-k and top-p exclude a token; ties in top-k stay."""
+    """Logits [B, V] with -inf where top-k and top-p exclude a token.
+
+    Ties stay in top-k; the first of them stay in top-p.
+    """
     if 0 < top_k < logits.shape[-1]:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
-    return logits if top_p == 1 else mask_outside_nucleus(logits, top_p)
-
-
-def mask_outside_nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """Logits [B, V] with -inf where top-p excludes a token; the first of ties stay.
-
-    A sort of all tokens takes long, so it first tries the likeliest `NUCLEUS` ones.
-    """
-    total, V = logits.logsumexp(-1, keepdim=True), logits.shape[-1]
-    places = logits.topk(min(NUCLEUS, V), -1).indices.sort(-1).values
-    while True:
-        values, order = logits.gather(-1, places).sort(dim=-1, descending=True, stable=True)
-        probabilities = (values - total).exp()
-        # 0 before the likeliest, which always stays
-        stays = probabilities.cumsum(-1) - probabilities < top_p
-        if places.shape[-1] == V or not (stays & (values == values[:, -1:])).any():
-            inside = torch.zeros_like(logits, dtype=torch.bool)
-            inside.scatter_(-1, places.gather(-1, order), stays)
-            return logits.masked_fill(~inside, -torch.inf)
-        # The last of the tried tokens stays, so others, or its ties, may stay too.
-        places = torch.arange(V, device=logits.device).expand_as(logits)
+    if top_p == 1:
+        return logits
+    values, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = values.softmax(-1)
+    outside = probabilities.cumsum(-1) - probabilities >= top_p  # never the likeliest
+    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
@@ -274,7 +261,7 @@ class _Texts:
                     self.active.discard(i)
                     yield self.indices[i], None
         self.column += 1
-        for row in self.rows:  # the tokens of a complete row have no effect
+        for row in self.rows:  # these tokens of a complete row are ignored
             row.extend(row[-1:] * (self.column - len(row)))
 
 

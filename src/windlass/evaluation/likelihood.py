@@ -149,7 +149,7 @@ def log_likelihoods(
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Windlass's
     own model reads a context once for all of its endings. Texts in a pass have similar lengths.
-    Padding is at their end, where a causal model does not see it. `model(tokens)` returns logits
+    Padding is at their end, so that a causal model does not see it. `model(tokens)` returns logits
     [B, T, V]; if it takes `places`, only the logits of these tokens.
     """
     model, mesh, device = unwrap(model), ranks.mesh, ranks.device
@@ -306,12 +306,12 @@ class Item:
 def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
     if file and not Path(file).is_file():
-        raise UserError(f"eval.hellaswag_file: there is no file {file}")
+        raise UserError(f"eval.hellaswag_file: {file} does not exist")
     place, setting = file or HELLASWAG, "eval.hellaswag_file" + " is empty" * (not file)
     spec = SourceSpec(place, place, "chat", split="validation", setting=setting)
     items = []
-    for found in itertools.islice(open_source(spec).items(), limit or None):
-        row = record_of(found)
+    for record in itertools.islice(open_source(spec).items(), limit or None):
+        row = record_of(record)
         try:
             endings = tuple(map(_without_tags, row["endings"]))
             item = Item(_context(row), endings, int(row["label"]))
@@ -319,10 +319,10 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
                 raise ValueError
         except (ValueError, KeyError, TypeError):
             expected = "a HellaSwag item has ctx, endings, and as label the number of one"
-            raise UserError(f"{found.place}: {expected}") from None
+            raise UserError(f"{record.place}: {expected}") from None
         items.append(item)
     if not items:
-        raise UserError(f"eval.hellaswag_file: {file} has no items")
+        raise UserError(f"eval.hellaswag_file: {file} is empty")
     return items
 
 

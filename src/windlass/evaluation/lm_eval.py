@@ -27,7 +27,7 @@ MAX_TOKENS = 256  # to generate if a task does not say
 
 
 class Interrupted(Exception):
-    """`poll` asked to stop; the harness itself has no way to stop."""
+    """`poll` asked to stop; the harness itself cannot stop."""
 
 
 def run_harness(
@@ -75,7 +75,7 @@ def run_harness(
     except Interrupted:
         return None
     except KeyError as error:  # the harness's error for an unknown task
-        raise UserError(f"the suite lm-eval:{tasks}: the harness has no task {error}") from None
+        raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
@@ -123,7 +123,7 @@ def adapter(
             return template.text(chat_history, tokenizer, ask=add_generation_prompt)
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Any]:
-            # An ending may have no token of its own if its text merges with the context's last one.
+            # An ending lacks tokens if its text merges with the context's last one.
             rows = [
                 Continuation(a, b or self.tok_encode(pair[1], False)) for pair, a, b in requests
             ]

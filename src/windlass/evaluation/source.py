@@ -30,7 +30,9 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
-READ_HERE = {"train.master": "fp32"}  # bf16 weights are read into float32, in any layout
+# The settings of every saved model; `suites.py` adds the settings of a measurement.
+IN_FLOAT32 = {"train.master": "fp32"}  # bf16 weights are read into float32, unless overridden
+AS_READ = {"train.compile": False}  # lengths vary from pass to pass
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Source:
 
     name: str
     recipe: Recipe
-    tokenizer: Tokenizer  # None for a run on a user's own data without a tokenizer
+    tokenizer: Tokenizer  # None for a run on a user's data without one
     template: Template
     checkpoint: Path | None = None  # None: the weights are in a directory of `transformers`
     step: int | None = None
@@ -104,10 +106,10 @@ def find_source(
         if tokenizer and run.recipe.model.is_new:
             tokenizer.start = None  # of the model that the tokenizer comes from
         template = Template.of_directory(folder)
-        recipe = run.recipe.replace(READ_HERE).replace(overrides, NO_LAYOUT)
+        recipe = run.recipe.replace(IN_FLOAT32).replace(overrides, AS_READ | NO_LAYOUT)
         source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
         source = replace(source, module=module, weights=weights)
-        source.open_checkpoint()  # raises if it has no averaged weights
+        source.open_checkpoint()  # raises if it lacks averaged weights
         return source
     if weights != "raw":
         problem = f"{name} is a directory of transformers, which has one set of weights"
@@ -123,7 +125,7 @@ def find_source(
     # The context and the tokenizer of the directory, unless overridden.
     home = adapter if adapter and (adapter / "tokenizer.json").is_file() else directory
     own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
-    recipe = recipe.replace(own).replace(overrides)
+    recipe = recipe.replace(own).replace(overrides, AS_READ)
     tokenizer = named_tokenizer(f"hf:{home}")
     if home == adapter:  # the ends of a text are beside the model
         with suppress(UserError):
@@ -138,11 +140,11 @@ def open_model(source: Source, ranks: Ranks) -> nn.Module:
     Each rank reads only its own part of the weights. The model is in evaluation mode, but a user's
     module keeps its mode: `evaluating` changes it while it is measured.
     """
-    recipe = source.recipe.replace("train.compile=false")  # lengths vary from pass to pass here
+    recipe = source.recipe
     model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:
         raise UserError(
-            f"{source.name} is the run of your own model class ({source.own_model}): "
+            f"{source.name} is the run of your model class ({source.own_model}): "
             f"pass the model from Python, as evaluate(run, model={source.own_model}(...))"
         )
     if model is None:
@@ -179,7 +181,7 @@ def load_model(
     Args:
         run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
             `transformers`, `hf:NAME`.
-        model: An instance of your own class, for a run that trains it; the weights are loaded into
+        model: An instance of your class, for a run that trains it; the weights are loaded into
             it.
         device: `cpu` or `cuda`; default: cuda if available.
         weights: `raw`, or `average` for the averaged weights (`train.average`).

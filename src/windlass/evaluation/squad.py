@@ -52,7 +52,7 @@ def score(
     script. Raises UserError without questions.
     """
     if not references:
-        raise UserError("there is no question to score")
+        raise UserError("scores need at least one question")
 
     def percent(metric: Callable[[str, str], float]) -> float:
         total = sum(

@@ -76,7 +76,7 @@ class Suites:
     ) -> tuple[Scores, dict[str, str] | None] | None:
         """Scores of a suite with their time, and SQuAD's predictions; None if `poll` asks to stop.
 
-        `whole`: also measure the loss of all validation data, besides the loss of `eval.batches`.
+        `whole`: also measure the loss of all validation data, not only of `eval.batches`.
         `average`: also measure the validation loss of these weights of the model.
         """
         # Passes of other shapes must not recompile the training.
@@ -153,7 +153,7 @@ class Suites:
         return Subset(self.train, count, self.recipe.run.seed)
 
     @cached_property
-    def _token_bytes(self) -> Any:  # a user's own tokenizer may not have it
+    def _token_bytes(self) -> Any:  # another tokenizer may lack it
         return getattr(self.tokenizer, "byte_lengths", lambda: None)()
 
     @cached_property
@@ -222,14 +222,14 @@ def evaluate(
             run.
         on_result: Called on rank 0 with each suite's scores when it ends.
         on_progress: Called between the passes of a suite with the samples done and their total.
-        model: An instance of your own class, for a run that trains it; the weights are loaded into
+        model: An instance of your class, for a run that trains it; the weights are loaded into
             it.
         data: Your own samples, as in `train`; the loss is measured on their validation set, or on
             a single `Dataset`.
         weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
-        UserError: The model or a suite does not exist, no suite is named, or the data does not fit
+        UserError: The model or a suite does not exist, suites are missing, or the data does not fit
             the model.
     """
     source = run if isinstance(run, Source) else find_source(run, overrides, model, weights)
@@ -299,7 +299,7 @@ def measure(
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
     if LOSS_SUITE in suites and source.tokenizer is None and given is None:
-        problem = f"{source.name} was trained on data of your own"
+        problem = f"{source.name} was trained on your data"
         raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
     own: dict[str, Any] = {"tokenizer": source.tokenizer, "template": source.template}
     data = given
@@ -307,7 +307,7 @@ def measure(
         data = open_data(recipe, ranks, **own, only_val=True)
     if data is not None and data.val is None:
         raise UserError(
-            "there is no validation set: give data.eval_source=FILE, or data.val_fraction=0.1"
+            "the validation set is missing: give data.eval_source=FILE, or data.val_fraction=0.1"
         )
     batch = samples_per_pass(recipe.model.context, ranks.device.type)
     val, template = data.val if data else None, source.template
@@ -327,7 +327,7 @@ def measure(
 def measured_on(
     suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
 ) -> dict[str, Any]:
-    """Everything besides the model that the scores of a suite depend on.
+    """Everything except the model that the scores of a suite depend on.
 
     `settings`; and, by suite, `files` (path → SHA-256), `data` (the fingerprint of the prepared
     data) or `lm_eval` (the harness's version).

@@ -98,19 +98,10 @@ def sample(
 
 
 def generate(
-    run: str | Path | Run | Source,
-    prompt: str = "",
-    n: int | None = None,
-    device: str = "",
-    *,
-    model: nn.Module | None = None,
-    weights: str = "raw",
-    overrides: Changes = (),
-    **settings: Any,
+    run: str | Path | Run | Source, prompt: str = "", n: int | None = None, **options: Any
 ) -> str | list[str]:
     """The text that continues a prompt, or with `n` a list of texts; arguments as in `sample`."""
     texts = [""] * (n or 1)
-    how = {"model": model, "weights": weights, "overrides": overrides, **settings}
-    for number, piece in sample(run, prompt, n or 1, device, **how):
+    for number, piece in sample(run, prompt, n or 1, **options):
         texts[number] += piece
     return texts[0] if n is None else texts

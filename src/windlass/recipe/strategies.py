@@ -42,12 +42,6 @@ class Sizes:
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
-    @property
-    def full_layout(self) -> str:
-        """The same with the data ranks, if there are several or nothing else, as `tp 2 · dp 4`."""
-        data = f"dp {self.data_world}" if self.data_world > 1 or not self.layout else ""
-        return " · ".join(filter(None, [self.layout, data]))
-
     def data_rank(self, rank: int) -> int:
         """The slice of the data that a rank reads; the ranks of `pp`, `cp` and `tp` share one."""
         return rank // (self.cp * self.tp) % self.data_world

@@ -40,16 +40,16 @@ class Axis:
 class Series:
     """A line, one part of every bar, or a row of a heat map."""
 
-    name: str  # in the legend; empty: it has no entry of its own
+    name: str  # in the legend; empty: without an entry
     y: Numbers
-    # where the points lie: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
+    # places of the points: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
     at: Mapping[str, Numbers] = field(default_factory=dict)
     run: int = -1  # index of the run, for its colour and for hiding it; -1: not a run's
     colour: int | None = None  # index into the palette; None: the run's own colour
     dash: int = 0  # index of the pattern of the line and of the shape of its points
     grey: bool = False  # one of many, without a colour of its own
     minor: bool = False  # a thin line: part of a whole
-    # `line`: hollow points joined by a line; `median`: solid ones joined by one; `only`: hollow ones
+    # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
     points: str = ""
     smooth: bool = False
     low: Numbers | None = None  # lower edge of a band around the line
@@ -118,7 +118,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Look:
-    """A run's place in palette and patterns, its rank among the runs (0: the best), its restarts."""
+    """A run's place in palette and patterns, its rank among the runs (0: the best), restarts."""
 
     label: str
     place: int

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from windlass.reports import tables
 from windlass.reports.charts import Chart, looks
 from windlass.reports.head import BEST, divergence, head_of
-from windlass.reports.law import LawView, is_ladder, ladder_view, prediction_view
+from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
 from windlass.reports.run_charts import charts, time_chart
 from windlass.reports.scaling import recommended, scaling_charts, setup_table
@@ -30,7 +30,7 @@ class Contents:
         law: A ladder whose law predicts the runs.
 
     Raises:
-        UserError: there is no such published table, or the law does not compare with the runs.
+        UserError: no published table has that name, or the law does not compare with the runs.
     """
 
     def __init__(
@@ -54,20 +54,21 @@ class Contents:
         self.scaled: Table | None = None  # the table of setups
         self.law: LawView | None = None
         self.winner_title = "The recommended setup" if study and study.setups else "The best"
-        self.study_charts, self.winners = list[Chart](), study.winners if study else []
+        self.study_charts = list[Chart]()
+        self.recommendations = study.recommendations if study else []
         shown = list[Table]()
         if study and study.study.scaling:
             self.scaled = setup_table(study.study, study.setups)
             self.study_charts = scaling_charts(study.study.scaling, study.setups)
-            self.winners = recommended(study.study, study.setups)
+            self.recommendations = recommended(study.study, study.setups)
             shown = [self.scaled]
-        elif law or (study and is_ladder(study.study)):
+        elif law or (study and study.study.kind == "ladder"):
             runs = [view.run for view in views]
             self.law = ladder_view(study.study) if study else prediction_view(law, runs)
-            self.study_charts, shown = self.law.charts, list(self.law.tables)
+            self.study_charts, shown = list(self.law.charts), list(self.law.tables)
         elif study:
             self.study_charts = sweep_charts(study)
-        self.head = head_of(views, study, self.winners)
+        self.head = head_of(views, study, self.recommendations, self.law)
         if self.single:
             total = tables.results(views[0])
             shown.append(tables.results(views[0], brief=True))
@@ -91,11 +92,11 @@ class Contents:
 
 
 def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
-    """The indices of the runs, the best first; in their own order if their losses do not compare."""
+    """The indices of the runs, the best first; in their order if their losses do not compare."""
     best = None
     if study:
-        lower = any(result.lower for result in study.results)
-        best = study.found.cell.run.path if study.found.cell else None
+        lower, winner = study.lower, study.winners.cell
+        best = winner.run.path if winner else None
         by_run = {result.run.path: result.score for result in study.results}
         scores = [by_run.get(view.run.path) for view in views]
     else:

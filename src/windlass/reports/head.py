@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.errors import by_text, plural
+from windlass.reports.law import LawView
 from windlass.reports.scaling import lede
-from windlass.reports.study import StudyView, Winner
+from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS, Line
-from windlass.study.results import BITS, FAILED_STATES, common_measure, diverged
+from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged
 from windlass.telemetry.measures import SETUP, show, title_of
 from windlass.telemetry.scores import LOSS
 
@@ -63,9 +64,14 @@ class Head:
     notes: str = ""  # `run.notes`
 
 
-def head_of(views: Sequence[RunView], study: StudyView | None, winners: Sequence[Winner]) -> Head:
+def head_of(
+    views: Sequence[RunView],
+    study: StudyView | None,
+    recommendations: Sequence[Recommendation],
+    law: LawView | None,
+) -> Head:
     if study:
-        return _study_head(study, winners)
+        return _study_head(study, recommendations, law)
     return _comparison_head(views) if len(views) > 1 else _run_head(views[0])
 
 
@@ -151,7 +157,7 @@ def good(view: RunView) -> Answer:
     values, track, parts = view.values, view.evals.get(LOSS), list[str]()
     if track is None or "eval_loss" not in values:
         if "train_loss" not in values:
-            return Answer(GOOD, "Not known: no step is in the ledger")
+            return Answer(GOOD, "Unknown: no step is in the ledger")
         loss = show(values["train_loss"], "loss")
         return Answer(GOOD, f"Training loss {loss} nats per token", "No evaluation")
     text = f"validation loss {show(values['eval_loss'], 'loss')} nats per token"
@@ -169,7 +175,7 @@ def good(view: RunView) -> Answer:
 
 def fast(view: RunView) -> Answer:
     if not view.speed:
-        return Answer(FAST, "Not known: no step was timed")
+        return Answer(FAST, "Unknown: no step was timed")
     ms = 1e3 / view.speed.steps_per_s
     step = f"{show(ms, 'rate')} ms a step" if ms < 1e4 else f"{show(ms / 1e3, 'duration')} a step"
     device = f" on {view.start['device']}" if "device" in view.start else ""
@@ -188,7 +194,7 @@ def cost(views: Sequence[RunView]) -> Answer:
         for name in ("runtime_s", "device_hours", "energy_kwh", "tokens")
     )
     if not wall:
-        return Answer(COST, "Not known: no time is in the ledger")
+        return Answer(COST, "Unknown: no time is in the ledger")
     goodput = show(sum(view.wall["train"] for view in views) / wall, "share")
     parts = [f"{show(kwh, 'hours')} kWh of the devices" * (kwh > 0)]
     parts.append(f"goodput {goodput} (time in training steps)")
@@ -251,11 +257,11 @@ def _labelled(view: RunView) -> list[Trouble]:
 def _best_run(views: Sequence[RunView]) -> Answer:
     measure, remark = common_measure([view.validation for view in views])
     if not measure:
-        return Answer(GOOD, "There is no best run", remark)
+        return Answer(GOOD, "Windlass names no best run", remark)
     scores = [(x, v.label) for v in views if isinstance(x := v.values.get(BEST[measure]), float)]
     ranked = sorted(one for one in scores if not math.isnan(one[0]))
     if not ranked:
-        return Answer(GOOD, "Not known: no evaluation")
+        return Answer(GOOD, "Unknown: no evaluation")
     score, label = ranked[0]
     unit = " nats per token" * (measure == LOSS)
     return Answer(GOOD, f"Best {title_of(measure)} {show(score, 'loss')}{unit}: {label}", remark)
@@ -264,14 +270,16 @@ def _best_run(views: Sequence[RunView]) -> Answer:
 def _fastest(views: Sequence[RunView]) -> Answer:
     speeds = sorted((v.speed.tokens_per_s, v.label) for v in views if v.speed)
     if not speeds:
-        return Answer(FAST, "Not known: no step was timed")
+        return Answer(FAST, "Unknown: no step was timed")
     low, median, high = speeds[0], statistics.median(speed for speed, _ in speeds), speeds[-1]
     ends = f"{show(low[0], 'count')} ({low[1]}) to {show(high[0], 'count')} ({high[1]})"
     text = f"{show(median, 'count')} tokens/s, median of the runs"
     return Answer(FAST, text, ends * (len(speeds) > 1))
 
 
-def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
+def _study_head(
+    seen: StudyView, recommendations: Sequence[Recommendation], law: LawView | None
+) -> Head:
     states = [result.state for result in seen.results]
     text = f"{states.count('finished')} of {plural(len(states), 'cell')} finished"
     counted = Counter(state for state in states if state != "finished")
@@ -280,11 +288,11 @@ def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
         kicker, subtitle = "A scaling study", lede(scaling)
-        answers += _scaling(seen, winners)
+        answers += _scaling(seen, recommendations)
     else:
-        kicker = "A study"
+        kicker = "A ladder" if law else "A study"
         subtitle = "; ".join(f"{key}: {', '.join(map(show, x))}" for key, x in seen.swept.items())
-        answers += [_best_cell(seen), _fastest(seen.views)]
+        answers += [_law(law) if law else _best_cell(seen), _fastest(seen.views)]
     bad = {r.run.path: r for r in seen.results if r.state in FAILED_STATES}
     troubles = [
         Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
@@ -298,26 +306,34 @@ def _study_head(seen: StudyView, winners: Sequence[Winner]) -> Head:
 
 
 def _best_cell(seen: StudyView) -> Answer:
-    if not seen.best:
-        return Answer(GOOD, "There is no best cell", seen.remark)
-    best, *others = seen.best
+    if not seen.winners.groups:
+        return Answer(GOOD, NO_BEST, seen.winners.remark.removeprefix(f"{NO_BEST}: "))
+    best, *others = seen.winners.groups
     text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
     more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
     seeds = f"median of {best.seeds}" if best.seeds else ""
-    return Answer(GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.remark])))
+    return Answer(
+        GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.winners.remark]))
+    )
 
 
-def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
+def _law(law: LawView) -> Answer:
+    question = "How good is the law?"
+    return Answer(question, "Unknown", law.remark) if law.remark else Answer(question, law.summary)
+
+
+def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list[Answer]:
     """How well it scales, and how fast it was."""
     question = "How well does it scale?"
     measured = [setup for setup in seen.setups if setup.measured]
     if not measured:
         reasons = dict.fromkeys(s.missing.get("step_ms", "not run yet") for s in seen.setups)
-        return [Answer(question, f"Not known: {'; '.join(reasons)}"), Answer(FAST, "Not known")]
+        return [Answer(question, f"Unknown: {'; '.join(reasons)}"), Answer(FAST, "Unknown")]
     largest = max(measured, key=lambda setup: setup.world)
     fastest = max(measured, key=lambda setup: setup.values["samples_per_s"])
-    if winners:
-        quality = Answer("Which setup is best?", winners[0].name, winners[0].why)
+    if recommendations:
+        best = recommendations[0]
+        quality = Answer("Which setup is best?", best.name, best.why)
     elif "efficiency" in largest.values and len({setup.world for setup in measured}) > 1:
         efficiency, speedup = (
             show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")
@@ -327,7 +343,7 @@ def _scaling(seen: StudyView, winners: Sequence[Winner]) -> list[Answer]:
     else:
         measured_alone = f"only {plural(largest.world, 'rank')} measured"
         why = largest.missing.get("efficiency", measured_alone)
-        quality = Answer(question, f"Not known: {why}")
+        quality = Answer(question, f"Unknown: {why}")
     step = show(fastest.values["step_ms"], "rate")
     text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
     remark = f"{fastest.name}, the fastest setup: {step} ms a step"

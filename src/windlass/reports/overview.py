@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from windlass.errors import UserError
 from windlass.run import Run, effective, read_lines
-from windlass.study.results import DONE_STATES, CellResult, find_winners, summarize, time_left
-from windlass.study.study import Study
+from windlass.study.probe import PROBES
+from windlass.study.results import DONE_STATES, CellResult, summarize, time_left
+from windlass.study.study import STUDY, Study
 from windlass.telemetry.scores import LOSS
 from windlass.telemetry.timing import device_hours
 
@@ -58,24 +59,28 @@ def overview(directory: Path, sort: str = "name") -> list[RunRow]:
     field, largest_first = SORTS[sort]
     try:
         rows = list(map(_cell_row, Study.open(directory).results()))
-    except UserError:  # not a study, or a damaged one
-        rows = [_row(path, directory) for path in find_runs(directory)]
+    except UserError:  # not a study, or a damaged one, whose cells are still listed
+        tops = [directory]
+        if Study.is_study(directory):
+            tops = [path for path in sorted(directory.iterdir()) if path.name != PROBES]
+        rows = [_row(path, directory) for top in tops for path in find_runs(top)]
 
     def missing(row: RunRow) -> bool:
         value = getattr(row, field)
         return value is None or (isinstance(value, float) and math.isnan(value))
 
-    known = [row for row in rows if not missing(row)]
-    known.sort(key=lambda row: getattr(row, field), reverse=largest_first)
-    return known + list(filter(missing, rows))
+    sortable = [row for row in rows if not missing(row)]
+    sortable.sort(key=lambda row: getattr(row, field), reverse=largest_first)
+    return sortable + list(filter(missing, rows))
 
 
 def find_runs(top: Path) -> Iterator[Path]:
-    """The directories of runs at or under a directory and of studies under it, sorted by name."""
+    """The directories of runs and studies at or under a directory, sorted by name in each level."""
     runs: set[Path] = set()
     for depth in range(DEPTH + 1):
-        for path in sorted(file.parent for file in top.glob("*/" * depth + "recipe.toml")):
-            if runs.isdisjoint(path.parents) and (depth or not Study.is_study(path)):
+        files = (top.glob("*/" * depth + name) for name in ("recipe.toml", STUDY))
+        for path in sorted({file.parent for level in files for file in level}):
+            if runs.isdisjoint(path.parents):
                 runs.add(path)
                 yield path
 
@@ -121,7 +126,7 @@ def _study_row(path: Path, name: str) -> RunRow:
     except UserError:
         return RunRow(name, "damaged")
     results, runs = study.results(), study.runs()
-    best = find_winners(results, study.measure, study.values).groups
+    best = study.winners(results).groups
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
     return RunRow(

@@ -51,11 +51,9 @@ def page(report: Contents) -> str:
     environment = _environment(report.views)
     if study:  # the pages of the cells have the others
         environment = [fact for fact in environment if fact.same]
-    parts: dict[
-        str, tuple[str, Any]
-    ] = {  # the sections that can be: the heading, and what is in it
+    parts: dict[str, tuple[str, Any]] = {  # the possible sections: heading and content
         "published": (report.published.title if report.published else "", report.published),
-        "winner": (report.winner_title, report.winners),
+        "winner": (report.winner_title, report.recommendations),
         "scaling": ("Scaling", report.scaled),
         "law": ("The law of scaling", report.law),
         "swept": (

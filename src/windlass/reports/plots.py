@@ -1,7 +1,7 @@
 """Charts as pictures for paper, drawn by matplotlib without pyplot or a display.
 
-The same run gives the same bytes: the files have no date and no version, and a user's own style has
-no effect.
+The same run gives the same bytes: the files lack date and version, and matplotlib's own style files
+are left out.
 """
 
 from __future__ import annotations

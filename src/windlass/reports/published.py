@@ -21,7 +21,7 @@ from windlass.study.study import Study
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_result
 
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
-COUNTS = ("world", "batch_per_device")  # known without a GPU
+COUNTS = ("world", "batch_per_device")  # also without a GPU
 SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}
 """What a table is filled from, by the `rows` of its specification."""
 
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
     values: Mapping[str, Any]  # settings and measures by name
     state: str
-    gpus: bool | None  # None: not known yet
+    gpus: bool | None  # None: it has not begun
     reasons: Mapping[str, str] = {}  # why a measure is missing
 
     def cell(self, heading: Heading) -> Any:
@@ -91,7 +91,7 @@ def published(
 ) -> Table | None:
     """The published table of a study's or all runs' preset, or the table called `name`.
 
-    None if the preset has no table, or if the study varies settings that the table does not have.
+    None if the preset lacks a table, or if the study varies settings that the table does not have.
 
     Raises:
         UserError: no table is called `name`, or it is a table of something else than these sources.

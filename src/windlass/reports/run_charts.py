@@ -1,4 +1,4 @@
-"""The charts of runs: losses, scores, the optimizer, speed, and what each rank's device did."""
+"""The charts of runs: losses, scores, the optimizer, speed, and each rank's device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def time_chart(views: Sequence[RunView]) -> Chart | None:
 
 
 def bits_factor(view: RunView) -> float:
-    """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if not known."""
+    """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if unknown."""
     data = view.validation
     return data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
 

@@ -14,32 +14,27 @@ import numpy as np
 from windlass.errors import by_text, plural
 from windlass.estimate.time import NO_PEAK
 from windlass.reports.charts import Axis, Chart, Series, pattern
-from windlass.reports.study import Winner
+from windlass.reports.study import Recommendation
 from windlass.reports.table import Column, Table
-from windlass.study.grid import AT_ONE_WORLD, NODES, WORLD, Scaling
+from windlass.study.grid import NODES, WORLD
 from windlass.study.setups import Setup, baseline
+from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS, show
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from windlass.study.study import Study
-
 ON_CPU = "not measured on a CPU"
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
-RECOMMENDED = (
-    "Recommended: the setup with the least memory among those within 2 % of the fastest, or within "
-    "the spread of its repeats."
-)
 FORMULAS = {
     "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
     "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
     "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
     f"in a step, {RANKS}.",
-    "strategies": RECOMMENDED,
-    "layouts": f"Speed-up = T(dp) ÷ T, T the time of a step, dp data parallelism. {RECOMMENDED}",
+    "strategies": "Recommended: the setup with the least memory among those within 2 % of the "
+    "fastest, or within the spread of its repeats.",
 }
 LEDES = {
     "strong": "strong scaling: the batch of a step stays",
@@ -47,7 +42,6 @@ LEDES = {
     "weak batch": "weak scaling: the batch of a rank stays",
     "weak model": "weak scaling: the layers grow with the ranks",
     "strategies": "strategies at one number of ranks",
-    "layouts": "layouts of one number of ranks",
 }
 
 
@@ -108,7 +102,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
         "Step: the median over the lines of the ledger that begin after "
         f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
     ]
-    if scaling.mode in AT_ONE_WORLD and scaling.repeats == 1 and len(measured) > 1:
+    if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
         text.append(
             "Each setup ran once, so a difference may be noise, and the next study may recommend "
             "another setup. With `--repeats 3` the table has the spread of each setup."
@@ -126,7 +120,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     """Why columns are empty, in one note: a sentence for each reason and its setups."""
-    other = "compared" if scaling.mode in AT_ONE_WORLD else "strategies"
+    other = "compared" if scaling.mode == "strategies" else "strategies"
     empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
     for name, measure in SETUP.items():
         without: dict[str, list[str]] = {}
@@ -146,8 +140,8 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     return [" ".join(text)] if text else []
 
 
-def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
-    """The recommended setup of strategies or layouts, with the command that trains with it."""
+def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
+    """The recommended strategy, with the command that trains with it."""
     for row in setups:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
@@ -158,7 +152,7 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Winner]:
             why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Winner(row.name, why, command, remark, cells)]
+            return [Recommendation(row.name, why, command, remark, cells)]
     return []
 
 
@@ -174,7 +168,7 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
     """Charts against ranks, or at one world throughput against memory; the parts of a step."""
     measured = [setup for setup in table if setup.measured]
-    if scaling.mode in AT_ONE_WORLD:
+    if scaling.mode == "strategies":
         charts = pareto(measured, scaling.repeats)
     else:
         charts = against_ranks(scaling, measured, baseline(table))
@@ -261,7 +255,7 @@ def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
 
 
 def step_parts(measured: Sequence[Setup]) -> list[Chart]:
-    """The parts of a step in stacked bars, for each setup whose parts are known."""
+    """The parts of a step in stacked bars, for each setup with its parts."""
     divided = [setup for setup in measured if "compute_ms" in setup.values]
     if not divided:
         return []

@@ -22,7 +22,7 @@ from windlass.reports.table import Column, Table, numeric
 from windlass.reports.tables import measure_column
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
-from windlass.study.results import BITS, SeedGroup, Winners, find_winners, seed_groups
+from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, read_setups
 from windlass.study.study import Study
 from windlass.telemetry.measures import show, title_of
@@ -30,8 +30,8 @@ from windlass.telemetry.scores import LOSS
 from windlass.variables import scrub
 
 
-class Winner(NamedTuple):
-    """A recommended choice of settings."""
+class Recommendation(NamedTuple):
+    """A choice of settings, and the command that trains it."""
 
     name: str  # what it sets
     why: str  # it was chosen; empty: the first lines of the report have its score
@@ -48,7 +48,7 @@ class StudyView:
     """A study with its cells as they stood when it was read, and the runs of started cells.
 
     Raises:
-        UserError: there is no study at `path`.
+        UserError: `path` is not a study.
     """
 
     def __init__(self, path: str | Path):
@@ -64,14 +64,15 @@ class StudyView:
         labels = map(label_of, assigned)
         self.views = [RunView(r.run, x, rows) for r, x in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
-        self.found = Winners([], "")
-        if study.scaling is None:
-            self.found = find_winners(self.results, study.measure, study.values)
-        # the best first, and by what cells are compared, or why there is no best
-        self.best, self.remark = self.found
+        self.winners = study.winners(self.results)
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
+
+    @property
+    def lower(self) -> bool:
+        """Whether less of the measure is better."""
+        return any(result.lower for result in self.results)
 
     @cached_property
     def setups(self) -> list[Setup]:
@@ -84,17 +85,17 @@ class StudyView:
         return self.title.capitalize() if self.study.measure in (LOSS, BITS) else self.title
 
     @property
-    def winners(self) -> list[Winner]:
+    def recommendations(self) -> list[Recommendation]:
         """The best choices, each with the command that trains it in full."""
-        winners = []
-        for group in self.best:
+        groups, recommendations = self.winners.groups, []
+        for group in groups:
             command, remark = self.study.winner_command(group.assignment)
-            best = self.found.cell if group is self.best[0] else None
+            best = self.winners.cell if group is groups[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             name = settings or "the recipe as it is"
-            winners.append(Winner(name, "", command, remark, rows))
-        return winners
+            recommendations.append(Recommendation(name, "", command, remark, rows))
+        return recommendations
 
 
 def cell_table(seen: StudyView) -> Table:
@@ -158,7 +159,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    lower, series = any(r.lower for r in seen.results), list[Series]()
+    lower, series = seen.lower, list[Series]()
 
     def best_of(groups: Sequence[SeedGroup]) -> float:
         scores = [group.median for group in groups if group.median is not None]
@@ -206,7 +207,7 @@ def heat_map(seen: StudyView) -> Chart:
         place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
         table[place] = math.nan if group.median is None else group.median
     low, high = np.nanmin(table), np.nanmax(table)
-    far = (table - low if any(r.lower for r in seen.results) else high - table) / (high - low or 1)
+    far = (table - low if seen.lower else high - table) / (high - low or 1)
     # by the logarithm of the distance, because one very bad cell must not hide other differences
     shades = 1 - np.log1p(9 * far) / np.log(10)
     names = short_names(seen.study.keys)

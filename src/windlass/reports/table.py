@@ -1,6 +1,6 @@
 """A table of raw values, written five ways: Markdown, LaTeX, CSV, the terminal, the page.
 
-A report is made to be shown, so all text passes through `scrub` before it enters a file.
+People show reports, so all text passes through `scrub` before it enters a file.
 """
 
 from __future__ import annotations
@@ -141,13 +141,13 @@ def stacked(name: str, keys: Sequence[str], parts: Mapping[tuple[str, ...], Tabl
 
 
 def markdown_cell(text: Any) -> str:
-    """Text made safe for a cell of a Markdown table."""
+    """Text that is safe in a cell of a Markdown table."""
     cleaned = html.escape(" ".join(printable(scrub(str(text))).split()), quote=False)
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
 def latex_cell(text: Any) -> str:
-    """Text made safe for a cell of a LaTeX table."""
+    """Text that is safe in a cell of a LaTeX table."""
     return " ".join(printable(scrub(str(text))).split()).translate(LATEX)
 
 

@@ -88,12 +88,12 @@ class SettingRow(NamedTuple):
     values: tuple[Any, ...]
     meaning: str
     differs: bool  # between the runs
-    changed: bool  # in a run, from the preset that it was made from
+    changed: bool  # in a run, from its preset
 
 
 def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
-    """Every setting, but for the run's place: first if it differs between the runs, then if it is not
-    the preset's.
+    """Every setting, but for the run's place: first if it differs between the runs, then if the
+    preset has another value.
     """
     fields, rows = settings(), []
     bases = [_base(str(view.settings["preset"])) for view in views]
@@ -108,7 +108,7 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
 
 @cache
 def _base(preset: str) -> Mapping[str, Any]:
-    """The settings of a preset; the defaults for a recipe that was made from none."""
+    """The settings of a preset; the defaults for a recipe without one."""
     path = presets().get(preset)  # a path, because a run here may have the preset's name
     return (Recipe.load(path) if path else Recipe(preset=preset)).flat()
 

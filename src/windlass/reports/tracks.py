@@ -67,7 +67,7 @@ class Track:
         return [name for name in self.measures() if is_score(name)]
 
     def thinned(self, rows: int) -> Track:
-        """At most about `rows` of the rows: half by the loss, half by the extremes of all measures."""
+        """About `rows` of the rows at most: half by the loss, half by the extremes of measures."""
         if len(self) <= rows:
             return self
         names, half = self.measures(), rows // 2

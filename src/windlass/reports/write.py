@@ -63,7 +63,7 @@ def report(
         law: A ladder: its law predicts the runs, and the report has both losses.
 
     Raises:
-        UserError: There is no run or no such table, a run is unreadable or does not compare with
+        UserError: A run or the table is missing, a run is unreadable or does not compare with
             the law, the law is for a study, or the directory cannot be written.
     """
     if plots or pdf:
@@ -114,7 +114,7 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
         else:
             runs += Study.open(source).runs() if Study.is_study(source) else [Run.open(source)]
     if not runs:
-        raise UserError("there is no run to report on; by default the runs lie in runs/")
+        raise UserError("name a run to report on; by default runs lie in runs/")
     return views(runs), None, runs[0].report_dir if len(runs) == 1 else Path("report")
 
 
@@ -155,10 +155,12 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
-    winners = f"\n## {computed.winner_title}\n" * bool(computed.winners)
-    for best in computed.winners:
+    winners = f"\n## {computed.winner_title}\n" * bool(computed.recommendations)
+    for best in computed.recommendations:
         winners += f"\n{markdown_cell(best.text)}. {best.remark}\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
+    if computed.law and computed.law.remark:
+        text += f"\n## The law of scaling\n\n{markdown_cell(computed.law.remark)}\n"
     for name, table in computed.tables.items():
         text += winners * (name == "cells") + section(table)
     text += "".join(map(section, computed.evaluations.values()))

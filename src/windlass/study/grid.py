@@ -22,8 +22,6 @@ WORLD, NODES, REPEAT = "parallel.world", "parallel.nodes", "repeat"
 AXES_ONLY = (WORLD, NODES, REPEAT)
 """Axes that are not settings: a cell's ranks, its hosts, and its number among equal cells."""
 ONE = {NODES: 1, REPEAT: 1}  # the values of a cell that does not set them
-MODES = ("strong", "fixed-data", "weak", "strategies", "layouts")  # of a scaling study
-AT_ONE_WORLD = ("strategies", "layouts")  # the modes that compare setups of one number of ranks
 Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
@@ -32,17 +30,6 @@ class Axis(NamedTuple):
 
     keys: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """The options that make a study a scaling study, as `study.json` stores them."""
-
-    mode: str  # one of MODES
-    grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
-    warmup: int = 5  # steps of each start that are left out
-    repeats: int = 1
-    preset: str = ""  # of the study, if it was made from one
 
 
 @dataclass(frozen=True)

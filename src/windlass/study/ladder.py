@@ -16,25 +16,43 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from windlass.checkpoint.retention import LOSS
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
-from windlass.estimate.plan import plan
+from windlass.estimate.plan import Plan, plan
 from windlass.estimate.subject import subject_of
 from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
 from windlass.recipe import Changes, Recipe
 from windlass.run import Run, last_start
 from windlass.study.grid import Assignment, Cell
-from windlass.study.law import Judged, Law, Observation, fit_law, judge
-from windlass.study.results import BITS, CellResult, common_measure, read_result
+from windlass.study.law import (
+    Judged,
+    Law,
+    Observation,
+    Range,
+    check_all,
+    effective_tokens,
+    fit_law,
+    judge,
+)
+from windlass.study.results import (
+    BITS,
+    TOKENIZER,
+    CellResult,
+    common_measure,
+    read_result,
+    validation_settings,
+)
 from windlass.study.runner import sweep
-from windlass.study.study import Study, load_study
+from windlass.study.study import KINDS, Study, load_study
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
 """Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
 (arXiv 2412.04403, section 3). With muP the learning rate stays."""
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
+AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
 ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the wanted one
 
@@ -48,13 +66,14 @@ class Ladder:
     left_out: list[str]  # cells that the law does not use, each with its reason
     measure: str  # LOSS, or BITS if the tokenizers differ
 
+    @property
+    def unit(self) -> str:
+        return "nats per token" if self.measure == LOSS else "bits per byte"
+
     @cached_property
     def judged(self) -> list[Judged]:
         """The forms by their error on further runs or on the largest size, fitted without these."""
-        runs, sizes = self.observations, {one.parameters for one in self.observations}
-        if all(one.in_fit for one in runs) and len(sizes) > 2:
-            runs = [replace(one, in_fit=one.parameters < max(sizes)) for one in runs]
-        return judge(runs)
+        return judge(self.observations)
 
     @cached_property
     def law(self) -> Law:
@@ -70,6 +89,41 @@ class Ladder:
     def earlier(self) -> Law:
         """The law without the further runs, as `plan --law` had it before they trained."""
         return replace(self, observations=[one for one in self.observations if one.in_fit]).law
+
+    def predict(self, recipe: Recipe, planned: Plan) -> Range:
+        """The validation loss of a recipe by its plan.
+
+        Raises UserError if the recipe has other validation data than the ladder, or another
+        tokenizer under a law in nats per token, or if the plan lacks size or tokens.
+        """
+        tokenizer = TOKENIZER if self.measure == LOSS else ()
+        wanted, given = (_measured_on(one, tokenizer) for one in (self.study.recipe, recipe))
+        for key in wanted:
+            if given.get(key) != wanted[key] and key not in self.study.keys:
+                law = f"the law of {self.study.path} is of {key} = {wanted[key]!r}"
+                problem = f"{law}, and the recipe has {given.get(key)!r}"
+                raise UserError(f"{problem}: their losses in {self.unit} do not compare")
+        size = planned.size.parameters if self.law.embeddings else planned.size.non_embedding
+        if not size or not planned.tokens:
+            why = "; ".join(dict.fromkeys(planned.unknown.values()))
+            why = why or "the size does not count blocks alone"
+            raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
+        unique = planned.tokens / planned.epochs if planned.epochs else 0
+        return self.law.predict(size, effective_tokens(planned.tokens, unique))
+
+
+def _measured_on(recipe: Recipe, tokenizer: Sequence[str]) -> dict[str, Any]:
+    """The settings behind a validation loss, with the real paths of files that exist.
+
+    A prediction is of any part of the same validation data.
+    """
+    flat, settings = recipe.flat(), validation_settings(recipe)
+    settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
+    for name in ("source", "eval_source"):
+        place = Path(str(getattr(recipe.data, name))).expanduser()
+        if isinstance(settings.get(f"data.{name}"), str) and place.exists():
+            settings[f"data.{name}"] = str(place.resolve())
+    return settings | {key: flat.get(key) for key in tokenizer}
 
 
 def ladder(
@@ -92,7 +146,8 @@ def ladder(
         options: `world`, `workers`, `retry_failed`, `progress`: as for `sweep`.
 
     Raises:
-        UserError: A size cannot be had, or a cell's recipe is invalid.
+        UserError: A size cannot be had, a cell's recipe is invalid, or too few runs or a missing
+            package rule out a law.
         Stopped: A signal stopped the ladder, and everything is saved.
     """
     return sweep(create_ladder(recipe, sizes, tokens, overrides, path), **options)
@@ -108,26 +163,51 @@ def create_ladder(
     """Create the study of a ladder, or add cells to it."""
     base, _, place = load_study(recipe, "sweep", overrides)
     if not sizes and place and not tokens and path is None:
-        return Study.create(base, (), place)
+        return checked(Study.create(base, (), place))
     if not sizes:
         raise UserError(f"{argument('sizes', ['1M', '3M', '10M'])}: name the sizes of the ladder")
+    if base.model.kind != "gpt":
+        problem = "a ladder changes layers and width, and only model.kind = gpt can change them"
+        raise UserError(f"model.kind = {base.model.kind}: {problem}")
     if not base.eval.every:
         raise UserError("eval.every = 0 measures no validation loss, which the law needs")
     # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
     base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
     usual = Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
-    grid = assignments(base, sizes, tokens or TOKENS)
-    return Study.create(base, grid, Path(path or place or usual))
+    vocab = vocabulary(base)
+    grid, path = assignments(base, sizes, tokens or TOKENS, vocab), Path(path or place or usual)
+    planned = Study.create(base, grid, path, kind="ladder", write=False)
+    check_all([_planned(cell, vocab) for cell in planned.cells])
+    return Study.create(base, grid, path, kind="ladder")
 
 
-def assignments(recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float]) -> list[Assignment]:
-    """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
-    if recipe.model.kind != "gpt":
-        problem = "a ladder changes layers and width, and only model.kind = gpt can change them"
-        raise UserError(f"model.kind = {recipe.model.kind}: {problem}")
+def checked(study: Study) -> Study:
+    """A study; UserError if it is not a ladder."""
+    if study.kind != "ladder":
+        remedy = f"give a ladder, or {argument('sizes', ['1M', '3M', '10M'])} for a new one"
+        raise UserError(f"{study.path} is {KINDS[study.kind]}: {remedy}")
+    return study
+
+
+def vocabulary(recipe: Recipe) -> int:
+    """The rows of a recipe's embedding; prepares the data if the tokenizer is learned from them."""
     if not (vocab := subject_of(recipe).size.vocab):
-        prepare(recipe)  # the tokenizer is learned from the data
-        vocab = subject_of(recipe).size.vocab or 0
+        prepare(recipe)
+        vocab = subject_of(recipe).size.vocab
+    return vocab or 0
+
+
+def _planned(cell: Cell, vocab: int) -> Observation:
+    """A cell as the law will see it when it has finished, without its loss."""
+    sizes, ratio = count(cell.recipe.model, vocab), cell.recipe.train.tokens_per_parameter
+    tokens = int(sizes.total * ratio)
+    return Observation(cell.label, sizes.total, sizes.non_embedding, tokens, 1.0)
+
+
+def assignments(
+    recipe: Recipe, sizes: Sequence[str], tokens: Sequence[float], vocab: int
+) -> list[Assignment]:
+    """The grid of a ladder: shape, learning rate and batch of each size, times the tokens."""
     own = count(recipe.model, vocab).total
     rows = []
     for size in sizes:
@@ -203,9 +283,9 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
 def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     """A ladder with its finished runs; `runs`: further ones, which the law is judged by.
 
-    Raises UserError if the losses of the runs do not compare.
+    Raises UserError if it is not a ladder, or if the losses of the runs do not compare.
     """
-    study = source if isinstance(source, Study) else Study.open(source)
+    study = checked(source if isinstance(source, Study) else Study.open(source))
     given = {run.path.resolve(): run for run in runs}
     joined = [_result(run, study) for run in joined_runs(study) if run.exists]
     left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
@@ -216,8 +296,8 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
         if result.state == "finished" and result.evaluations:
             rows.append((result, True))
         else:
-            reason = result.reason or "it has no evaluation" * (result.state == "finished")
-            left_out.append(f"{result.cell.label or result.run.path}: {reason or result.state}")
+            reason = result.reason or "it lacks an evaluation" * (result.state == "finished")
+            left_out.append(f"{name_of(result)}: {reason or result.state}")
     for run in given.values():
         result = _result(run, study)
         if result.state != "finished" or not result.evaluations:
@@ -253,6 +333,14 @@ def _result(run: Run, study: Study) -> CellResult:
     return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
 
 
+def name_of(result: CellResult) -> str:
+    """Shape and tokens of a cell, or the path of a run from elsewhere."""
+    if not result.cell.assignment:
+        return str(result.run.path)
+    model, train = result.cell.recipe.model, result.cell.recipe.train
+    return f"{model.layers}x{model.width}, {train.tokens_per_parameter:g} tokens per parameter"
+
+
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
     """The size, tokens and last validation loss of a finished cell."""
     start = last_start(result.run.ledger())
@@ -261,7 +349,7 @@ def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
         lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
         loss = lines[-1]["bits_per_byte"]
     return Observation(
-        result.cell.label or str(result.run.path),
+        name_of(result),
         int(start["parameters"]),
         count(result.cell.recipe.model, 0).non_embedding,
         result.tokens,

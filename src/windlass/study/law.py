@@ -19,6 +19,7 @@ from windlass.errors import UserError, plural, require
 
 Numbers = NDArray[np.float64]
 
+FIT = "the fit of a scaling law"  # what needs scipy
 HUBER = 1e-2
 """Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
 Hoffmann et al. (appendix D.3) have 1e-3."""
@@ -26,7 +27,7 @@ SMOOTH = 0.1  # the threshold of a first descent, which has fewer local minima
 SAMPLES = 100  # of the bootstrap
 LOW, HIGH = 10, 90  # percentiles of a range
 FAR = 10.0  # a prediction beyond this multiple of the fitted range is an extrapolation
-HELD_OUT = 4  # the largest quarter of the runs judges a form that is fitted to the others
+HELD_OUT = 4  # with two sizes the largest quarter of the runs judges a form
 REPEATED = 15.4
 """R* of Muennighoff et al. (arXiv 2305.16264, equation 5): repeated tokens lose value by it."""
 
@@ -53,7 +54,7 @@ def _form(formula: str, source: str, base: Sequence[float], *places: Sequence[in
 
 
 NOTHING = -50.0  # the logarithm of a term that is left out
-TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # between which constants are looked for
+TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # the bounds of constants
 FORMS = {
     "chinchilla": _form(
         "E + A / N^α + B / D^β",
@@ -94,7 +95,7 @@ class Observation:
     tokens: int
     loss: float  # nats per token, or bits per byte
     unique_tokens: int = 0  # of the training data; 0: no token was repeated
-    in_fit: bool = True  # False: kept back to judge the law
+    in_fit: bool = True  # False: it judges the law
 
     @property
     def effective_tokens(self) -> float:
@@ -121,7 +122,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Law:
-    """A fitted law. N counts all parameters, or with `embeddings` False those of the blocks."""
+    """A fitted law. N counts all parameters, or without `embeddings` the blocks' alone."""
 
     form: str
     embeddings: bool
@@ -129,6 +130,18 @@ class Law:
     values: Numbers = field(repr=False)  # (a, b, e, p, q, g) [6] of the centred law
     resampled: Numbers = field(repr=False)  # the same of each bootstrapped law [SAMPLES, 6]
     centre: tuple[float, float] = field(repr=False)  # mean log N and log D of the fitted runs
+
+    @property
+    def counted(self) -> str:
+        return "parameters" if self.embeddings else "parameters without embeddings"
+
+    def flops(self, runs: Sequence[Observation]) -> Numbers:
+        """6 N D of each run, with N as the law counts it and every token that was trained on."""
+        return np.array([6.0 * one.size(self.embeddings) * one.tokens for one in runs])
+
+    def of_run(self, run: Observation) -> float:
+        """The loss of a run by the law."""
+        return self.loss(run.size(self.embeddings), run.effective_tokens)
 
     def loss(self, size: float, tokens: float) -> float:
         return float(np.exp(self._logs(self.values, size, tokens)))
@@ -149,7 +162,8 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it.
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it
+        and without repeated tokens.
 
         The minimum along C is convex in log N, so a golden-section search finds it.
         """
@@ -181,8 +195,7 @@ class Law:
         numbers = ", ".join(
             f"{k} = {v:.4g} ({lo:.4g} to {hi:.4g})" for k, (v, lo, hi) in self.constants().items()
         )
-        which = "all parameters" if self.embeddings else "parameters without embeddings"
-        return f"L = {FORMS[self.form].formula}, N: {which}; {numbers}"
+        return f"L = {FORMS[self.form].formula}, N: {self.counted}; {numbers}"
 
 
 def log_loss(values: Numbers, n: Numbers, d: Numbers) -> tuple[Numbers, Numbers]:
@@ -208,7 +221,7 @@ def fit_law(
 
     Raises UserError: there are fewer runs than constants, or one size or one amount of tokens only.
     """
-    require("scipy", "the fit of a scaling law")
+    require("scipy", FIT)
     runs = [one for one in observations if one.in_fit]
     check(runs, form)
     n = np.log([float(one.size(embeddings)) for one in runs])
@@ -232,12 +245,13 @@ def check(runs: Sequence[Observation], form: str) -> None:
     """Raise UserError if these runs cannot give the constants of a form."""
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
-        problem = f"{plural(len(runs), 'finished run')} for {constants} constants ({form})"
-        raise UserError(f"the law needs more runs than constants: {problem}; add sizes or tokens")
+        problem = f"{plural(len(runs), 'run')} for {constants} constants ({form})"
+        needs = "the law needs more runs than constants, without the largest ones, which judge it"
+        raise UserError(f"{needs}: {problem}; add sizes or tokens")
     sizes, amounts = {r.parameters for r in runs}, {r.tokens for r in runs}
     if min(len(sizes), len(amounts)) < 2:
         same = "size" if len(sizes) < 2 else "amount of tokens"
-        raise UserError(f"all finished runs have one {same}: add another, so that a law shows")
+        raise UserError(f"the law is fitted to runs of one {same}: add another, so that it shows")
 
 
 def _starts(form: str, y: Numbers) -> list[Numbers]:
@@ -294,23 +308,36 @@ class Judged(NamedTuple):
         return float(np.mean([abs(error) for error in self.errors.values()]))
 
 
-def judge(observations: Sequence[Observation], kept_back: int = 0) -> list[Judged]:
-    """Each form's error on the runs with the most compute, the lowest mean first.
+def judges(observations: Sequence[Observation]) -> list[Observation]:
+    """The runs that judge the forms, which are fitted to the others.
 
-    Args:
-        kept_back: runs to predict; 0: those without `in_fit`, or else a quarter of the runs.
+    They are the runs without `in_fit`; else the largest of three or more sizes; else a quarter of
+    the runs, the largest by compute.
     """
-    ordered = sorted(observations, key=lambda o: o.parameters * o.effective_tokens)
-    outside = [one for one in ordered if not one.in_fit]
-    if kept_back or not outside:
-        outside = ordered[-(kept_back or max(1, len(ordered) // HELD_OUT)) :]
-    inside = [one for one in ordered if one not in outside]
+    if outside := [one for one in observations if not one.in_fit]:
+        return outside
+    sizes = {one.parameters for one in observations}
+    if len(sizes) > 2:
+        return [one for one in observations if one.parameters == max(sizes)]
+    ordered = sorted(observations, key=lambda one: one.parameters * one.effective_tokens)
+    return ordered[-max(1, len(ordered) // HELD_OUT) :]
+
+
+def check_all(observations: Sequence[Observation]) -> None:
+    """Raise UserError if no law can be fitted to these runs, finished or planned."""
+    require("scipy", FIT)
+    outside = judges(observations)
+    for form in FORMS:
+        check([one for one in observations if one not in outside], form)
+
+
+def judge(observations: Sequence[Observation], outside: Sequence[Observation] = ()) -> list[Judged]:
+    """Each form's error on the runs `outside` (by default `judges`), the lowest mean first."""
+    outside = outside or judges(observations)
+    inside = [one for one in observations if one not in outside]
     judged = []
     for form, embeddings in itertools.product(FORMS, (True, False)):
         law = fit_law(inside, form, embeddings=embeddings, samples=0)
-        errors = {
-            one.name: law.loss(one.size(embeddings), one.effective_tokens) / one.loss - 1
-            for one in outside
-        }
+        errors = {one.name: law.of_run(one) / one.loss - 1 for one in outside}
         judged.append(Judged(form, embeddings, errors))
     return sorted(judged, key=lambda one: one.mean)

@@ -1,9 +1,9 @@
 """Steps without communication, measured beside a scaling study's cells. No torch.
 
 `probes/<hash>/<i>` are run directories of `windlass train` processes. Each trains one rank's part
-of a cell's batch, without communication. The machine runs as many side by side as the cell has
-ranks on it, so that they contend for cores and memory like the cell's ranks. Only the windows in
-which all of them train count (`setups._probe`). `probe.json` says how the probe ended.
+of a cell's batch, without communication. The machine runs one for each of the cell's ranks on it,
+side by side, so that they contend for cores and memory like these ranks. Only the windows in which
+all of them train count (`setups._probe`). `probe.json` says how the probe ended.
 
 torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
 and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
@@ -12,20 +12,25 @@ because the communication that overlaps computing takes cores from it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from windlass.errors import Stopped
 from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, visible_gpus
 from windlass.recipe import Recipe, typed
+from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 from windlass.study.grid import Cell
 from windlass.study.process import STOP_SIGNALS, CellProcess
-from windlass.study.study import ALONE, Study
+from windlass.study.study import Study
 
+PROBES = "probes"  # the directory in a study
 # Of a probe after its warm-up, at least; a window lies between `train` lines.
 STEPS, WINDOWS = 10, 4
 MOST_EVERY = 5  # steps of a window, at most
@@ -33,6 +38,25 @@ ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 SECONDS = 600.0  # limit for a probe
 POLL_SECONDS = 0.05
+
+ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
+ALONE["parallel.shard_size"] = 0
+"""The settings of a rank that trains without communication."""
+UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
+"""Settings that do not change the time of a step."""
+
+
+def probe_dir(study: Study, cell: Cell) -> Path:
+    """The directory of a cell's probe.
+
+    Repeats and strategies share it, because a probe leaves out their differences. It stays if the
+    study grows and then logs more often.
+    """
+    settings = cell.recipe.replace(ALONE).flat().items()
+    timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
+    text = f"{timed}{cell.world}x{cell.nodes}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return study.path / PROBES / f"{cell.world}-ranks-{digest}"
 
 
 def probe_recipe(cell: Cell) -> Recipe:
@@ -66,7 +90,7 @@ def run_probe(
 ) -> None:
     """Run a cell's probe unless an equal one has ended; `probe.json` stores a failure."""
     assert study.scaling is not None
-    directory, ranks = study.probe_dir(cell), (cell.world or 1) // cell.nodes
+    directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
     done = before == "finished" or (before and not retry_failed)
     parallel = cell.recipe.parallel

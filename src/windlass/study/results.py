@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,10 @@ from windlass.errors import UserError
 from windlass.estimate.calendar import resolve_steps
 from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
-from windlass.recipe.settings import SQUAD_SUITE
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
 from windlass.telemetry.scores import LOSS, comparable, scores_by_step
-from windlass.telemetry.timing import BEGINS, STEP_PHASES, throughput
+from windlass.telemetry.timing import throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
 # Settings that choose the tokenizer.
@@ -38,7 +37,7 @@ VALIDATION = tuple(
 HELD_OUT = tuple(
     f"data.{name}" for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
 )
-UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
+NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
@@ -68,25 +67,30 @@ class ValidationData(NamedTuple):
     text: str = ""  # a hash of the validation text, equal for every tokenizer; empty: unknown
 
 
+def validation_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings that choose the validation data of a recipe."""
+    flat = recipe.flat()
+    if recipe.data.mix:  # its weights do not change the validation data
+        weights = {"name", "weight", "epochs"}
+        flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
+    own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
+    held_out = () if recipe.data.eval_source or own_split else HELD_OUT
+    return {key: flat.get(key) for key in (*VALIDATION, *held_out)}
+
+
 def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> ValidationData | None:
     """The tokenizer and data of the last evaluation of the loss, from a run's effective ledger."""
     losses = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == LOSS]
     if not losses:
         return None
     last, flat = losses[-1], recipe.flat()
-    if recipe.data.mix:  # its weights have no effect on the validation data
-        weights = {"name", "weight", "epochs"}
-        flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
     saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
-    own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
-    held_out = () if recipe.data.eval_source or own_split else HELD_OUT
     tokens, bits, size = int(last.get("tokens", 0)), last.get("bits_per_byte"), None
     if bits and math.isfinite(bits):
         size = last["loss"] * tokens / (math.log(2) * bits)
     tokenizer = str(saved or [flat.get(key) for key in TOKENIZER])
     text = last_start(lines).get("data", {}).get("val", {}).get("text", "")
-    data = {key: flat.get(key) for key in (*held_out, *VALIDATION)}
-    return ValidationData(tokenizer, data, tokens, size, text)
+    return ValidationData(tokenizer, validation_settings(recipe), tokens, size, text)
 
 
 def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]:
@@ -118,70 +122,9 @@ def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]
         cause = "eval.batches x train.global_batch x model.context"
         problem = f"The runs were evaluated on {amounts} of the validation data ({cause})"
     if problem:
-        return "", f"{problem}, so there is no best run."
+        return "", f"{problem}, so Windlass names no best run."
     formula = "loss / ln 2 x tokens / bytes of the validation data"
     return (BITS, f"{why}; bits per byte do ({formula}).") if several else (LOSS, "")
-
-
-def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
-
-    A line holds means over the steps since the previous line. `since`: seconds since 1970.
-    """
-    step, start, begun, chosen = 0, 0, 0.0, []
-    for line in lines:
-        if line["kind"] == "event" and line.get("event") in BEGINS:
-            step = start = line["step"]
-        elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= warmup and begun >= since:
-                chosen.append(line)
-            step, begun = line["step"], timestamp(line) if since else 0.0
-    return chosen
-
-
-def step_medians(lines: Sequence[Line]) -> dict[str, float]:
-    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
-    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
-    columns = {name: [x[name] for x in lines if name in x] for name in names}
-    for name in ("tokens", "padded_tokens"):
-        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
-        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
-    return {name: statistics.median(column) for name, column in columns.items() if column}
-
-
-def unsteady(results: Sequence[CellResult], warmup: int) -> str:
-    """A remark if something else used the machine of a cell without repeats; else empty."""
-    if len(results) > 1:
-        return ""
-    times = [line["step_ms"] for line in windows(results[0].run.ledger(), warmup)]
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
-    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
-        return ""
-    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
-    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
-
-
-def run_numbers(run: Run, warmup: int) -> dict[str, float]:
-    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
-    lines = run.ledger()
-    measured = windows(lines, warmup)
-    values = step_medians(measured)
-    if measured:
-        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
-        if all("mfu" in x for x in measured):
-            values["mfu"] = statistics.median(x["mfu"] for x in measured)
-    summary = [x for x in lines if x["kind"] == "summary"][-1]
-    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
-    whole: dict[str, Any] = {
-        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
-        "compile_s": summary["wall_time"]["compile"] or None,
-        "train_loss": summary["final_loss"],
-        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
-        **{name: summary.get(name) for name in names},
-    }
-    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
-    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
-    return values | {name: value for name, value in whole.items() if value is not None}
 
 
 def diverged(first: float, last: float) -> bool:
@@ -317,7 +260,7 @@ def cell_state(
         return decided
     last = max((x.get("attempt", 0) for x in events), default=0)
     failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    if run_state == "failed" and failures:  # a killed run has no such event and is interrupted
+    if run_state == "failed" and failures:  # a killed run lacks such an event and is interrupted
         return "failed", str(failures[-1].get("reason", ""))
     if run_state == "running" or not decided[0]:
         ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
@@ -435,7 +378,7 @@ def find_winners(
 ) -> Winners:
     """The groups with the best median score.
 
-    Groups whose seeds have all finished come before the others. There is no winner if the losses
+    Groups whose seeds have all finished come before the others. Nothing wins if the losses
     cannot be compared, or if a lower loss decides between none of the varied settings; the remark
     then has the reason.
 
@@ -453,7 +396,7 @@ def find_winners(
     if not choices:
         scale = f"{', '.join(varied)}, which set the amount or kind of computation"
         only = scale if varied else "only the seed"
-        return Winners([], f"There is no best cell: the study varies {only}.")
+        return Winners([], f"{NO_BEST}: the study varies {only}.")
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
         rivals.setdefault(place_of(group.assignment), []).append(group)
@@ -474,7 +417,7 @@ def find_winners(
             why = f"no other choice of {', '.join(choices)} has the {amounts} of a finished cell"
         else:
             why = "no cell has finished with a score"
-        return Winners([], f"There is no best cell: {why}.")
+        return Winners([], f"{NO_BEST}: {why}.")
     if fewer:
         seeds = ",".join(map(str, values[SEED]))
         advice = f"add its other cells with run.seed={seeds}, else it ranks last."

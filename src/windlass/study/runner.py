@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from windlass.study.study import Axes, Study, load_study
 from windlass.training.stop import StopSignals
 
 RETRIES = 2  # of a cell that was killed, or that another process was training
+POLL_SECONDS = 0.5  # between two looks at the ledgers
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
 
@@ -47,7 +48,7 @@ def sweep(
     overrides: Changes = (),
     *,
     path: str | Path | None = None,
-    world: int | None = None,
+    world: int = 0,
     workers: int = 1,
     stop_diverged: bool = False,
     halving: bool = False,
@@ -65,7 +66,7 @@ def sweep(
             existing study gains the cells that it lacks.
         overrides: Changes to the recipe.
         path: The study's directory; None: `studies/<preset>-<hash>`.
-        world: Ranks of each cell that does not set `parallel.world`; default 1.
+        world: Ranks of each cell that does not set `parallel.world`; 0: as the study has it, or 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
         stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
         halving: Asynchronous successive halving by `checkpoint.best` (`results.halved`).
@@ -79,7 +80,7 @@ def sweep(
             cell has usable data.
         Stopped: A signal stopped the sweep, and everything is saved.
     """
-    study, preset_world = create_sweep(recipe, axes, overrides, path)
+    study = create_sweep(recipe, axes, overrides, path, world)
     if study.over_hosts and only is None:
         how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
@@ -87,7 +88,6 @@ def sweep(
         Sweep(
             study,
             study.cells if only is None else [study.cell(only)],
-            world=world or preset_world,
             workers=workers,
             stop_diverged=stop_diverged,
             halving=halving,
@@ -103,12 +103,15 @@ def create_sweep(
     axes: Axes = (),
     overrides: Changes = (),
     path: str | Path | None = None,
-) -> tuple[Study, int]:
-    """Create the study of a sweep, or add cells to it; returns it and the ranks of its preset."""
+    world: int = 0,
+) -> Study:
+    """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    study = Study.create(base, axes or options.get("axes", ()), Path(path) if path else place)
-    return study, options.get("world", 1)
+    target = Path(path) if path else place
+    if target is None or not Study.is_study(target):
+        world = world or options.get("world", 0)
+    return Study.create(base, axes or options.get("axes", ()), target, world=world)
 
 
 def prepare_data(study: Study, cells: Sequence[Cell]) -> None:
@@ -146,11 +149,10 @@ def new_divergence(process: CellProcess, result: CellResult) -> str:
 
 @dataclass
 class Sweep:
-    """A sweep at work; the options are those of `sweep`."""
+    """A sweep at work, with the options of `sweep`."""
 
     study: Study
     cells: list[Cell]
-    world: int = 1
     workers: int = 1
     stop_diverged: bool = False
     halving: bool = False
@@ -158,8 +160,6 @@ class Sweep:
     launch: bool = False
     probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
-    command: Callable[[Study, Cell], list[str]] = train_command
-    poll_seconds: float = 0.5
     running: list[CellProcess] = field(default_factory=list)
     interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
@@ -169,7 +169,7 @@ class Sweep:
         self.launch = self.launch or self.study.over_hosts
         on_cpu = all(cell.recipe.parallel.device == "cpu" for cell in self.cells)
         self.devices = [] if on_cpu else visible_gpus()
-        world = max(cell.world or self.world for cell in self.cells)
+        world = max(map(self.study.ranks_of, self.cells))
         # The cells of a scaling study run one at a time, so that their times compare.
         asked = self.workers = 1 if self.study.scaling else min(self.workers, len(self.cells))
         if self.devices:
@@ -244,15 +244,15 @@ class Sweep:
                 self._wait()
 
     def _threads(self, cells: list[Cell]) -> int:
-        """Threads of a rank; 0: a cell alone measures its best number, a launch shares its cores."""
-        ranks = self.workers * max(cell.world or self.world for cell in cells)
+        """Threads of a rank; 0: a cell alone measures the best number, a launch shares cores."""
+        ranks = self.workers * max(map(self.study.ranks_of, cells))
         return thread_share(ranks) if ranks > 1 and not self.launch else 0
 
     def _wait(self) -> None:
-        """Wait for `poll_seconds`, or until a cell ends."""
-        until = time.monotonic() + self.poll_seconds
+        """Wait for POLL_SECONDS, or until a cell ends."""
+        until = time.monotonic() + POLL_SECONDS
         while time.monotonic() < until and all(p.poll() is None for p in self.running):
-            time.sleep(min(0.02, self.poll_seconds))
+            time.sleep(0.02)
 
     def _stop(self) -> None:
         for process in self.running:
@@ -281,10 +281,10 @@ class Sweep:
             if cell.key in pruned:  # a killed sweep may have pruned it without a record
                 self.study.set_status(cell, "pruned", pruned[cell.key])
                 continue
-            world = cell.world or self.world
+            world = self.study.ranks_of(cell)
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
-            command = self.command(self.study, cell)
+            command = train_command(self.study, cell)
             if self.launch:
                 command = [*launch_words(cell), *command]
             else:

@@ -19,24 +19,16 @@ from windlass.estimate.subject import subject_of
 from windlass.launch.job import Site
 from windlass.launch.submit import Resources, Submitted
 from windlass.processes import usable_cores, visible_gpus
-from windlass.recipe import Changes, Recipe, RecipeError
-from windlass.recipe.strategies import NO_LAYOUT, STRATEGIES, Sizes
+from windlass.recipe import Changes, Recipe
+from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
-from windlass.study.grid import (
-    AT_ONE_WORLD,
-    MODES,
-    NODES,
-    REPEAT,
-    WORLD,
-    Assignment,
-    Cell,
-    Scaling,
-)
+from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
 from windlass.study.progress import Progress
 from windlass.study.runner import Sweep
-from windlass.study.study import Study, load_study
+from windlass.study.study import Scaling, Study, load_study
 from windlass.study.submit import submit_study
 
+MODES = ("strong", "fixed-data", "weak", "strategies")
 WINDOWS = 20  # `train` lines of a cell, at least
 
 
@@ -64,7 +56,7 @@ def scale(
             study, to continue it.
         worlds: Numbers of ranks; the smallest is the baseline. Without them, `path` is continued.
         overrides: Changes to the recipe.
-        mode: What stays as the ranks grow (`windlass scale --help`); default `strong`.
+        mode: It says what stays as the ranks grow (`windlass scale --help`); default `strong`.
         grow: With `weak`: `batch` or `model`, what grows with the ranks.
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: Runs of each setup; default 1.
@@ -110,13 +102,13 @@ def submit_scale(
 
     Args:
         dry_run: render the scripts, and write nothing.
-        options: options of `scale`. The others are those of `submit_study`.
+        options: options of `scale`. `submit_study` has the others.
 
     Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
     """
     if any(n < 1 for n in nodes):
         raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
-    worlds = list(options.get("worlds") or ())  # a preset's are those of one host
+    worlds = list(options.get("worlds") or ())  # a preset's are for one host
     base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
     on_cpu = base.parallel.device == "cpu"
     gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
@@ -142,7 +134,7 @@ def submit_scale(
 def merge_preset(
     recipe: Recipe | Run | Study | str | Path, overrides: Changes, **given: Any
 ) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe, and the options of `create_study`: the given ones over those of a preset."""
+    """The recipe, and the options of `create_study`: given ones go before a preset's."""
     base, options, place = load_study(recipe, "scale", overrides)
     options |= {name: v for name, v in given.items() if v not in ("", None, (), [])}
     options.setdefault("path", place)
@@ -165,7 +157,7 @@ def create_study(
     Args:
         threads: of a rank on a CPU, if the cells run on other machines.
         write: False: write nothing to disk.
-        options: fields of `Scaling`; the other arguments are those of `scale`.
+        options: fields of `Scaling`; `scale` has the other arguments.
     """
     if path is None:
         first = scaling_of(None, options, preset)
@@ -174,7 +166,6 @@ def create_study(
     path = Path(path)
     before = Study.open(path) if Study.is_study(path) else None
     scaling = scaling_of(before.scaling if before else None, options, preset)
-    left_out = list[str]()
     if worlds:
         recipe.check_packages()
         recipe = with_threads(recipe, max(worlds), before, threads)
@@ -182,20 +173,15 @@ def create_study(
         if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
             cell, layers = before.cells[0], before.recipe.model.layers
             smallest = layers * (cell.world or 1) // cell.recipe.model.layers
-        listed = assignments(recipe, scaling, worlds, nodes, smallest, left_out)
+        listed = assignments(recipe, scaling, worlds, nodes, smallest)
         every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
-        study = Study.create(recipe, listed, path, scaling=scaling, write=write)
-    elif before is None or before.scaling is None:
+    elif before and before.scaling:
+        recipe, listed = before.recipe, [cell.assignment for cell in before.cells]
+    else:
         ranks = "give numbers of ranks to compare; the smallest is the baseline"
         raise UserError(f"{argument('worlds', [1, 2, 4])}: {ranks}")
-    elif scaling == before.scaling:
-        study = before
-    else:
-        listed = [cell.assignment for cell in before.cells]
-        study = Study.create(before.recipe, listed, path, scaling=scaling, write=write)
-    study.notes.extend(left_out)
-    return study
+    return Study.create(recipe, listed, path, scaling=scaling, write=write)
 
 
 def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
@@ -235,13 +221,14 @@ def assignments(
     worlds: Sequence[int],
     nodes: Sequence[int] = (),
     smallest: int = 0,
-    left_out: list[str] | None = None,
 ) -> list[Assignment]:
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks. `left_out` gets a message for each reason that rules out layouts.
-    `smallest`: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
+    no number of ranks.
+
+    Args:
+        smallest: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
@@ -250,11 +237,8 @@ def assignments(
     check_worlds(recipe, scaling, worlds)
     hosts: list[Assignment] = [{NODES: n} for n in nodes] or [{} for _ in worlds]
     places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
-    if scaling.mode in AT_ONE_WORLD:
-        if scaling.mode == "strategies":
-            kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
-        else:
-            kinds = layouts(recipe, worlds[0], [] if left_out is None else left_out)
+    if scaling.mode == "strategies":
+        kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
         listed = [places[0] | kind for kind in kinds]
     else:
         first = smallest or min(worlds)
@@ -270,7 +254,7 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
     given = argument("worlds", worlds)
     if any(world < 1 for world in worlds):
         raise UserError(f"{given}: numbers of ranks are 1 and more")
-    if scaling.mode in AT_ONE_WORLD and len(worlds) > 1:
+    if scaling.mode == "strategies" and len(worlds) > 1:
         mode = argument("mode", scaling.mode)
         raise UserError(f"{given}: {mode} compares at one number of ranks; give one")
     steps, common = recipe.train.steps, math.lcm(*worlds)
@@ -324,34 +308,6 @@ def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
             problems.append(error)
     if not possible:
         raise problems[0]
-    return possible
-
-
-def layouts(recipe: Recipe, world: int, left_out: list[str]) -> list[Assignment]:
-    """The valid combinations of tensor, context and pipeline ranks, data parallelism alone first.
-
-    They have the recipe's strategy. `left_out` gets a message for each reason against the others.
-    """
-    divisors = [n for n in range(1, world + 1) if world % n == 0]
-    combinations = [c for c in itertools.product(divisors, repeat=3) if world % math.prod(c) == 0]
-    strategy: Assignment = {"parallel.strategy": recipe.strategy(world).name}
-    if recipe.parallel.shard_size:
-        strategy["parallel.shard_size"] = recipe.parallel.shard_size
-    possible, problems = list[Assignment](), dict[str, list[str]]()
-    for counts in sorted(combinations, key=sum):
-        one = strategy | dict(zip(NO_LAYOUT, counts, strict=True))
-        tensor, context, pipeline = counts
-        sizes = Sizes(pipeline, world // math.prod(counts), cp=context, tp=tensor)
-        try:
-            Cell.of(recipe, one).recipe.batch(world)
-            possible.append(one)
-        except UserError as error:
-            found = error.problems[0][1] if isinstance(error, RecipeError) else str(error)
-            problems.setdefault(found, []).append(sizes.full_layout)
-    if len(possible) < 2:
-        why = "; ".join(problems) or "one rank has no other layout than its own"
-        raise UserError(f"{argument('mode', 'layouts')}: there is nothing to compare: {why}")
-    left_out += [f"left out: {'; '.join(names)}: {why}" for why, names in problems.items()]
     return possible
 
 

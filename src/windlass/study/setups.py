@@ -8,7 +8,7 @@ docs/guides/scale.md has the definitions and formulas.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,18 @@ from windlass.estimate.time import NO_PEAK
 from windlass.estimate.work import flops_of_run, on_cpu
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
-from windlass.recipe.strategies import NO_LAYOUT, Sizes
+from windlass.recipe.settings import SQUAD_SUITE
+from windlass.recipe.strategies import Sizes
 from windlass.run import Line, Run, last_start, timestamp
-from windlass.study.grid import (
-    AT_ONE_WORLD,
-    AXES_ONLY,
-    REPEAT,
-    Assignment,
-    Cell,
-    Scaling,
-    short_names,
-)
-from windlass.study.results import STATES, CellResult, run_numbers, step_medians, unsteady, windows
-from windlass.study.study import Study
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, short_names
+from windlass.study.probe import probe_dir
+from windlass.study.results import STATES, CellResult
+from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
+from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
+UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
 """Numbers that compare a setup with the baseline."""
 
@@ -41,7 +37,7 @@ COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runti
 class Setup:
     """A setup of a scaling study; its numbers are medians over the finished repeats."""
 
-    name: str  # `1 host, 4 ranks`, or what a study of strategies or layouts varies
+    name: str  # `1 host, 4 ranks`, or what a study of strategies varies
     assignment: Assignment  # of its cells, without the repeat
     results: list[CellResult]  # one for each repeat
     state: str  # of its cells, by STATES
@@ -93,11 +89,10 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
             _divide(setup, _probe(study, setup, scaling.warmup))
             busy = unsteady(setup.results, scaling.warmup)
             setup.remarks.extend(filter(None, [shared_cores(setup), busy]))
-    if scaling.mode in AT_ONE_WORLD:
+    if scaling.mode == "strategies":
         _recommend(table)
     else:
         table.sort(key=lambda setup: (setup.values["nodes"], setup.world))
-    if scaling.mode != "strategies":
         _compare(table, scaling)
     for setup in table:
         reasons = _reasons(setup, scaling)
@@ -156,29 +151,89 @@ def _name(
     study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any], sizes: Sizes
 ) -> str:
     """Hosts and ranks, or the settings that distinguish a setup from the others; the layout."""
-    layout = sizes.full_layout if scaling.mode == "layouts" else sizes.layout
-    if scaling.mode not in AT_ONE_WORLD:
+    if scaling.mode != "strategies":
         words = [plural(values["nodes"], "host"), plural(values["world"], "rank")]
         if scaling.grow == "model" and "layers" in values:
             words.append(plural(values["layers"], "layer"))
-        return ", ".join(filter(None, [*words, layout]))
+        return ", ".join(filter(None, [*words, sizes.layout]))
     words, names = [], short_names(cell.assignment)
     for key, value in cell.assignment.items():
         name = names[key].removeprefix("activation_")
-        if key in (*AXES_ONLY, *NO_LAYOUT) or len(study.values[key]) < 2:
+        if key in AXES_ONLY or len(study.values[key]) < 2:
             continue
         if name in ("strategy", "precision"):  # their values need no name
             words.append(str(value))
         elif value not in (False, 0, "none"):
             words.append(name if value is True else f"{name} {value}")
-    return ", ".join(filter(None, [*words, layout])) or "the recipe"
+    return ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
+
+
+def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
+
+    A line holds means over the steps since the previous line. `since`: seconds since 1970.
+    """
+    step, start, begun, chosen = 0, 0, 0.0, []
+    for line in lines:
+        if line["kind"] == "event" and line.get("event") in BEGINS:
+            step = start = line["step"]
+        elif line["kind"] == "train":
+            if line.get("step_ms") and step - start >= warmup and begun >= since:
+                chosen.append(line)
+            step, begun = line["step"], timestamp(line) if since else 0.0
+    return chosen
+
+
+def step_medians(lines: Sequence[Line]) -> dict[str, float]:
+    """Medians of a step's time, phases and tokens over `train` lines; empty without lines."""
+    names = (f"{name}_ms" for name in ("step", *STEP_PHASES))
+    columns = {name: [x[name] for x in lines if name in x] for name in names}
+    for name in ("tokens", "padded_tokens"):
+        rates = [(x.get(f"{name}_per_s", x["tokens_per_s"]), x["step_ms"]) for x in lines]
+        columns[f"{name}_per_step"] = [rate * ms / 1e3 for rate, ms in rates]
+    return {name: statistics.median(column) for name, column in columns.items() if column}
+
+
+def unsteady(results: Sequence[CellResult], warmup: int) -> str:
+    """A remark if something else used the machine of a cell without repeats; else empty."""
+    if len(results) > 1:
+        return ""
+    times = [line["step_ms"] for line in windows(results[0].run.ledger(), warmup)]
+    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
+    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
+        return ""
+    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
+    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
+
+
+def run_numbers(run: Run, warmup: int) -> dict[str, float]:
+    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
+    lines = run.ledger()
+    measured = windows(lines, warmup)
+    values = step_medians(measured)
+    if measured:
+        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
+        if all("mfu" in x for x in measured):
+            values["mfu"] = statistics.median(x["mfu"] for x in measured)
+    summary = [x for x in lines if x["kind"] == "summary"][-1]
+    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
+    whole: dict[str, Any] = {
+        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
+        "compile_s": summary["wall_time"]["compile"] or None,
+        "train_loss": summary["final_loss"],
+        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
+        **{name: summary.get(name) for name in names},
+    }
+    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
+    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
+    return values | {name: value for name, value in whole.items() if value is not None}
 
 
 def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
     """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
-    directory, why = study.probe_dir(setup.results[0].cell), "no probe was run"
+    directory, why = probe_dir(study, setup.results[0].cell), "no probe was run"
     ended = read_json(directory / "probe.json")
     if setup.recipe.parallel.offload:
         why = "offloading takes time that a probe without communication does not have"
@@ -240,15 +295,8 @@ def shared_cores(setup: Setup) -> str:
 
 
 def baseline(table: Sequence[Setup]) -> Setup:
-    """The setup with the fewest ranks, measured or not; the others are compared with it.
-
-    Among layouts of equal ranks it is the one with data parallelism alone.
-    """
-
-    def ranks(setup: Setup) -> tuple[int, ...]:
-        return setup.world, setup.values["nodes"], setup.recipe.parallel.model_ranks
-
-    return min(table, key=ranks)
+    """The setup with the fewest ranks, measured or not; the others are compared with it."""
+    return min(table, key=lambda setup: (setup.world, setup.values["nodes"]))
 
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
@@ -256,7 +304,7 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
     base = baseline(table)
     for setup in table:
         if setup is not base and not base.measured:
-            why = f"the baseline, {base.name}, has no numbers"
+            why = f"the baseline, {base.name}, lacks numbers"
             setup.missing.update(dict.fromkeys(COMPARED, why))
         if not setup.measured or not base.measured:
             continue
@@ -270,8 +318,6 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
             values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
-        if scaling.mode in AT_ONE_WORLD:
-            continue
         values["efficiency"] = efficiency
         percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
@@ -343,7 +389,7 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         "f1": "eval.suites does not have squad",
         "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
     }
-    if scaling.mode in AT_ONE_WORLD:
+    if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
     else:
         reasons |= dict.fromkeys(("pareto", "recommended"), "not a study of strategies")

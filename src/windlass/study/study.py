@@ -1,7 +1,8 @@
 """A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid. No torch.
 
 - `recipe.toml`: the settings that all cells share
-- `study.json`: the cells (their settings and run directories), and a scaling study's options
+- `study.json`: the kind of study, the cells (their settings and run directories), the ranks of a
+  cell that does not set them, and a scaling study's options
 - `statuses.json`: the cells that a sweep marked as diverged, pruned, failed or interrupted, and why
 - `runs/<cell>`: a run directory for each cell
 
@@ -10,19 +11,18 @@ Everything else (states, losses, the best cells) is computed from the runs' ledg
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
@@ -37,7 +37,6 @@ from windlass.recipe import (
     typed,
 )
 from windlass.recipe.layers import dotted
-from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run, last_start
 from windlass.study.grid import (
     NODES,
@@ -46,13 +45,13 @@ from windlass.study.grid import (
     WORLD,
     Assignment,
     Cell,
-    Scaling,
     cells_of,
     expand,
     read_axes,
 )
 from windlass.study.results import (
     BITS,
+    NO_BEST,
     TOKENIZER,
     CellResult,
     SeedGroup,
@@ -63,16 +62,45 @@ from windlass.study.results import (
 )
 from windlass.telemetry.scores import LOSS
 
-# The command that trains a winner leaves these out: names, and what a study cuts down to be quick.
+# The command that trains a winner leaves these out: names, and settings that make a study quick.
 NOT_REPEATED = (
     *("run.name", "run.dir", "run.base", "run.notes", "preset"),
     *("checkpoint.", "eval.", "telemetry."),
 )
-ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
-ALONE["parallel.shard_size"] = 0
-"""The settings of a rank that trains without communication."""
+STUDY = "study.json"
+Kind = Literal["sweep", "ladder", "scaling"]
+KINDS = {"sweep": "a sweep", "ladder": "a ladder", "scaling": "a scaling study"}
 # `["optim.lr=1e-2,1e-3"]` as typed, `{"optim.lr": [1e-2, 1e-3]}`, or the assignment of each cell
 Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The options of a scaling study, as `study.json` stores them."""
+
+    mode: str  # one of `scale.MODES`
+    grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
+    warmup: int = 5  # steps of each start that are left out
+    repeats: int = 1
+    preset: str = ""  # of the study, if it comes from one
+
+
+class StoredCell(BaseModel):
+    assignment: Assignment
+    run: str  # its directory in the study
+    key: str  # reveals an edit of the recipe
+
+
+class StudyFile(BaseModel):
+    """What `study.json` holds."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    kind: Kind
+    world: int = 0
+    axes: dict[str, list[Any]] = {}  # for readers; the cells have them
+    cells: list[StoredCell] = Field(min_length=1)
+    scaling: Scaling | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +110,9 @@ class Study:
     path: Path
     recipe: Recipe
     cells: list[Cell] = field(repr=False)
-    scaling: Scaling | None = None  # None: a sweep
+    kind: Kind = "sweep"
+    world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
+    scaling: Scaling | None = None  # the options of a scaling study
     # How the study grew in this call.
     notes: list[str] = field(default_factory=list, repr=False, compare=False)
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
@@ -101,6 +131,8 @@ class Study:
         path: Path | None = None,
         *,
         write: bool = True,
+        kind: Kind = "sweep",
+        world: int = 0,
         scaling: Scaling | None = None,
     ) -> Study:
         """Create the study of a recipe and a grid, or add the grid's cells to the study at `path`.
@@ -110,9 +142,11 @@ class Study:
         Args:
             path: None: `studies/<preset>-<hash of the recipe>`.
             write: False: write nothing to disk.
-            scaling: a scaling study's options.
+            world: ranks of each cell without `parallel.world`; 0: as the study has it.
+            scaling: the options of a scaling study, which makes it one.
 
-        Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset.
+        Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset
+        or, with axes, of another kind.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
@@ -129,8 +163,9 @@ class Study:
                 path.mkdir(parents=True, exist_ok=True)
             with locked(path / ".study.lock") if write else nullcontext():
                 before = Study.open(path) if Study.is_study(path) else None
-                new = Study(path, base, list(grid), scaling)
-                study = before._grown(base, grid, scaling) if before else new
+                kind = "scaling" if scaling else kind
+                new = Study(path, base, list(grid), kind, world, scaling)
+                study = before._grown(new) if before else new
                 if write and study != before:
                     study._write()
         except OSError as error:
@@ -141,44 +176,49 @@ class Study:
     def _write(self) -> None:
         # The recipe first: the keys in study.json reveal a later edit of the recipe.
         write_atomic(self.path / "recipe.toml", self.recipe.toml())
-        cells = [{"assignment": c.assignment, "run": c.directory, "key": c.key} for c in self.cells]
-        stored: dict[str, Any] = {"axes": self.values, "cells": cells}
-        stored |= {"scaling": asdict(self.scaling)} if self.scaling else {}
-        write_atomic(self.path / "study.json", json.dumps(stored, indent=1))
+        cells = [
+            StoredCell(assignment=c.assignment, run=c.directory, key=c.key) for c in self.cells
+        ]
+        stored = StudyFile(
+            kind=self.kind, world=self.world, axes=self.values, cells=cells, scaling=self.scaling
+        )
+        write_atomic(self.path / STUDY, stored.model_dump_json(indent=1))
 
     @staticmethod
     def open(path: str | Path) -> Study:
         """The study at `path`; UserError if there is none, or if its recipe was edited."""
         path = Path(path)
         if not Study.is_study(path):
-            raise UserError(f"{path} is not a study: it has no study.json")
-        document, recipe = read_json(path / "study.json"), Recipe.load(path / "recipe.toml")
-        stored, options = document.get("cells", []), document.get("scaling")
-        for run in (Path(cell["run"]) for cell in stored):
+            raise UserError(f"{path} is not a study: it has no {STUDY}")
+        remedy = f"restore it, or give another {argument('path', 'DIR')}"
+        try:
+            stored = StudyFile.model_validate(read_json(path / STUDY))
+        except ValidationError as error:
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            raise UserError(f"{path}/{STUDY} is damaged at {place}: {remedy}") from None
+        for run in (Path(cell.run) for cell in stored.cells):
             if run.is_absolute() or ".." in run.parts:
-                problem = f"{path}/study.json names {run}, outside of the study"
-                raise UserError(f"{problem}: restore it, or give another {argument('path', 'DIR')}")
-        cells = [Cell.of(recipe, cell["assignment"], cell["run"]) for cell in stored]
-        if not cells or [cell.key for cell in cells] != [cell.get("key") for cell in stored]:
+                problem = f"{path}/{STUDY} names {run}, outside of the study"
+                raise UserError(f"{problem}: {remedy}")
+        recipe = Recipe.load(path / "recipe.toml")
+        cells = [Cell.of(recipe, cell.assignment, cell.run) for cell in stored.cells]
+        if [cell.key for cell in cells] != [cell.key for cell in stored.cells]:
             raise UserError(
-                f"{path}: the recipes of its cells have changed: recipe.toml was edited, "
-                "study.json is damaged, or this version of Windlass has other settings. "
-                f"Restore it, or give another {argument('path', 'DIR')}"
+                f"{path}: the recipes of its cells have changed: recipe.toml was edited, {STUDY} "
+                f"is damaged, or this version of Windlass has other settings; {remedy}"
             )
-        scaling = Scaling(**options) if options else None
-        return Study(path, recipe, cells, scaling)
+        return Study(path, recipe, cells, stored.kind, stored.world, stored.scaling)
 
-    def _grown(self, base: Recipe, grid: Sequence[Cell], scaling: Scaling | None) -> Study:
-        """This study with the grid's new cells; existing cells keep their order and directories.
+    def _grown(self, given: Study) -> Study:
+        """This study with the new cells of `given`; its own keep their order and directories.
 
         Settings that change no result (how often to save or log) then apply to all cells. Other
         changes of the recipe raise UserError: they have to be axes.
         """
-        old, new = self.recipe.flat(), base.flat()
+        old, new, grid = self.recipe.flat(), given.recipe.flat(), given.cells
         elsewhere = f"give another {argument('path', 'DIR')}"
-        if bool(self.scaling) != bool(scaling) and grid:
-            kind = "a scaling study" if self.scaling else "not a scaling study"
-            raise UserError(f"{self.path} is {kind}: {elsewhere}")
+        if self.kind != given.kind and grid:
+            raise UserError(f"{self.path} is {KINDS[self.kind]}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
         own = {k: value for k, value in differ.items() if k in self.keys}
         shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
@@ -191,23 +231,27 @@ class Study:
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
         recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
-        given = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
+        more = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
         usual = recipe.flat() | ONE
-        keys = dict.fromkeys(key for one in (*before.values(), *given) for key in one)
+        keys = dict.fromkeys(key for one in (*before.values(), *more) for key in one)
         cells: dict[str, Cell] = {}
-        for place, assignment in [*before.items(), *(("", one) for one in given)]:
+        for place, assignment in [*before.items(), *(("", one) for one in more)]:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
+        if given.world not in (0, self.world):
+            shared[WORLD] = given.world
         notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
         if added := len(cells) - len(self.cells):
             there = f"beside the existing {len(self.cells)}"
             notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
-        return Study(self.path, recipe, list(cells.values()), scaling or self.scaling, notes)
+        every, scaling = list(cells.values()), given.scaling or self.scaling
+        world = given.world or self.world
+        return Study(self.path, recipe, every, self.kind, world, scaling, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
-        return (Path(path) / "study.json").is_file()
+        return (Path(path) / STUDY).is_file()
 
     @cached_property
     def measure(self) -> str:
@@ -241,14 +285,9 @@ class Study:
     def run_of(self, cell: Cell) -> Run:
         return Run(self.path / cell.directory)
 
-    def probe_dir(self, cell: Cell) -> Path:
-        """The directory of a cell's steps without communication (study/probe.py).
-
-        Repeats share it, and so do strategies, because a probe leaves out their differences.
-        """
-        text = f"{cell.recipe.replace(ALONE).toml()}{cell.world}x{cell.nodes}"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-        return self.path / "probes" / f"{cell.world}-ranks-{digest}"
+    def ranks_of(self, cell: Cell) -> int:
+        """The ranks that train a cell on one machine."""
+        return cell.world or self.world or 1
 
     def runs(self) -> list[Run]:
         return [run for run in map(self.run_of, self.cells) if run.exists]
@@ -280,9 +319,14 @@ class Study:
         """The cells grouped by everything but the seed, in the order of the grid."""
         return seed_groups(self.results())
 
-    def winners(self) -> Winners:
-        """The groups with the best median score (see `results.find_winners`)."""
-        return find_winners(self.results(), self.measure, self.values)
+    def winners(self, results: Sequence[CellResult] = ()) -> Winners:
+        """The groups with the best median score (see `results.find_winners`).
+
+        `results`: of all cells, if they have just been read.
+        """
+        if self.kind == "ladder":
+            return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
+        return find_winners(results or self.results(), self.measure, self.values)
 
     def best(self) -> Run:
         """The run of the best of all cells (`Winners.cell`); UserError if there is not one."""
@@ -292,7 +336,7 @@ class Study:
         return winners.cell.run
 
     def to_pandas(self) -> Any:
-        """The cells as a `pandas.DataFrame`: settings, states, losses and speeds, a row for each."""
+        """The cells as a `pandas.DataFrame`: settings, states, losses, speeds, a row for each."""
         require("pandas", "Study.to_pandas")
         import pandas
 
@@ -301,9 +345,9 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: those of the first cell. The command
-        names the study's preset and repeats its changes, except a number of steps that was cut
-        down for the study. Without a preset it names the study's recipe file.
+        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command names
+        the study's preset and repeats its changes, except a number of steps that was cut down for
+        the study. Without a preset it names the study's recipe file.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():
@@ -323,17 +367,11 @@ class Study:
                 remark = f"It trains the preset's train.steps={typed(full)}; {cells}."
         settings |= {key: value for key, value in assignment.items() if value is not None}
         starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
-        world = world or next((int(start["world"]) for start in starts if "world" in start), 1)
-        world = settings.pop(WORLD, world)
+        trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
+        world = settings.pop(WORLD, world or trained)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
         return shlex.join(["windlass", "train", source, *words]), remark
-
-    def report(self, *args: Any, **options: Any) -> Any:
-        """Write tables, plots and the page of this study: `windlass.report` of its directory."""
-        from windlass import report
-
-        return report(self.path, *args, **options)
 
 
 def with_seeds(before: Sequence[Assignment], given: Sequence[Assignment]) -> list[Assignment]:
@@ -400,10 +438,10 @@ def load_study(
     is_name = isinstance(source, str) and not Path(text).exists() and not set("/=.") & set(text)
     if is_name and text not in presets():
         near = did_you_mean(text, [*files, *presets()])
-        raise UserError(f"there is no preset {text} ({near}); or give a .toml or a directory")
+        raise UserError(f"{text} is not a preset ({near}); or give a .toml or a directory")
     if isinstance(source, str | Path):
         recipe = Recipe.load(source, overrides)
     else:
         recipe = as_recipe(source).replace(overrides)
     place = Path(getattr(source, "path", text))
-    return recipe, {}, place if (place / "study.json").is_file() else None
+    return recipe, {}, place if Study.is_study(place) else None

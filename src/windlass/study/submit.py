@@ -40,7 +40,7 @@ def submit_study(
     """Submit the open cells of a study as array jobs; the list is empty if no cell is open.
 
     - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
-      the grid sets `parallel.world`, each cell has one host and these ranks.
+      the study or the grid sets the ranks, each cell has one host and these ranks.
     - A scaling study over hosts is a job for each number of hosts.
 
     A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
@@ -79,7 +79,8 @@ def _array_job(
 ) -> Job:
     """The job that trains these cells, each in a task of its own."""
     path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
-    name, worlds = f"windlass-{path.name}", {cell.world for cell in cells if cell.world}
+    name = f"windlass-{path.name}"
+    worlds = {cell.world or study.world for cell in cells} - {0}
     if study.over_hosts:
         nodes = cells[0].nodes
         name = f"{name}-{nodes}"
@@ -97,8 +98,8 @@ def _array_job(
     command += ["--retry-failed"] if retry_failed else []
     job = make_job(name, command, recipes, where, site, asked)
     for cell in cells:
-        cell.recipe.batch(cell.world or job.nodes * job.ranks_per_node)
-    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # it has no bandwidth
+        cell.recipe.batch(cell.world or study.world or job.nodes * job.ranks_per_node)
+    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth
     before = () if one_rank else asked.check(str(path / "recipe.toml"))
     return replace(job, array=numbers, before=before)
 

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from windlass.data.examples import eval_questions
 from windlass.data.locate import data_dirs
 from windlass.data.open import Data, open_data
+from windlass.data.suite import eval_questions
 from windlass.errors import OutOfMemory, UserError
 from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
