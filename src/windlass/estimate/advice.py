@@ -9,7 +9,7 @@ from windlass.errors import UserError
 from windlass.estimate.devices import USABLE
 from windlass.estimate.layouts import MemoryRow, Settings, settings_of
 from windlass.estimate.memory import Memory, memory
-from windlass.estimate.subject import Subject, with_activations, with_counted_sizes
+from windlass.estimate.subject import Subject, with_sizes
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe, typed
 
@@ -89,7 +89,7 @@ class Planned:
             subject = replace(self.subject, recipe=recipe, world=world)
             network = self._network(recipe)
             if network not in self.counted:
-                self.counted[network] = with_activations(with_counted_sizes(subject)).counted
+                self.counted[network] = with_sizes(subject, activations=True).counted
         except UserError:
             return None
         subject = replace(subject, counted=self.counted[network])

@@ -122,8 +122,11 @@ def subject_of(
     world: int = 0,
     device: str = "",
     memory_bytes: int | None = None,
+    activations: bool = False,
 ) -> Subject:
-    """The subject of a plan, from the recipe and from the run's ledger or the prepared data."""
+    """The subject of a plan, from the recipe and from the run's ledger or the prepared data;
+    `activations`: see `with_sizes`.
+    """
     started: dict[str, Any] = last_start(run.ledger()) if run else {}
     ranks = world or int(started.get("world", 1))
     like = last_start(past[0].ledger()) if past and not run else started
@@ -146,7 +149,7 @@ def subject_of(
         precision = "fp32" if target.kind == "cpu" else low
     subject = Subject(recipe, ranks, target, precision)
     if run is None:
-        return with_counted_sizes(with_prepared_data(subject))
+        return with_sizes(with_prepared_data(subject), activations)
     train = run.lines("train")
     last, parameters = train[-1] if train else {}, started.get("parameters")
     vocab = None
@@ -170,7 +173,7 @@ def subject_of(
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
     )
-    return with_counted_sizes(subject)
+    return with_sizes(subject, activations)
 
 
 def documents_of_row(train: dict[str, Any]) -> float:
@@ -181,39 +184,39 @@ def documents_of_row(train: dict[str, Any]) -> float:
     return float(train.get("items_per_sample", per_row))
 
 
-def with_counted_sizes(subject: Subject) -> Subject:
-    """The subject with counted parameters, for a Hugging Face model or `model.freeze`."""
+def with_sizes(subject: Subject, activations: bool = False) -> Subject:
+    """The subject with counted parameters, for a Hugging Face model or `model.freeze`.
+
+    With `activations` it also has the peaks of a step, by passes with fake tensors (seconds).
+    """
     recipe, model = subject.recipe, subject.recipe.model
     vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
     if model.kind == "gpt" and not (model.freeze and vocab):
         return subject
     try:
-        from windlass.model.build import read_sizes  # needs torch
+        from windlass.model.build import build_model, sizes_of  # needs torch
 
-        return replace(subject, counted=read_sizes(recipe, vocab))
+        network = build_model(recipe, vocab)
+        counted = sizes_of(network)
     except (ImportError, UserError) as error:
         if model.kind == "gpt":
             raise
         reason = str(error)
         if isinstance(error, ImportError):
             reason = f"counting a Hugging Face model {missing_package(error)}"
-        return replace(subject, hf_reason=reason)
-
-
-def with_activations(subject: Subject) -> Subject:
-    """The subject with the activations of counted sizes, by a pass with fake tensors (seconds)."""
-    recipe, own = subject.recipe, subject.counted
-    if own is None:
-        return subject
+        return replace(subject, counted=None, hf_reason=reason)
+    if not activations:
+        return replace(subject, counted=counted)
     micro_batch = recipe.batch(subject.world, subject.device.kind).micro_batch
     try:
-        from windlass.estimate.activations import measure_peaks  # needs torch
+        from windlass.estimate.activations import measure_peaks
 
         how = subject.precision, micro_batch, subject.device.kind
-        peaks = measure_peaks(recipe, own.vocab, *how)
-        return replace(subject, counted=replace(own, peaks=peaks))
+        peaks = measure_peaks(network, recipe, *how)
     except Exception as error:  # code of `transformers`, or an operation without a fake kernel
-        return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return replace(subject, counted=counted, activations_reason=reason)
+    return replace(subject, counted=replace(counted, peaks=peaks))
 
 
 def with_prepared_data(subject: Subject) -> Subject:
