@@ -1,5 +1,5 @@
-"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, what is
-sent, and what a job's host needs.
+"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, and the
+bytes that ranks send.
 
 `variants` varies strategy and activation checkpointing of one layout, for both tables of a plan.
 """
@@ -12,20 +12,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
-from windlass.estimate.calendar import recipe_vocab
-from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device
+from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
 from windlass.estimate.work import LINKS, works
-from windlass.model.size import CountedSizes, checkpoint_bytes
+from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
-from windlass.telemetry.timing import peak_flops
 
 CHECKPOINTING = ("none", "selective", "full")
-GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
-LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
 ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9
@@ -317,29 +313,3 @@ def layout_on(
     if world > 1 or layout.policy.shards_parameters:
         usable = int(usable * CAREFUL / USABLE)
     return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
-
-
-def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
-    """The host memory in GB that `per_host` of `world` ranks need, for a batch script.
-
-    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
-    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
-    loading. 0 if the model's size cannot be read here.
-    """
-    network: Network = recipe.model
-    vocab = recipe_vocab(recipe) or LARGE_VOCAB
-    on_disk = checkpoint_bytes(recipe, vocab)
-    if recipe.model.kind == "hf":
-        try:
-            from windlass.model.build import read_sizes  # needs torch
-
-            network = read_sizes(recipe, 0)
-            on_disk = checkpoint_bytes(recipe, vocab, network)
-        except (ImportError, UserError):
-            return 0
-    layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
-    peak = memory(network, vocab, layout, recipe.optim.kind)
-    in_use = peak.host + (peak.total if on_cpu else 0)
-    part = min(1.0, per_host / layout.shard)
-    base = CPU_RANK_GB if on_cpu else GPU_RANK_GB
-    return math.ceil(per_host * (base + in_use / 1e9) + 2 * part * on_disk / 1e9)

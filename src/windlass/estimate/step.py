@@ -21,12 +21,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from windlass.estimate.devices import Device
+from windlass.estimate.devices import Device, device_table
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
-from windlass.telemetry.timing import device_table
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
@@ -44,7 +43,7 @@ float8: it is read for the scale and for rounding, written, and transposed. By c
 
 @dataclass(frozen=True)
 class Constants:
-    """The speeds of the table of devices (`telemetry/devices.toml`), which documents them."""
+    """The speeds of the table of devices (`devices.toml`), which documents them."""
 
     memory: float
     launch: float

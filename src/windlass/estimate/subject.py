@@ -13,14 +13,13 @@ from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import recipe_vocab, resolve_steps
-from windlass.estimate.devices import Device, find_device, table, this_device
+from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
 from windlass.estimate.layouts import layout_on
 from windlass.estimate.rank import Layout
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Run, last_start
-from windlass.telemetry.timing import peak_flops
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from windlass.data.prepare import unprepared
 from windlass.errors import RunFailed, UserError
-from windlass.estimate.layouts import host_memory_gb
+from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import read_json, write_atomic
 from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
 from windlass.launch.job import GRACE_SECONDS, SCRIPT, TIME, Job, Site, seconds_of, stop_lead

@@ -25,6 +25,7 @@ from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data
 from windlass.errors import plural
 from windlass.estimate.calendar import evaluations
+from windlass.estimate.devices import peak_flops
 from windlass.evaluation.source import is_new
 from windlass.model.size import describe_sizes
 from windlass.optim.build import describe_groups
@@ -45,7 +46,6 @@ from windlass.telemetry.timing import (
     averages,
     device_hours,
     mfu,
-    peak_flops,
     wall_time,
 )
 from windlass.telemetry.trackers import Note, Trackers
