@@ -75,7 +75,7 @@ def test_overrides_name_a_section_and_change_no_other(file):
         (["data.stages.0.weights.x=1"], ("data.stages.0.weights", "no source x", "web, books")),
         (["data.stages.0.from=0"], ("data.stages.0.from", "data.mix")),
         (["data.stages.0.from=1.5"], ("data.stages.0.from", "0.0 to 1.0")),
-        (["data.mix=[]"], ("data.stages", "data.mix, which has no source")),
+        (["data.mix=[]"], ("data.stages", "data.mix")),
     ],
 )
 def test_what_does_not_work_is_one_message(file, overrides, words):

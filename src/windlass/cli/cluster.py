@@ -208,7 +208,7 @@ def submit(
 
 
 def _watch(directory: Path) -> int:
-    """Follow the job of a run or study to its end; the exit code of what it trained."""
+    """Follow the job of a run or study to its end; the exit code of the training."""
     from windlass.cli.train import show_end
     from windlass.launch.batch import EXIT_CODE
     from windlass.launch.queue import watch

@@ -226,7 +226,7 @@ def _by_law(path: str, plan: Plan) -> Range:
     law = open_ladder(path).law
     size = plan.size.parameters if law.embeddings else plan.size.non_embedding
     if not size or not plan.tokens:
-        why = "; ".join(dict.fromkeys(plan.unknown.values())) or "the size has no count of blocks"
+        why = "; ".join(dict.fromkeys(plan.unknown.values())) or "the blocks were not counted"
         raise UserError(f"--law {path}: size and tokens of the plan are unknown: {why}")
     unique = plan.tokens / plan.epochs if plan.epochs else 0
     return law.predict(size, effective_tokens(plan.tokens, unique))

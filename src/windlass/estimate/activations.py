@@ -130,13 +130,13 @@ class Attention(TorchFunctionMode):
                 if mask is not None and mask.dtype == torch.bool:
                     wide = torch.zeros(mask.shape, dtype=given["query"].dtype)
                     given["attn_mask"] = wide.masked_fill_(mask.logical_not(), -torch.inf)
-                own = {name: given[name] for name in (*names, "scale") if name in given}
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**own)[0]
+                arguments = {name: given[name] for name in (*names, "scale") if name in given}
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**arguments)[0]
         return func(*args, **(kwargs or {}))
 
 
 class Raised(TorchFunctionMode):
-    """Autocast's float32 operations on CUDA; a pass on the CPU would leave them in half precision."""
+    """Autocast's float32 operations on CUDA, which a pass on a CPU would leave in half precision."""
 
     def __init__(self, on_cuda: bool) -> None:
         super().__init__()

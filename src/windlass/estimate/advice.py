@@ -17,7 +17,7 @@ MOST_RANKS = 64  # that the advice tries
 
 
 def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
-    """The settings of the cheapest layout that fits, and the reason; both empty if nothing is known.
+    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known.
 
     If the recipe's micro-batch fits in no row, a smaller one may. If none does, other settings may.
     """
@@ -35,8 +35,8 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     layout, largest = row.layout, row.largest_micro_batch or 0
     size = largest if smaller else micro_batch or largest
     layout = replace(layout, micro_batch=size)
-    own = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {key: value for key, value in settings_of(layout).items() if key not in own}
+    given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
+    settings = {key: value for key, value in settings_of(layout).items() if key not in given}
     settings = {key: value for key, value in settings.items() if value not in (False, "auto")}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
@@ -45,7 +45,7 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
 def savings(
     recipe: Recipe, world: int, on_gpu: bool, sizes: CountedSizes | None = None
 ) -> Iterator[Settings]:
-    """The changes of a recipe that may lower a rank's memory, the cheapest in time and quality first.
+    """The changes of a recipe that may lower a rank's memory, the cheapest one first.
 
     `sizes`: of a model of `transformers`, or of one with frozen weights.
     """
@@ -93,10 +93,10 @@ class Planned:
         except UserError:
             return None
         subject = replace(subject, counted=self.counted[network])
-        own, vocab = subject.counted, subject.size.vocab or 0
-        if own is not None and not own.peaks:
+        counted, vocab = subject.counted, subject.size.vocab or 0
+        if counted is not None and not counted.peaks:
             return None
-        return memory(own or recipe.model, vocab, subject.layout, recipe.optim.kind)
+        return memory(counted or recipe.model, vocab, subject.layout, recipe.optim.kind)
 
     @staticmethod
     def _network(recipe: Recipe) -> str:
@@ -106,7 +106,7 @@ class Planned:
 
 
 def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
-    """Changes with which a recipe fits into `usable` bytes, and what a rank takes then.
+    """Changes with which a recipe fits into `usable` bytes, and the memory of a rank then.
 
     Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
     """

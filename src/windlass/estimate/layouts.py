@@ -27,7 +27,7 @@ PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9
 """Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
 NOMINAL = {"cpu": 5e10, "cuda": 1e14}
-"""FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
+"""FLOP/s of a rank that order layouts on a device without a published peak; they are not shown."""
 ALIKE = 0.02
 """Predicted steps that differ by less than this part count as equal."""
 
@@ -52,7 +52,7 @@ class LayoutRow:
 
     layout: Layout
     memory: Memory  # of the fullest rank
-    # Seconds of a step, predicted; only for the order if the device has no published peak.
+    # Seconds of a step, predicted; only for the order without a published peak.
     compute: float
     communication: float
     bubble: float
@@ -88,12 +88,12 @@ class Machine:
 
     def speeds(self, recipe: Recipe) -> Speeds:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
-        own = peak_flops(self.device.name, self.precision, recipe.train.tf32)
-        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else own
+        highest = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else highest
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
         speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
-        if self.precision == "float8" and own and peak:  # head and attention are in bf16
-            return replace(speeds, float8=speeds.products * own / peak)
+        if self.precision == "float8" and highest and peak:  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * highest / peak)
         return speeds
 
 
@@ -160,8 +160,8 @@ def memory_rows(
     in checkpointing and offload, which moves everything over the host's bus.
     """
     ours = not isinstance(model, CountedSizes)
-    known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
-    base = base if known else replace(base, checkpointing="none")
+    has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
+    base = base if has_peaks else replace(base, checkpointing="none")
     layouts = list(variants(base, CHECKPOINTING if ours else [base.checkpointing]))
     if base.device == "cuda" and ours:
         offload = replace(base, offload=True)
@@ -171,10 +171,10 @@ def memory_rows(
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
         tight = usable is not None and usable < needed.total <= usable * TIGHT / USABLE
-        if not known and fits:
+        if not has_peaks and fits:
             fits = None  # the unknown activations may be too large
         largest = None
-        if known and usable is not None:
+        if has_peaks and usable is not None:
             fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
             largest = fitting.micro_batch if fitting else 0
         rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
@@ -216,11 +216,11 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
 
 
 def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[LayoutRow], str]:
-    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
-    none fits.
+    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or the
+    reason if none fits.
 
-    Of layouts within about ALIKE of each other the simplest is first: with the fewest parts, without
-    recomputation, with the least sharding, and with the largest micro-batch.
+    Among layouts within about ALIKE of each other the simplest is first: the fewest parts, no
+    recomputation, the least sharding, and the largest micro-batch.
     """
     if (usable := machine.device.usable_bytes) is None:
         return [], "the device's memory is unknown"
@@ -233,7 +233,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
         timed.append(((about, parts, cost, -layout.micro_batch), layout, step))
     timed.sort(key=lambda one: one[0])
-    own, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
+    chosen, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
@@ -244,7 +244,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
             most = {link: max(one[link] for one in sent) for link in LINKS}
             times = (step.compute, step.communication, step.bubble)
             changes = changes_of(recipe, layout)
-            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == own)
+            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == chosen)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")
@@ -307,8 +307,8 @@ def layout_on(
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted
-    known = not isinstance(model, CountedSizes) or model.peaks
-    if not is_open or usable is None or model is None or not vocab or not known:
+    has_peaks = not isinstance(model, CountedSizes) or model.peaks
+    if not is_open or usable is None or model is None or not vocab or not has_peaks:
         return layout
     if world > 1 or layout.policy.shards_parameters:
         usable = int(usable * CAREFUL / USABLE)

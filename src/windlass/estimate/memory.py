@@ -80,7 +80,7 @@ def _counted(model: CountedSizes, layout: Layout, optimizer: str) -> Memory:
     """The memory of counted sizes; a sharded model's blocks count as if they had equal sizes.
 
     The ranks of `tensor` divide weights, gradients and state; 4-bit weights are whole on each rank.
-    The activations are those of one rank, an upper bound.
+    The activations of one rank are an upper bound.
     """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     full, sharded = max(4, compute), layout.policy.shards_parameters
@@ -171,7 +171,7 @@ def _loss_events(step: Tensors) -> Iterator[Memory]:
 
 
 def extremes(layers: int) -> list[int]:
-    """Blocks at whose backward pass the memory may peak; it is linear in the blocks between them."""
+    """Blocks at whose backward pass the memory may peak, because it is linear between them."""
     return sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True)
 
 

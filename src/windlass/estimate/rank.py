@@ -130,13 +130,13 @@ class Layout:
 
 
 def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
-    """`train.compile` with `auto` resolved; `steps`: of the run, if the recipe has no number."""
+    """`train.compile` with `auto` resolved; `steps`: of the run, for a recipe without a number."""
     train = recipe.train
     if train.compile != "auto":
         return train.compile
     steps = train.steps if isinstance(train.steps, int) else steps
-    own = recipe.model.kind == "gpt" and not train.deterministic
-    return device == "cuda" and own and steps >= COMPILED_STEPS
+    may = recipe.model.kind == "gpt" and not train.deterministic
+    return device == "cuda" and may and steps >= COMPILED_STEPS
 
 
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:

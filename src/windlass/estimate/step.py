@@ -34,11 +34,11 @@ UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moment
 WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
 KERNELS = {True: (12, 24), False: (30, 60)}
 """Kernels of a block's forward and backward pass, compiled and not."""
-MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
+MANY = 10  # published rows from which a range covers 8 in 10 of them; with fewer it covers all
 NEWTON_SCHULZ = 5  # iterations of Muon
 ROUNDING_BYTES = 7
 """Of a number of a product's input, output or (twice) weight in a forward and backward pass in
-float8: it is read for the scale and for rounding, written, and transposed. By counting, not fitted."""
+float8: it is read for the scale and for rounding, written, and transposed. Counted, not fitted."""
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,16 @@ class Subject:
     @property
     def size(self) -> Size:
         """The model's size; without the vocabulary only its blocks."""
-        recipe, model, own = self.recipe, self.recipe.model, self.counted
-        if own is not None:
-            flops, on_disk = own.flops_per_token(), checkpoint_bytes(recipe, own.vocab, own)
-            return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
+        recipe, model, counted = self.recipe, self.recipe.model, self.counted
+        if counted is not None:
+            return Size(
+                vocab=counted.vocab,
+                parameters=counted.total,
+                trained=counted.trained,
+                flops_per_token=counted.flops_per_token(),
+                checkpoint_bytes=checkpoint_bytes(recipe, counted.vocab, counted),
+                network=counted.network,
+            )
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
@@ -87,8 +93,8 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        own = recipe, vocab, self.world, self.device, self.precision
-        return layout_on(*own, counted=of_hf, documents=self.documents)
+        place = (self.world, self.device, self.precision)
+        return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
@@ -176,7 +182,7 @@ def subject_of(
 
 
 def documents_of_row(train: dict[str, Any]) -> float:
-    """The documents of a row in the facts of a run's training data, if attention keeps them apart."""
+    """The documents of a row by the facts of a run's data, if attention keeps them apart."""
     if "attended" not in train:
         return 0.0
     per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text

@@ -62,7 +62,7 @@ class Tensors:
         # in autocast's precision.
         self.unit = self.full * rank.unit_blocks * rank.block
         self.gathered = self.compute * rank.unit_blocks * rank.block
-        # The matrix of the head, also of a tied one; before the last stage of the embedding, if any.
+        # The matrix of the head (also a tied one); on earlier stages the embedding, if any.
         self.head = self.master * rank.table * (rank.first or rank.last)
         # The largest matrix of a block, whose gradient exists twice for a moment.
         rows = max(model.ff_width_ // parts, self.queries + 2 * self.kv)
@@ -108,8 +108,8 @@ class Tensors:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes dropout on a CPU, a part of a dropout's mask, or fp64 on CUDA. Then attention
-        # saves whole T x T matrices.
+        # No kernel takes dropout on a CPU, a part of a dropout's mask, or fp64 on CUDA. Without a
+        # kernel attention saves whole T x T matrices.
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
         plain = plain or (self.cuda and c == 8)

@@ -54,9 +54,10 @@ def queued_tasks(directory: Path) -> dict[int, Queued]:
     for one in _jobs(directory):
         if one.state:
             states = one.scheduler.tasks(one.job, one.state, _ask)
-            own = {task_number(task): state for task, state in states.items()}
+            by_number = {task_number(task): state for task, state in states.items()}
             # without states of single tasks, none has begun or the scheduler does not answer
-            held = one.array if own.keys() <= {None} else [n for n in one.array if own.get(n)]
+            single = by_number.keys() <= {None}
+            held = one.array if single else [n for n in one.array if by_number.get(n)]
             tasks |= dict.fromkeys(held, one)
     return tasks
 

@@ -217,7 +217,7 @@ def note_unprepared(
         with contextlib.suppress(UserError):  # the job says what is wrong with the source
             missing |= dict.fromkeys(directory / place for place in unprepared(recipe))
     for place in missing:
-        problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
+        problem = f"{place} lacks prepared data, so the job would download and tokenize it"
         notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
 
 

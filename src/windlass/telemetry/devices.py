@@ -129,7 +129,7 @@ class DeviceSampler:
                 file.write(b"\n" if file.tell() else b"")  # ends a torn line
                 self._sample(file)
         except Exception as error:  # of a driver or a disk
-            problem = f"utilisation and memory are no longer sampled ({error})"
+            problem = f"the sampling of utilisation and memory ended ({error})"
             self.warning = f"rank {self.rank}: {problem}"
 
     def _sample(self, file: BinaryIO) -> None:

@@ -183,9 +183,9 @@ def step_times(ledger: Iterable[Line]) -> dict[str, float]:
     """`step_ms_mean`, `forward_ms_mean` … of the steps that `throughput` counts."""
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
-        if own := [(line[name], steps) for line, steps in windows if name in line]:
-            count = sum(steps for _, steps in own)
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / count
+        if parts := [(line[name], steps) for line, steps in windows if name in line]:
+            count = sum(steps for _, steps in parts)
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in parts) / count
     return means
 
 

@@ -1,8 +1,8 @@
 """Trackers beside a training: an exporter process for each (`exporter.py`) follows the ledger.
 
 `Trackers` is the training's side of two pipes. An exporter's standard input closes when the
-training ends. Its standard output brings at most two lines of JSON: where the tracker shows the
-run, and the first error. A hanging import, a dead address or a full disk hurts only the exporter.
+training ends. Its standard output brings at most two lines of JSON: the place of the run in
+the tracker, and the first error. A hanging import, a dead address or a full disk hurts only the exporter.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
         RunFailed: The tracker did not take everything.
     """
     if name not in BACKENDS:
-        raise UserError(f"there is no tracker {name}; there are {', '.join(BACKENDS)}")
+        raise UserError(f"{name} is not a tracker; write one of {', '.join(BACKENDS)}")
     require(name, f"the tracker {name}")
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
-        raise UserError(f"{run.path} has no ledger yet ({run.metrics_path.name}): train first")
+        raise UserError(f"{run.path} lacks a ledger ({run.metrics_path.name}): train first")
     trackers = Trackers(run.path, [name], timeout or 1e6)
     process = trackers.processes.get(name)
     notes = trackers.finish(timeout or 1e6)
