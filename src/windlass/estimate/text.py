@@ -187,7 +187,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
     how = f"ms: predicted for full rows as under Time, with {links}."
     if not machine.knows_peak:
-        how = f"The order is a guess, because the peak of {plan.device.name} is not published."
+        how = f"The order is a guess, because {plan.device.name} has no published peak."
     unchanged = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",

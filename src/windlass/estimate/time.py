@@ -20,7 +20,7 @@ from windlass.run import last_start
 if TYPE_CHECKING:
     from windlass.run import Line, Run
 
-NO_PEAK = "the peak of a CPU is not published"
+NO_PEAK = "a CPU has no published peak"
 NARROWEST = 768
 """The smallest width of a published run; the errors of narrower models are unknown."""
 
