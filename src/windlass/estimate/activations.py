@@ -32,11 +32,17 @@ https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-floa
 
 
 def measure_peaks(
-    network: nn.Module, recipe: Recipe, precision: str, micro_batch: int, device: str = "cpu"
+    network: nn.Module,
+    recipe: Recipe,
+    precision: str,
+    micro_batch: int,
+    device: str = "cpu",
+    several: bool = True,
 ) -> Peaks:
-    """The bytes of a step beside weights and state for two micro-batches, one the recipe's.
+    """The bytes of a step beside weights and state for `micro_batch`; with `several` also for another
+    size, from which the rest follow.
 
-    `network` is on the meta device, as `build_model` returns it. It is of no use afterwards.
+    `network` is on the meta device, as `build_model` returns it. It cannot be used afterwards.
     """
     model: Any = network.train()
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
@@ -45,7 +51,7 @@ def measure_peaks(
     low, on_cuda = LOW.get(precision), device == "cuda"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, matrix, chunk:
         _replace_parameters(model, mode)
-        sizes = sorted({1, max(2, micro_batch)})
+        sizes = sorted({1, max(2, micro_batch)}) if several else [micro_batch]
         return tuple(_peaks(model, n, recipe.model.context, low, on_cuda) for n in sizes)
 
 

@@ -78,7 +78,8 @@ class Planned:
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        self.counted = {self._network(subject.recipe): subject.counted}
+        # By network and micro-batch; 0: of any micro-batch.
+        self.counted = {(self._network(subject.recipe), 0): subject.counted}
 
     def __call__(self, settings: Settings, world: int = 0) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
@@ -87,12 +88,14 @@ class Planned:
             recipe = self.subject.recipe.replace(settings)
             recipe.batch(world, self.subject.device.kind)
             subject = replace(self.subject, recipe=recipe, world=world)
-            network = self._network(recipe)
-            if network not in self.counted:
-                self.counted[network] = with_sizes(subject, activations=True).counted
+            network, micro_batch = self._network(recipe), recipe.train.micro_batch
+            measured = (network, 0 if (network, 0) in self.counted else micro_batch)
+            if measured not in self.counted:
+                sized = with_sizes(subject, activations=True, several=not micro_batch)
+                self.counted[measured] = sized.counted
         except UserError:
             return None
-        subject = replace(subject, counted=self.counted[network])
+        subject = replace(subject, counted=self.counted[measured])
         counted, vocab = subject.counted, subject.size.vocab or 0
         if counted is not None and not counted.peaks:
             return None

@@ -214,6 +214,16 @@ class Rank:
         return max(1, self.model.kv_heads_ // self.layout.tensor)
 
     @property
+    def queries(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
     def by_heads(self) -> bool:
         """Whether the ranks of `context` exchange heads; otherwise they gather keys and values."""
         return self.kv_heads % self.layout.context == 0

@@ -160,7 +160,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     c = COMPUTE_BYTES[layout.precision]
     wide = layout.program.stream or layout.program.weight or max(4, c)
     n, s, d = rank.tokens, rank.stream_tokens, model.width
-    q, k = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
+    q, k = rank.queries, rank.keys
     f, v = model.ff_width_ // layout.tensor, rank.table // d
     ups = 2 if model.activation == "swiglu" else 1
     again = {"none": 0.0, "selective": layout.program.repeated, "full": 1.0}[layout.checkpointing]

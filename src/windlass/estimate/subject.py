@@ -189,10 +189,11 @@ def documents_of_row(train: dict[str, Any]) -> float:
     return float(train.get("items_per_sample", per_row))
 
 
-def with_sizes(subject: Subject, activations: bool = False) -> Subject:
+def with_sizes(subject: Subject, activations: bool = False, several: bool = True) -> Subject:
     """The subject with counted parameters, for a Hugging Face model or `model.freeze`.
 
-    With `activations` it also has the peaks of a step, by passes with fake tensors (seconds).
+    With `activations` it also has the peaks of a step, by passes with fake tensors (seconds), which
+    give the peak of any micro-batch (`several`) or of the recipe's alone.
     """
     recipe, model = subject.recipe, subject.recipe.model
     vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
@@ -216,8 +217,8 @@ def with_sizes(subject: Subject, activations: bool = False) -> Subject:
     try:
         from windlass.estimate.activations import measure_peaks
 
-        how = subject.precision, micro_batch, subject.device.kind
-        peaks = measure_peaks(network, recipe, *how)
+        place = subject.device.kind
+        peaks = measure_peaks(network, recipe, subject.precision, micro_batch, place, several)
     except Exception as error:  # code of `transformers`, or an operation without a fake kernel
         reason = f"{type(error).__name__}: {first_line(error)}"
         return replace(subject, counted=counted, activations_reason=reason)

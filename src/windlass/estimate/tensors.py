@@ -47,8 +47,8 @@ class Tensors:
         self.operand = 1 if self.float8 else self.compute
         self.vocab = -(-rank.vocab // parts)  # V
         self.n, self.s = rank.tokens, rank.stream_tokens
-        self.queries = rank.heads * rank.head_width  # D, or the rank's part of it
-        self.kv = rank.kv_heads * rank.head_width  # K
+        self.queries = rank.queries  # D, or the rank's part of it
+        self.kv = rank.keys  # K
         self.stream_width = layout.program.stream or self.full  # bytes of a number
         # A copy of the residual stream [S, D].
         self.stream = self.s * model.width * self.stream_width
