@@ -207,7 +207,7 @@ def test_a_project_that_the_recipe_changes_wins_over_the_users(server, run, writ
 
 
 def test_what_is_wrong_with_a_replay_is_reported(run, monkeypatch):
-    with refused("no ledger"):
+    with refused("ledger"):
         track(run, "wandb")
     with refused("tensorboard, mlflow, wandb"):
         track(run, "neptune")
