@@ -56,8 +56,8 @@ def queued_tasks(directory: Path) -> dict[int, Queued]:
             states = one.scheduler.tasks(one.job, one.state, _ask)
             by_number = {task_number(task): state for task, state in states.items()}
             # without states of single tasks, none has begun or the scheduler does not answer
-            single = by_number.keys() <= {None}
-            held = one.array if single else [n for n in one.array if by_number.get(n)]
+            is_whole = by_number.keys() <= {None}
+            held = one.array if is_whole else [n for n in one.array if by_number.get(n)]
             tasks |= dict.fromkeys(held, one)
     return tasks
 
