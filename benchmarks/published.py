@@ -1,7 +1,7 @@
 """The plan against published runs: the error of each source and family, and of rows left out.
 
     python benchmarks/published.py            # tables in Markdown
-    python benchmarks/published.py --fit      # the constants for telemetry/devices.toml
+    python benchmarks/published.py --fit      # the constants for estimate/devices.toml
 
 `published.csv` has one run a row: facts that others measured and published, with their source. Its
 programs are not Windlass. The columns `stream` to `weight` say what differs (`rank.Program`): the
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from windlass.estimate.devices import USABLE, Device, table
+from windlass.estimate.devices import USABLE, Device, peak_flops, table
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout, Program, Rank, ranks_of
 from windlass.estimate.step import MANY, Constants, Links, constants, published_speeds, step_time
@@ -36,7 +36,6 @@ from windlass.estimate.work import Work, work_of
 from windlass.model.size import flops_per_token
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES
-from windlass.telemetry.timing import peak_flops
 
 FAILURES = {
     "nanogpt-124m-1xA100-eager": "attention by hand and a nightly of PyTorch 2.0, of 2022",

@@ -11,7 +11,7 @@ import hf_fixtures
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import layout_of
-from windlass.model.build import read_sizes
+from windlass.model.build import build_model, read_sizes
 
 WIDE = {"heads": 4, "width": 128, "context": 64}
 MODERN = {"layers": 6, "kv_heads": 2, "activation": "swiglu", "norm": "rmsnorm"}
@@ -146,6 +146,6 @@ def test_the_states_of_a_model_of_transformers(lora, files, tmp_path):
     predicted = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.01)
     assert predicted.total < peak
-    sizes = replace(sizes, peaks=measure_peaks(r, 2000, "fp32", 2))
+    sizes = replace(sizes, peaks=measure_peaks(build_model(r, 2000), r, "fp32", 2))
     whole = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert whole.total == pytest.approx(peak, rel=0.04), whole

@@ -19,7 +19,7 @@ from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
 from windlass.run import Run
 from windlass.telemetry import measures
-from windlass.telemetry.trackers import point
+from windlass.telemetry.exporter import point
 
 __all__ = ["corpus"]
 

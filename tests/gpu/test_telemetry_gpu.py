@@ -65,7 +65,7 @@ def test_the_sampler_sees_a_busy_device(tmp_path):
 
 def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device, computes):
     from windlass import Callback, train
-    from windlass.telemetry.timing import peak_flops
+    from windlass.estimate.devices import peak_flops
 
     clock = {}
 

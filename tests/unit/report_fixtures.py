@@ -162,7 +162,7 @@ def build_run(
         writer.start("resumed", killed_at // 100 * 100)
     writer.train(killed_at // 100 * 100, steps)
     if finished:
-        means = {"avg_gpu_util_pct": 91.7, "std_gpu_util_pct": 4.2, "avg_mem_alloc_mb": 1510.0}
+        means = {"avg_gpu_util_pct": 91.7, "avg_mem_alloc_mb": 1510.0}
         means |= {"avg_mem_reserved_mb": 1930.0, "peak_mem_mb": 1760.0}
         writer.line("summary", steps, steps=steps, world=ranks, parameters=813_568, **means)
         writer.line("event", steps, event="finished")

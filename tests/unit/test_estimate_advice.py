@@ -6,7 +6,7 @@ import hf_fixtures
 from windlass.estimate.advice import Planned, advise, savings
 from windlass.estimate.devices import find_device
 from windlass.estimate.plan import plan
-from windlass.estimate.subject import Subject, subject_of, with_activations
+from windlass.estimate.subject import Subject, subject_of
 from windlass.recipe import Recipe
 
 WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}
@@ -62,7 +62,7 @@ def subject(case, models) -> Subject:
         more |= {"train.global_batch": 8, "data.tokenizer": "byte", "train.steps": 10}
         settings |= more
     recipe = Recipe().replace(settings)
-    return with_activations(subject_of(recipe, world=world, device="RTX-4090"))
+    return subject_of(recipe, world=world, device="RTX-4090", activations=True)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -12,15 +12,11 @@ import torch
 from windlass.estimate.advice import recommend
 from windlass.estimate.devices import USABLE, Device, find_device
 from windlass.estimate.layouts import memory_rows
-from windlass.estimate.memory import (
-    GATHER_BYTES,
-    STACK_NUMBERS,
-    Step,
-    memory,
-)
+from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.estimate.subject import Subject, documents_of_row
+from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
 from windlass.model import loss
 from windlass.model.float8 import use_float8
 from windlass.model.gpt import GPT, initialise
@@ -66,7 +62,7 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
 
 def predicted_bytes(settings: ModelSettings, precision: str, checkpointing: str = "none") -> int:
     how = {"precision": precision, "checkpointing": checkpointing, "micro_batch": BATCH}
-    step, layers = Step(*ranks_of(settings, VOCAB, Layout("single", **how))), settings.layers
+    step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **how))), settings.layers
     return step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
 
 
@@ -122,7 +118,7 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     monkeypatch.setattr(GPT, "low_stream", True)
     settings = ModelSettings(**{**BASE, **over})
     low = {"precision": "bf16", "micro_batch": BATCH, "program": Program(stream=2)}
-    step, layers = Step(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
+    step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
     predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
 
@@ -179,7 +175,7 @@ def test_the_peak_of_a_chunked_loss(over):
     assert GATHER_BYTES == shard.GATHER_BYTES
     assert muon.AT_ONCE == STACK_NUMBERS
     settings, vocab = ModelSettings(**{**BASE, "layers": 1, **over}), 120_000
-    step = Step(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
+    step = Tensors(*ranks_of(settings, vocab, Layout("single", micro_batch=4)))
     weight = torch.zeros(vocab, settings.width, requires_grad=True)
     hidden = torch.zeros(4, settings.context, settings.width, requires_grad=True)
     labels = torch.zeros(4, settings.context, dtype=torch.int64)

@@ -22,13 +22,12 @@ from windlass.estimate.calendar import (
     optimal_tokens,
     resolve_steps,
 )
-from windlass.estimate.devices import GIB, find_device
+from windlass.estimate.devices import GIB, find_device, peak_flops
 from windlass.estimate.plan import assemble, plan
 from windlass.estimate.subject import Subject
 from windlass.estimate.time import Speed
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
-from windlass.telemetry.timing import peak_flops
 
 C4 = Recipe.load("c4-30m")
 
@@ -85,6 +84,45 @@ def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
     device = find_device(name)
     assert device.name == name and device.memory_bytes == gib * GIB
     assert peak_flops(device.name, "fp16") == pytest.approx(tflops * 1e12)
+
+
+PEAKS = {
+    ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
+    ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
+    ("NVIDIA H100 80GB HBM3", "bf16"): 989,
+    ("NVIDIA H100 PCIe", "bf16"): 756,
+    ("NVIDIA H200", "fp16"): 989,
+    ("NVIDIA L40S", "bf16"): 362,
+    ("NVIDIA L40", "bf16"): 181,
+    ("NVIDIA L4", "bf16"): 121,
+    ("NVIDIA A10", "bf16"): 125,
+    ("Tesla V100-SXM2-32GB", "fp16"): 125,
+    ("Tesla T4", "fp16"): 65,
+    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
+    ("NVIDIA GH200 480GB", "bf16"): 989,
+    ("NVIDIA H200 NVL", "bf16"): 835,
+    ("NVIDIA H800 SXM", "tf32"): 494,
+    ("NVIDIA H100 NVL", "fp32"): 60,
+    ("NVIDIA H800", "bf16"): 989,
+    ("NVIDIA H800 PCIe", "bf16"): 756,
+    ("NVIDIA A800-SXM4-80GB", "bf16"): 312,
+    ("NVIDIA GB200", "float8"): 5000,
+    ("NVIDIA A10G", "bf16"): 70,
+    ("NVIDIA B200", "bf16"): 2250,
+    # what is not known is not guessed
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
+    ("Tesla V100-SXM2-32GB", "bf16"): None,
+    ("NVIDIA A1000", "bf16"): None,
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
+    ("Intel Xeon", "fp32"): None,
+    ("NVIDIA H200", "fp64"): None,
+    ("", "bf16"): None,
+}
+
+
+def test_peaks_of_real_names():
+    assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
 
 
 @pytest.mark.parametrize("name", sorted(presets()))

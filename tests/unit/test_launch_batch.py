@@ -21,15 +21,8 @@ from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render
 from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
-from windlass.launch.submit import (
-    Resources,
-    cancel,
-    find_scheduler,
-    queued,
-    read_site,
-    submit_run,
-    watch,
-)
+from windlass.launch.queue import cancel, queued, watch
+from windlass.launch.submit import Resources, find_scheduler, read_site, submit_run
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -456,7 +449,7 @@ def test_the_memory_of_a_host(tmp_path, monkeypatch):
     """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
     well. A site may say it.
     """
-    from windlass.estimate.layouts import host_memory_gb
+    from windlass.estimate.memory import host_memory_gb
 
     recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
     disk = checkpoint_bytes(recipe, 50304) / 1e9
@@ -743,7 +736,7 @@ def test_watch_shows_the_logs_of_a_studys_last_jobs(tmp_path, monkeypatch):
     over = "echo Job has finished >&2"
     qstat = f"[ $1 = 9.server ] || {{ {over}; exit 35; }}\n{once.format(row)}"
     programs(tmp_path / "tools", monkeypatch, qstat=qstat.replace("&& exit", f"&& {over} && exit"))
-    monkeypatch.setattr("windlass.launch.submit.WATCH_SECONDS", 0)
+    monkeypatch.setattr("windlass.launch.queue.WATCH_SECONDS", 0)
     for number, job in ((1, "8.server"), (2, "9.server")):
         folder = tmp_path / "study" / "jobs" / str(number)
         folder.mkdir(parents=True)

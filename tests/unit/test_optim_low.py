@@ -10,7 +10,7 @@ from torch import nn
 from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import load_model, train
 from windlass.checkpoint.load import open_checkpoint
-from windlass.estimate import memory as planned
+from windlass.estimate import tensors as planned
 from windlass.model.build import build_model
 from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim import adamw, muon

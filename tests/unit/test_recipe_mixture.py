@@ -72,10 +72,10 @@ def test_overrides_name_a_section_and_change_no_other(file):
         (["data.mix.web.source=squad"], ("data.mix.0.format", 'data.format = "squad"')),
         (["data.mix.web.source=shards:a", "data.format=chat"], ("data.mix.0.format", "text")),
         (["data.mix.web.weight=0", "data.mix.books.weight=0"], ("no source has a weight",)),
-        (["data.stages.0.weights.x=1"], ("data.stages.0.weights", "no source x", "web, books")),
+        (["data.stages.0.weights.x=1"], ("data.stages.0.weights", "source x", "web, books")),
         (["data.stages.0.from=0"], ("data.stages.0.from", "data.mix")),
         (["data.stages.0.from=1.5"], ("data.stages.0.from", "0.0 to 1.0")),
-        (["data.mix=[]"], ("data.stages", "data.mix, which has no source")),
+        (["data.mix=[]"], ("data.stages", "data.mix")),
     ],
 )
 def test_what_does_not_work_is_one_message(file, overrides, words):

@@ -14,9 +14,9 @@ from windlass.reports.write import report
 from windlass.run import Run, decode
 from windlass.telemetry import measures
 from windlass.telemetry.console import Console
+from windlass.telemetry.exporter import point
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import Measure
-from windlass.telemetry.trackers import point
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from windlass.telemetry.timing import (
     device_hours,
     evaluation_speed,
     mfu,
-    peak_flops,
     step_times,
     throughput,
     wall_time,
@@ -213,47 +212,7 @@ def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
 
 def test_mfu_by_the_numbers_of_a_known_run():
     # 124M at context 1,024: 855 MFLOP a token; 150,000 tokens/s on an A100
-    peak = peak_flops("NVIDIA A100-SXM4-40GB", "bf16")
     for devices in (1, 8):
-        reached = mfu(devices * 150_000, 855e6, peak, devices)
+        reached = mfu(devices * 150_000, 855e6, 312e12, devices)
         assert reached == pytest.approx(0.411, abs=1e-3)
     assert mfu(150_000, 855e6, None, 1) is None
-
-
-PEAKS = {
-    ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
-    ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
-    ("NVIDIA H100 80GB HBM3", "bf16"): 989,
-    ("NVIDIA H100 PCIe", "bf16"): 756,
-    ("NVIDIA H200", "fp16"): 989,
-    ("NVIDIA L40S", "bf16"): 362,
-    ("NVIDIA L40", "bf16"): 181,
-    ("NVIDIA L4", "bf16"): 121,
-    ("NVIDIA A10", "bf16"): 125,
-    ("Tesla V100-SXM2-32GB", "fp16"): 125,
-    ("Tesla T4", "fp16"): 65,
-    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
-    ("NVIDIA GH200 480GB", "bf16"): 989,
-    ("NVIDIA H200 NVL", "bf16"): 835,
-    ("NVIDIA H800 SXM", "tf32"): 494,
-    ("NVIDIA H100 NVL", "fp32"): 60,
-    ("NVIDIA H800", "bf16"): 989,
-    ("NVIDIA H800 PCIe", "bf16"): 756,
-    ("NVIDIA A800-SXM4-80GB", "bf16"): 312,
-    ("NVIDIA GB200", "float8"): 5000,
-    ("NVIDIA A10G", "bf16"): 70,
-    ("NVIDIA B200", "bf16"): 2250,
-    # what is not known is not guessed
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"): None,
-    ("Tesla V100-SXM2-32GB", "bf16"): None,
-    ("NVIDIA A1000", "bf16"): None,
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
-    ("Intel Xeon", "fp32"): None,
-    ("NVIDIA H200", "fp64"): None,
-    ("", "bf16"): None,
-}
-
-
-def test_peaks_of_real_names():
-    assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12

@@ -162,7 +162,7 @@ def _outputs() -> Iterator[None]:
     """Use standard streams that take every character and survive the loss of their reader."""
     from windlass.telemetry.terminal import SafeStream
 
-    streams = sys.stdout, sys.stderr  # None where the descriptor is closed
+    streams = sys.stdout, sys.stderr  # None if the descriptor is closed
     open_streams = (stream or open(os.devnull, "w") for stream in streams)  # noqa: SIM115
     sys.stdout, sys.stderr = map(SafeStream, open_streams)
     try:
@@ -213,7 +213,7 @@ def _run(arguments: list[str] | None) -> None:
     except RuntimeError as error:
         if "home directory" not in str(error):  # of `pathlib`
             raise
-        print("windlass: this user has no home directory here: set HOME", file=sys.stderr)
+        print("windlass: the home directory of this user is unknown: set HOME", file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
     except Exception as error:
         if not hasattr(error, "show"):

@@ -175,45 +175,43 @@ def submit(
 
     Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
-    from windlass.launch import submit as jobs
+    from windlass.launch import queue
+    from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
     from windlass.study.study import Study
     from windlass.study.submit import submit_study
 
     directory = Path(recipe)
     if cancel:
-        typer.echo(f"job {jobs.cancel(directory)} was told to save and end")
+        typer.echo(f"job {queue.cancel(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run and jobs.is_followed(directory):
+    if watch and not dry_run and queue.is_followed(directory):
         return _watch(directory)
-    asked = jobs.Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
-    chosen = jobs.read_site(site)
-    how: dict[str, Any] = {"scheduler": scheduler, "site": chosen, "asked": asked}
+    asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
+    how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
     if not Study.is_study(recipe):
-        done = [jobs.submit_run(Recipe.load(recipe, overrides), **how)]
+        done = [submit_run(Recipe.load(recipe, overrides), **how)]
         directory = done[0].directory
     elif overrides:
         problem = f"{recipe} is a study, whose cells have their settings"
         raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
     else:
-        how["retry_failed"] = retry_failed
-        done = submit_study(Study.open(directory), **how)
+        done = submit_study(Study.open(directory), retry_failed=retry_failed, **how)
     if dry_run:
         sys.stdout.write("\n".join(one.script for one in done))
-    elif done:
-        typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
-        return _watch(directory) if watch else errors.DONE
-    else:
+    elif not done:
         typer.echo("nothing to submit: no cell is open")
-    return errors.DONE
+    else:
+        typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
+    return _watch(directory) if watch and done and not dry_run else errors.DONE
 
 
 def _watch(directory: Path) -> int:
-    """Follow the job of a run or study to its end; the exit code of what it trained."""
+    """Follow the job of a run or study to its end; the exit code of the training."""
     from windlass.cli.train import show_end
     from windlass.launch.batch import EXIT_CODE
-    from windlass.launch.submit import watch
+    from windlass.launch.queue import watch
     from windlass.run import Run
     from windlass.study.study import Study
 

@@ -107,9 +107,9 @@ def checkpoints(
             size = "" if row["bytes"] is None else decimal(row["bytes"])
             scores = [row["scores"][measure] for measure in measures]
             shown = ("" if score is None else f"{score:.4f}" for score in scores)
-            kept = ", ".join(REASONS[why] for why in row["kept"])
+            reasons = ", ".join(REASONS[why] for why in row["kept"])
             state = "BAD" if row["problem"] else good
-            cells.append((f"{row['step']:,}", saved, size, *shown, kept, state))
+            cells.append((f"{row['step']:,}", saved, size, *shown, reasons, state))
         head = ("step", "saved (UTC)", "size", *measures, "kept because", "state")
         print_table(head, cells, text=("saved (UTC)", "kept because", "state"))
         for row in bad:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from windlass.study.progress import Progress
     from windlass.study.study import Study
 
-EPILOG = """Modes, and what they keep as the ranks grow:
+EPILOG = """Modes, and the quantities that stay as the ranks grow:
 
 ```text
 strong         the global batch (train.global_batch) and the steps
-fixed-data     the batch of a rank and the data: train.global_batch is
-               that of ONE rank; the global batch grows, steps shrink
+fixed-data     the batch of a rank and the data: train.global_batch
+               counts for ONE rank; the global batch grows, steps shrink
 weak           the batch of a rank (as above) and the steps;
                with --grow model the global batch and the steps, while
                model.layers grows with the ranks
@@ -107,9 +107,9 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
     table, console = read_setups(study), progress.console
     if json_:
         names = ("state", "reason", "spread", "missing", "remarks")
-        own = [{name: getattr(setup, name) for name in names} for setup in table]
+        rows = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
-        print_json([one | more for one, more in zip(head, own, strict=True)])
+        print_json([one | more for one, more in zip(head, rows, strict=True)])
     if not json_:
         show_study(study)
     for part in terminal(study, table, console.width):

@@ -116,8 +116,8 @@ def exit_code(study: Study, only: int | None = None) -> int:
     from windlass.study.results import DONE_STATES
 
     results = study.results()
-    own = results if only is None else [results[only]]
-    return DONE if all(result.state in DONE_STATES for result in own) else FAILED
+    chosen = results if only is None else [results[only]]
+    return DONE if all(result.state in DONE_STATES for result in chosen) else FAILED
 
 
 def show_winners(progress: Progress, study: Study) -> None:

@@ -100,7 +100,7 @@ def show_end(run: Run) -> int:
 
         if text := curve(RunView(run)):
             typer.echo(text)
-        # PNG files take most of the time; those that an earlier report drew are kept up to date.
+        # PNG files take most of the time, so only an earlier report's files are drawn again.
         drawn = (run.report_dir / "plots").is_dir()
         written = write_report(run, plots=None if drawn else False)
         show_published(written.published)
@@ -174,7 +174,7 @@ def verify(
 
 
 def summary_of(proofs: Sequence[Proof]) -> str:
-    """How many were proved, which failed, and what was not tried."""
+    """The number of proofs that hold, the ones that failed, and the ones that were not tried."""
     failed = [proof.name for proof in proofs if proof.passed is False]
     untried = [proof.name for proof in proofs if proof.passed is None]
     count = len(proofs) - len(failed) - len(untried)

@@ -12,13 +12,12 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from windlass.model.build import build_model
 from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.frozen import Linear4bit
 from windlass.model.size import Peaks
@@ -33,30 +32,39 @@ https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-floa
 
 
 def measure_peaks(
-    recipe: Recipe, vocab: int, precision: str, micro_batch: int, device: str = "cpu"
+    network: nn.Module,
+    recipe: Recipe,
+    precision: str,
+    micro_batch: int,
+    device: str = "cpu",
+    several: bool = True,
 ) -> Peaks:
-    """The bytes of a step beside weights and state for two micro-batches, one the recipe's."""
-    sizes = sorted({1, max(2, micro_batch)})
-    return tuple(_peaks_of(recipe, vocab, precision, n, device) for n in sizes)
+    """The bytes of a step beside weights and state for `micro_batch`; with `several` also for another
+    size, from which the rest follow.
 
-
-def _peaks_of(
-    recipe: Recipe, vocab: int, precision: str, micro_batch: int, device: str
-) -> tuple[int, int, int]:
-    """Micro-batch, and the most bytes without and with the gradients of the weights."""
-    model: Any = build_model(recipe, vocab).train()
-    low = LOW.get(precision)
+    `network` is on the meta device, as `build_model` returns it. It cannot be used afterwards.
+    """
+    model: Any = network.train()
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
     matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
     chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])
-    with FakeTensorMode(allow_non_fake_inputs=True), matrix, chunk:
-        _replace_parameters(model)
-        with Meter(model) as meter, Attention(), Raised(device == "cuda"):
-            tokens = torch.zeros(micro_batch, recipe.model.context, dtype=torch.int64)
-            with torch.autocast("cpu", dtype=low, enabled=low is not None):
-                loss = model(tokens, tokens)
-            loss.backward()
-            del loss
+    low, on_cuda = LOW.get(precision), device == "cuda"
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, matrix, chunk:
+        _replace_parameters(model, mode)
+        sizes = sorted({1, max(2, micro_batch)}) if several else [micro_batch]
+        return tuple(_peaks(model, n, recipe.model.context, low, on_cuda) for n in sizes)
+
+
+def _peaks(
+    model: Any, micro_batch: int, context: int, low: torch.dtype | None, on_cuda: bool
+) -> tuple[int, int, int]:
+    """Micro-batch, and the most bytes without and with the gradients of the weights."""
+    with Meter(model) as meter, Attention(), Raised(on_cuda):
+        tokens = torch.zeros(micro_batch, context, dtype=torch.int64)
+        with torch.autocast("cpu", dtype=low, enabled=low is not None):
+            loss = model(tokens, tokens)
+        loss.backward()
+        del loss
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     gradients = {meter.live[grad.untyped_storage()._cdata][0] for grad in grads}
     without = together = most_without = most = 0
@@ -64,6 +72,7 @@ def _peaks_of(
         without += 0 if number in gradients else size
         together += size
         most_without, most = max(most_without, without), max(most, together)
+    model.zero_grad()
     return micro_batch, most_without, most
 
 
@@ -72,14 +81,16 @@ def _matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tens
     return torch.empty(layer.out_features, layer.in_features, dtype=dtype)
 
 
-def _replace_parameters(model: nn.Module) -> None:
+def _replace_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
     """Give parameters on the meta device fake ones on the CPU; ties stay."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
-                fake = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-                module._parameters[name] = new.setdefault(old, fake)
+                if old not in new:
+                    fake = FakeTensor(mode, old.data, torch.device("cpu"))
+                    new[old] = nn.Parameter(fake, old.requires_grad)
+                module._parameters[name] = new[old]
 
 
 class Meter(TorchDispatchMode):
@@ -93,6 +104,8 @@ class Meter(TorchDispatchMode):
         self.events: list[tuple[int, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # most calls, and none makes a tensor
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         for leaf in (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)):
             storage = leaf.untyped_storage()
@@ -111,9 +124,9 @@ class Attention(TorchFunctionMode):
     """Attention with the kernel of real tensors; fake ones on a CPU always take the plain one."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
         if func is scaled_dot_product_attention and detect_fake_mode() is not None:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
             tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
             with unset_fake_temporarily():  # memory that is never touched
                 real = {name: _like(tensor) for name, tensor in tensors.items()}
@@ -123,13 +136,13 @@ class Attention(TorchFunctionMode):
                 if mask is not None and mask.dtype == torch.bool:
                     wide = torch.zeros(mask.shape, dtype=given["query"].dtype)
                     given["attn_mask"] = wide.masked_fill_(mask.logical_not(), -torch.inf)
-                own = {name: given[name] for name in (*names, "scale") if name in given}
-                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**own)[0]
+                arguments = {name: given[name] for name in (*names, "scale") if name in given}
+                return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**arguments)[0]
         return func(*args, **(kwargs or {}))
 
 
 class Raised(TorchFunctionMode):
-    """Autocast's float32 operations on CUDA; a pass on the CPU would leave them in half precision."""
+    """Autocast's float32 operations on CUDA, which a pass on a CPU would leave in half precision."""
 
     def __init__(self, on_cuda: bool) -> None:
         super().__init__()

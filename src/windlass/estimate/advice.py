@@ -9,7 +9,7 @@ from windlass.errors import UserError
 from windlass.estimate.devices import USABLE
 from windlass.estimate.layouts import MemoryRow, Settings, settings_of
 from windlass.estimate.memory import Memory, memory
-from windlass.estimate.subject import Subject, with_activations, with_counted_sizes
+from windlass.estimate.subject import Subject, with_sizes
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe, typed
 
@@ -17,7 +17,7 @@ MOST_RANKS = 64  # that the advice tries
 
 
 def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
-    """The settings of the cheapest layout that fits, and the reason; both empty if nothing is known.
+    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known.
 
     If the recipe's micro-batch fits in no row, a smaller one may. If none does, other settings may.
     """
@@ -35,8 +35,8 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     layout, largest = row.layout, row.largest_micro_batch or 0
     size = largest if smaller else micro_batch or largest
     layout = replace(layout, micro_batch=size)
-    own = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {key: value for key, value in settings_of(layout).items() if key not in own}
+    given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
+    settings = {key: value for key, value in settings_of(layout).items() if key not in given}
     settings = {key: value for key, value in settings.items() if value not in (False, "auto")}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
@@ -45,7 +45,7 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
 def savings(
     recipe: Recipe, world: int, on_gpu: bool, sizes: CountedSizes | None = None
 ) -> Iterator[Settings]:
-    """The changes of a recipe that may lower a rank's memory, the cheapest in time and quality first.
+    """The changes of a recipe that may lower a rank's memory, the cheapest one first.
 
     `sizes`: of a model of `transformers`, or of one with frozen weights.
     """
@@ -78,7 +78,8 @@ class Planned:
 
     def __init__(self, subject: Subject):
         self.subject = subject
-        self.counted = {self._network(subject.recipe): subject.counted}
+        # By network and micro-batch; 0: of any micro-batch.
+        self.counted = {(self._network(subject.recipe), 0): subject.counted}
 
     def __call__(self, settings: Settings, world: int = 0) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
@@ -87,16 +88,18 @@ class Planned:
             recipe = self.subject.recipe.replace(settings)
             recipe.batch(world, self.subject.device.kind)
             subject = replace(self.subject, recipe=recipe, world=world)
-            network = self._network(recipe)
-            if network not in self.counted:
-                self.counted[network] = with_activations(with_counted_sizes(subject)).counted
+            network, micro_batch = self._network(recipe), recipe.train.micro_batch
+            measured = (network, 0 if (network, 0) in self.counted else micro_batch)
+            if measured not in self.counted:
+                sized = with_sizes(subject, activations=True, several=not micro_batch)
+                self.counted[measured] = sized.counted
         except UserError:
             return None
-        subject = replace(subject, counted=self.counted[network])
-        own, vocab = subject.counted, subject.size.vocab or 0
-        if own is not None and not own.peaks:
+        subject = replace(subject, counted=self.counted[measured])
+        counted, vocab = subject.counted, subject.size.vocab or 0
+        if counted is not None and not counted.peaks:
             return None
-        return memory(own or recipe.model, vocab, subject.layout, recipe.optim.kind)
+        return memory(counted or recipe.model, vocab, subject.layout, recipe.optim.kind)
 
     @staticmethod
     def _network(recipe: Recipe) -> str:
@@ -106,7 +109,7 @@ class Planned:
 
 
 def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
-    """Changes with which a recipe fits into `usable` bytes, and what a rank takes then.
+    """Changes with which a recipe fits into `usable` bytes, and the memory of a rank then.
 
     Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
     """

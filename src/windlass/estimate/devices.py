@@ -1,15 +1,17 @@
-"""Devices by name, for plans of a device that is not on this machine."""
+"""Devices by name, with their memory, links and peak speeds: the table `devices.toml`. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import tomllib
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
-from windlass.telemetry.timing import device_table
 
 GIB = 2**30
 USABLE, TIGHT = 0.9, 0.97
@@ -55,6 +57,12 @@ class Device:
 
 
 @cache
+def device_table() -> dict[str, Any]:
+    """`devices.toml`, which documents itself: chips with their boards, and the speeds reached."""
+    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def table() -> dict[str, Device]:
     """The boards of the table of devices by their short names."""
     devices = {}
@@ -63,6 +71,19 @@ def table() -> dict[str, Device]:
             link, bandwidth = board["link"] * 1e9, board["bandwidth"] * 1e9
             devices[short] = Device(board["name"], "cuda", board["gib"] * GIB, link, bandwidth)
     return devices
+
+
+def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
+    """The highest FLOP/s of a device by the name that torch or NVML gives; None: unknown.
+
+    `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
+    """
+    column = "tf32" if tf32 and precision == "fp32" else precision
+    for chip in device_table()["chip"]:
+        if re.search(chip["names"], name, re.IGNORECASE):
+            tflops = chip.get("tflops", {})
+            return tflops[column] * 1e12 if column in tflops else None
+    return None
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:

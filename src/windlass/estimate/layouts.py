@@ -1,5 +1,5 @@
-"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, what is
-sent, and what a job's host needs.
+"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, and the
+bytes that ranks send.
 
 `variants` varies strategy and activation checkpointing of one layout, for both tables of a plan.
 """
@@ -12,26 +12,22 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
-from windlass.estimate.calendar import recipe_vocab
-from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device
+from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
 from windlass.estimate.work import LINKS, works
-from windlass.model.size import CountedSizes, checkpoint_bytes
+from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
-from windlass.telemetry.timing import peak_flops
 
 CHECKPOINTING = ("none", "selective", "full")
-GPU_RANK_GB, CPU_RANK_GB = 8, 3  # Python, torch, the driver's maps, token shards, and a margin
-LARGE_VOCAB = 2**18  # assumed if the embedding's rows depend on data that are not prepared
 ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9
 """Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
 NOMINAL = {"cpu": 5e10, "cuda": 1e14}
-"""FLOP/s of a rank that order layouts if the device has no published peak; they are not shown."""
+"""FLOP/s of a rank that order layouts on a device without a published peak; they are not shown."""
 ALIKE = 0.02
 """Predicted steps that differ by less than this part count as equal."""
 
@@ -56,7 +52,7 @@ class LayoutRow:
 
     layout: Layout
     memory: Memory  # of the fullest rank
-    # Seconds of a step, predicted; only for the order if the device has no published peak.
+    # Seconds of a step, predicted; only for the order without a published peak.
     compute: float
     communication: float
     bubble: float
@@ -92,12 +88,12 @@ class Machine:
 
     def speeds(self, recipe: Recipe) -> Speeds:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
-        own = peak_flops(self.device.name, self.precision, recipe.train.tf32)
-        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else own
+        highest = peak_flops(self.device.name, self.precision, recipe.train.tf32)
+        peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else highest
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
         speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
-        if self.precision == "float8" and own and peak:  # head and attention are in bf16
-            return replace(speeds, float8=speeds.products * own / peak)
+        if self.precision == "float8" and highest and peak:  # head and attention are in bf16
+            return replace(speeds, float8=speeds.products * highest / peak)
         return speeds
 
 
@@ -164,8 +160,8 @@ def memory_rows(
     in checkpointing and offload, which moves everything over the host's bus.
     """
     ours = not isinstance(model, CountedSizes)
-    known = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
-    base = base if known else replace(base, checkpointing="none")
+    has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
+    base = base if has_peaks else replace(base, checkpointing="none")
     layouts = list(variants(base, CHECKPOINTING if ours else [base.checkpointing]))
     if base.device == "cuda" and ours:
         offload = replace(base, offload=True)
@@ -175,10 +171,10 @@ def memory_rows(
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
         tight = usable is not None and usable < needed.total <= usable * TIGHT / USABLE
-        if not known and fits:
+        if not has_peaks and fits:
             fits = None  # the unknown activations may be too large
         largest = None
-        if known and usable is not None:
+        if has_peaks and usable is not None:
             fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
             largest = fitting.micro_batch if fitting else 0
         rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
@@ -220,11 +216,11 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
 
 
 def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[LayoutRow], str]:
-    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or why
-    none fits.
+    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or the
+    reason if none fits.
 
-    Of layouts within about ALIKE of each other the simplest is first: with the fewest parts, without
-    recomputation, with the least sharding, and with the largest micro-batch.
+    Among layouts within about ALIKE of each other the simplest is first: the fewest parts, no
+    recomputation, the least sharding, and the largest micro-batch.
     """
     if (usable := machine.device.usable_bytes) is None:
         return [], "the device's memory is unknown"
@@ -237,7 +233,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
         timed.append(((about, parts, cost, -layout.micro_batch), layout, step))
     timed.sort(key=lambda one: one[0])
-    own, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
+    chosen, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
@@ -248,7 +244,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
             most = {link: max(one[link] for one in sent) for link in LINKS}
             times = (step.compute, step.communication, step.bubble)
             changes = changes_of(recipe, layout)
-            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == own)
+            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == chosen)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")
@@ -311,35 +307,9 @@ def layout_on(
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted
-    known = not isinstance(model, CountedSizes) or model.peaks
-    if not is_open or usable is None or model is None or not vocab or not known:
+    has_peaks = not isinstance(model, CountedSizes) or model.peaks
+    if not is_open or usable is None or model is None or not vocab or not has_peaks:
         return layout
     if world > 1 or layout.policy.shards_parameters:
         usable = int(usable * CAREFUL / USABLE)
     return with_micro_batch(model, vocab, layout, recipe.optim.kind, usable) or layout
-
-
-def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
-    """The host memory in GB that `per_host` of `world` ranks need, for a batch script.
-
-    It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
-    part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
-    loading. 0 if the model's size cannot be read here.
-    """
-    network: Network = recipe.model
-    vocab = recipe_vocab(recipe) or LARGE_VOCAB
-    on_disk = checkpoint_bytes(recipe, vocab)
-    if recipe.model.kind == "hf":
-        try:
-            from windlass.model.build import read_sizes  # needs torch
-
-            network = read_sizes(recipe, 0)
-            on_disk = checkpoint_bytes(recipe, vocab, network)
-        except (ImportError, UserError):
-            return 0
-    layout = layout_of(recipe, world, "cpu" if on_cpu else "cuda")
-    peak = memory(network, vocab, layout, recipe.optim.kind)
-    in_use = peak.host + (peak.total if on_cpu else 0)
-    part = min(1.0, per_host / layout.shard)
-    base = CPU_RANK_GB if on_cpu else GPU_RANK_GB
-    return math.ceil(per_host * (base + in_use / 1e9) + 2 * part * on_disk / 1e9)

@@ -27,7 +27,7 @@ from windlass.estimate.calendar import (
 )
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
-from windlass.estimate.subject import Size, Subject, subject_of, with_activations
+from windlass.estimate.subject import Size, Subject, subject_of
 from windlass.estimate.text import print_plan
 from windlass.estimate.time import Speed, past_speed, predicted_speed
 from windlass.model.convert import export_note
@@ -127,7 +127,7 @@ def plan(
         source = Run(Path(source)) if is_run else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
-    subject = with_activations(subject_of(recipe, run, past, world, device, memory_bytes))
+    subject = subject_of(recipe, run, past, world, device, memory_bytes, activations=True)
     speed = past_speed(subject, past or [run or Run(recipe.run_dir)])
     if past and speed is None:
         names = ", ".join(str(run.path) for run in past)

@@ -130,13 +130,13 @@ class Layout:
 
 
 def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
-    """`train.compile` with `auto` resolved; `steps`: of the run, if the recipe has no number."""
+    """`train.compile` with `auto` resolved; `steps`: of the run, for a recipe without a number."""
     train = recipe.train
     if train.compile != "auto":
         return train.compile
     steps = train.steps if isinstance(train.steps, int) else steps
-    own = recipe.model.kind == "gpt" and not train.deterministic
-    return device == "cuda" and own and steps >= COMPILED_STEPS
+    may = recipe.model.kind == "gpt" and not train.deterministic
+    return device == "cuda" and may and steps >= COMPILED_STEPS
 
 
 def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = "") -> Layout:
@@ -212,6 +212,16 @@ class Rank:
     def kv_heads(self) -> int:
         """Heads of keys and values; with fewer of them than ranks, ranks compute the same one."""
         return max(1, self.model.kv_heads_ // self.layout.tensor)
+
+    @property
+    def queries(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys, and of all values."""
+        return self.kv_heads * self.head_width
 
     @property
     def by_heads(self) -> bool:

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from windlass.estimate.devices import Device
+from windlass.estimate.devices import Device, device_table
 from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
 from windlass.estimate.work import Collective, Work, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
-from windlass.telemetry.timing import device_table
 
 ATTENTION = (2, 5)
 """FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
@@ -35,16 +34,16 @@ UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moment
 WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
 KERNELS = {True: (12, 24), False: (30, 60)}
 """Kernels of a block's forward and backward pass, compiled and not."""
-MANY = 10  # published rows whose range is that of 8 in 10; of fewer it is the whole range
+MANY = 10  # published rows from which a range covers 8 in 10 of them; with fewer it covers all
 NEWTON_SCHULZ = 5  # iterations of Muon
 ROUNDING_BYTES = 7
 """Of a number of a product's input, output or (twice) weight in a forward and backward pass in
-float8: it is read for the scale and for rounding, written, and transposed. By counting, not fitted."""
+float8: it is read for the scale and for rounding, written, and transposed. Counted, not fitted."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The speeds of the table of devices (`telemetry/devices.toml`), which documents them."""
+    """The speeds of the table of devices (`devices.toml`), which documents them."""
 
     memory: float
     launch: float
@@ -161,7 +160,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     c = COMPUTE_BYTES[layout.precision]
     wide = layout.program.stream or layout.program.weight or max(4, c)
     n, s, d = rank.tokens, rank.stream_tokens, model.width
-    q, k = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
+    q, k = rank.queries, rank.keys
     f, v = model.ff_width_ // layout.tensor, rank.table // d
     ups = 2 if model.activation == "swiglu" else 1
     again = {"none": 0.0, "selective": layout.program.repeated, "full": 1.0}[layout.checkpointing]

@@ -13,14 +13,13 @@ from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import recipe_vocab, resolve_steps
-from windlass.estimate.devices import Device, find_device, table, this_device
+from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
 from windlass.estimate.layouts import layout_on
 from windlass.estimate.rank import Layout
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.run import Run, last_start
-from windlass.telemetry.timing import peak_flops
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,16 @@ class Subject:
     @property
     def size(self) -> Size:
         """The model's size; without the vocabulary only its blocks."""
-        recipe, model, own = self.recipe, self.recipe.model, self.counted
-        if own is not None:
-            flops, on_disk = own.flops_per_token(), checkpoint_bytes(recipe, own.vocab, own)
-            return Size(own.vocab, own.total, own.trained, None, {}, flops, on_disk, own.network)
+        recipe, model, counted = self.recipe, self.recipe.model, self.counted
+        if counted is not None:
+            return Size(
+                vocab=counted.vocab,
+                parameters=counted.total,
+                trained=counted.trained,
+                flops_per_token=counted.flops_per_token(),
+                checkpoint_bytes=checkpoint_bytes(recipe, counted.vocab, counted),
+                network=counted.network,
+            )
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
@@ -88,8 +93,8 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        own = recipe, vocab, self.world, self.device, self.precision
-        return layout_on(*own, counted=of_hf, documents=self.documents)
+        place = (self.world, self.device, self.precision)
+        return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
@@ -122,8 +127,11 @@ def subject_of(
     world: int = 0,
     device: str = "",
     memory_bytes: int | None = None,
+    activations: bool = False,
 ) -> Subject:
-    """The subject of a plan, from the recipe and from the run's ledger or the prepared data."""
+    """The subject of a plan, from the recipe and from the run's ledger or the prepared data;
+    `activations`: see `with_sizes`.
+    """
     started: dict[str, Any] = last_start(run.ledger()) if run else {}
     ranks = world or int(started.get("world", 1))
     like = last_start(past[0].ledger()) if past and not run else started
@@ -146,7 +154,7 @@ def subject_of(
         precision = "fp32" if target.kind == "cpu" else low
     subject = Subject(recipe, ranks, target, precision)
     if run is None:
-        return with_counted_sizes(with_prepared_data(subject))
+        return with_sizes(with_prepared_data(subject), activations)
     train = run.lines("train")
     last, parameters = train[-1] if train else {}, started.get("parameters")
     vocab = None
@@ -170,50 +178,51 @@ def subject_of(
         val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
         mixture=started.get("data", {}).get("mixture"),
     )
-    return with_counted_sizes(subject)
+    return with_sizes(subject, activations)
 
 
 def documents_of_row(train: dict[str, Any]) -> float:
-    """The documents of a row in the facts of a run's training data, if attention keeps them apart."""
+    """The documents of a row by the facts of a run's data, if attention keeps them apart."""
     if "attended" not in train:
         return 0.0
     per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text
     return float(train.get("items_per_sample", per_row))
 
 
-def with_counted_sizes(subject: Subject) -> Subject:
-    """The subject with counted parameters, for a Hugging Face model or `model.freeze`."""
+def with_sizes(subject: Subject, activations: bool = False, several: bool = True) -> Subject:
+    """The subject with counted parameters, for a Hugging Face model or `model.freeze`.
+
+    With `activations` it also has the peaks of a step, by passes with fake tensors (seconds), which
+    give the peak of any micro-batch (`several`) or of the recipe's alone.
+    """
     recipe, model = subject.recipe, subject.recipe.model
     vocab = 0 if model.kind == "hf" else model.vocab or subject.vocab or recipe_vocab(recipe) or 0
     if model.kind == "gpt" and not (model.freeze and vocab):
         return subject
     try:
-        from windlass.model.build import read_sizes  # needs torch
+        from windlass.model.build import build_model, sizes_of  # needs torch
 
-        return replace(subject, counted=read_sizes(recipe, vocab))
+        network = build_model(recipe, vocab)
+        counted = sizes_of(network)
     except (ImportError, UserError) as error:
         if model.kind == "gpt":
             raise
         reason = str(error)
         if isinstance(error, ImportError):
             reason = f"counting a Hugging Face model {missing_package(error)}"
-        return replace(subject, hf_reason=reason)
-
-
-def with_activations(subject: Subject) -> Subject:
-    """The subject with the activations of counted sizes, by a pass with fake tensors (seconds)."""
-    recipe, own = subject.recipe, subject.counted
-    if own is None:
-        return subject
+        return replace(subject, counted=None, hf_reason=reason)
+    if not activations:
+        return replace(subject, counted=counted)
     micro_batch = recipe.batch(subject.world, subject.device.kind).micro_batch
     try:
-        from windlass.estimate.activations import measure_peaks  # needs torch
+        from windlass.estimate.activations import measure_peaks
 
-        how = subject.precision, micro_batch, subject.device.kind
-        peaks = measure_peaks(recipe, own.vocab, *how)
-        return replace(subject, counted=replace(own, peaks=peaks))
+        place = subject.device.kind
+        peaks = measure_peaks(network, recipe, subject.precision, micro_batch, place, several)
     except Exception as error:  # code of `transformers`, or an operation without a fake kernel
-        return replace(subject, activations_reason=f"{type(error).__name__}: {first_line(error)}")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return replace(subject, counted=counted, activations_reason=reason)
+    return replace(subject, counted=replace(counted, peaks=peaks))
 
 
 def with_prepared_data(subject: Subject) -> Subject:

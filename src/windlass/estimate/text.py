@@ -188,12 +188,12 @@ def _print_layouts(plan: Any, console: Console) -> None:
     how = f"ms: predicted for full rows as under Time, with {links}."
     if not machine.knows_peak:
         how = f"The order is a guess, because {plan.device.name} has no published peak."
-    own = "it is the recipe's own layout"
+    unchanged = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
         "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
         f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
-        f"First row: {pasted(rows[0].settings) or own}",
+        f"First row: {pasted(rows[0].settings) or unchanged}",
     ]
     strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"

@@ -137,13 +137,13 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     width = subject.width or float(model.context)  # a row as training pads it
     model = model.model_copy(update={"context": round(width)})
     how: dict[str, Any] = {"context": model.context, "bucket_mb": recipe.parallel.bucket_mb}
-    own, speeds = subject.counted, machine.speeds(recipe)
-    network = own if own and model.kind == "hf" else model
-    needed = memory(own or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
+    counted, speeds = subject.counted, machine.speeds(recipe)
+    network = counted if counted and model.kind == "hf" else model
+    needed = memory(counted or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
     if device.memory_bytes and needed > TIGHT * device.memory_bytes:
         return None, "the layout does not fit into the device's memory"
-    if own and own.total:
-        how["trained"] = own.trained / own.total
+    if counted and counted.total:
+        how["trained"] = counted.trained / counted.total
     try:
         step = slowest(network, size.vocab or 0, layout, speeds, recipe.optim.kind, **how)
     except ShapeUnknown as error:

@@ -231,16 +231,15 @@ def _of_context(rank: Rank) -> list[Collective]:
     """Exchanges of the ranks of `cp` in attention."""
     layout, c = rank.layout, rank.layout.context
     low, each = COMPUTE_BYTES[layout.precision], rank.layers * layout.accumulation
-    queries, keys = rank.heads * rank.head_width, rank.kv_heads * rank.head_width
     passes = each * (1 + _repeats(layout))  # forward, again, and backward
     how = (c, "cp", layout.tensor)
     if rank.by_heads:  # queries, keys and values there, and the result back
         size = low * rank.tokens
         return [
-            Collective("all_to_all", size * (queries + 2 * keys), passes, *how),
-            Collective("all_to_all", size * queries, passes, *how),
+            Collective("all_to_all", size * (rank.queries + 2 * rank.keys), passes, *how),
+            Collective("all_to_all", size * rank.queries, passes, *how),
         ]
-    size = low * 2 * keys * rank.tokens * c
+    size = low * 2 * rank.keys * rank.tokens * c
     return [
         Collective("all_gather", size, each * _repeats(layout), *how),
         Collective("reduce_scatter", size, each, *how),

@@ -102,8 +102,8 @@ def launch_command(
             raise UserError(f"{problem}: set --per-host N")
         agents = replace(allocation, per_host=(1,) * len(allocation.hosts))
         words = _torchrun(allocation, [*more, "--no-python", *command], environ)
-        own = default_launcher(allocation)
-        return launch_command(agents, words, openmpi, environ, own, cores=per_host)
+        starter = default_launcher(allocation)
+        return launch_command(agents, words, openmpi, environ, starter, cores=per_host)
     if launcher != "mpiexec":
         scheduler = SCHEDULERS[allocation.scheduler]
         return [*scheduler.launcher(allocation, environ, cores), *more, *command]
@@ -171,9 +171,9 @@ def outcome(code: int, reports: Path) -> int:
     host, or a rank was killed.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
-    for known in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
-        if str(known) in codes:
-            return known
+    for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
+        if str(special) in codes:
+            return special
     failures = [failure for path in reports.glob("failure-*.json") if (failure := read_json(path))]
     only_lost = failures and all(failure["secondary"] or failure["lost"] for failure in failures)
     return LOST if code and only_lost else code
@@ -200,9 +200,9 @@ def plan_launch(
     if port := free_port(allocation.hosts[0]):
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
-    for own in (WINDLASS, ("windlass",)) if program and chosen else ():
-        if tuple(command[: len(own)]) == own:
-            command = [*shlex.split(program), *command[len(own) :]]
+    for ours in (WINDLASS, ("windlass",)) if program and chosen else ():
+        if tuple(command[: len(ours)]) == ours:
+            command = [*shlex.split(program), *command[len(ours) :]]
     return allocation, launch_command(allocation, command, openmpi, os.environ, launcher)
 
 
@@ -259,7 +259,7 @@ def has_openmpi(needed: bool) -> bool:
         done = subprocess.run(version, capture_output=True, text=True, check=False, timeout=60)
         return bool(re.search(OPENMPI, (done.stdout + done.stderr).lower()))
     if needed:
-        raise UserError("there is no mpiexec here: load the machine's MPI module, then start again")
+        raise UserError("mpiexec is missing here: load the machine's MPI module, then start again")
     return False
 
 

@@ -75,7 +75,7 @@ TIMER = """\
   sleep 5
 done; kill -USR1 $$) & timer=$!
 """
-# PBS signals all processes of a job, and mpiexec has no handler.
+# PBS signals all processes of a job, and mpiexec does not handle it.
 IGNORE = "trap '' USR2  # a signal to all processes of the job must not end those without a handler"
 CHECK = """\
 rates={rates}
@@ -99,8 +99,8 @@ def render(job: Job, site: Site, scheduler: str) -> str:
         raise UserError(f"{problem}, which an option of {chosen.TITLE} cannot have: rename it")
     replaced = {chosen.option(line) for line in site.directives}
     values = chosen.options(job, site).items()
-    own = [template.format(value) for template, value in values if value]
-    header = [line for line in own if chosen.option(line) not in replaced]
+    lines = [template.format(value) for template, value in values if value]
+    header = [line for line in lines if chosen.option(line) not in replaced]
     options = [f"{chosen.MARK} {line}" for line in (*header, *site.directives)]
     return "\n".join(["#!/bin/bash", *options, "", *body(job, site, scheduler), ""])
 

@@ -1,4 +1,4 @@
-"""A job to submit, a site's settings for every job, and what a training tells its job. No torch."""
+"""A job to submit, a site's settings for every job, and a training's report to its job. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ LIMIT = "WINDLASS_LIMIT"  # beside it: the job's time limit in seconds; 0: unkno
 GRACE_SECONDS = 120  # between the signal to stop and the time limit, at least
 STOP_MARGIN_SECONDS = 30  # of a stop, beside its saves: the step, trackers, the ranks' ends
 END_MARGIN_SECONDS = 10  # of a batch job, after the training
-GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have no more
+GPU_RANK_CORES = (
+    4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have only four
+)
 
 
 class Site(BaseModel):
@@ -48,8 +50,8 @@ class Site(BaseModel):
     """Features of the nodes: SLURM's `--constraint`, or resources that PBS adds to each chunk
     (`system=polaris`)."""
     directives: list[Annotated[str, Field(pattern="^-")]] = []
-    """More options of the scheduler, as after `#SBATCH` or `#PBS`; they replace Windlass's options of
-    the same name."""
+    """More options of the scheduler, as after `#SBATCH` or `#PBS`; they replace Windlass's options
+    of the same name."""
     modules: list[str] = []
     """Modules to load."""
     setup: list[str] = []
@@ -89,7 +91,7 @@ class Job:
 
     name: str
     command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
-    directory: Path  # where it is run
+    directory: Path  # in which it runs
     logs: Path  # the directory of the script and of `<name>_<id>.out`
     nodes: int = 1
     ranks_per_node: int = 1

@@ -63,8 +63,8 @@ def launch(
         worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after
             a rank was lost.
         max_restarts: most restarts after a failure. Bad input, a stop by a signal, and two starts
-            in a row without a new step cause none. A restart after memory ran out, which has smaller
-            micro-batches, does not count.
+            in a row without a new step cause none. A restart with smaller micro-batches,
+            because memory ran out, does not count.
         log: gets messages of one or more lines; default: print to stderr.
 
     Returns:
@@ -220,7 +220,7 @@ class Group:
                             pass_fds=() if rank else (listening.fileno(),),
                             # Ctrl-C reaches only the launcher, which passes it on once.
                             start_new_session=True,
-                            preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509 - no threads here
+                            preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509
                         )
                     except OSError as error:
                         why = f"{self.command[0]}: {error}"

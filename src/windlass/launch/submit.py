@@ -1,4 +1,4 @@
-"""Submits a run to a scheduler, cancels it, and follows it. No torch."""
+"""Submits a run to a scheduler. No torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
-import subprocess
-import time
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +16,13 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from windlass.data.prepare import unprepared
-from windlass.errors import RunFailed, UserError
-from windlass.estimate.layouts import host_memory_gb
-from windlass.fileio import read_json, write_atomic
-from windlass.launch.batch import EXIT_CODE, FOLLOWING, SUBMITTED, render
-from windlass.launch.job import GRACE_SECONDS, SCRIPT, TIME, Job, Site, seconds_of, stop_lead
+from windlass.errors import UserError
+from windlass.estimate.memory import host_memory_gb
+from windlass.fileio import write_atomic
+from windlass.launch.batch import EXIT_CODE, SUBMITTED, render
+from windlass.launch.job import GRACE_SECONDS, TIME, Job, Site, seconds_of, stop_lead
+from windlass.launch.queue import queued, run_program
 from windlass.launch.schedulers import SCHEDULERS
-from windlass.launch.schedulers.base import Scheduler
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
 from windlass.recipe.paths import from_here
@@ -33,10 +30,7 @@ from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
 SNAPSHOT = "submit.toml"  # in the run's directory: the recipe that the job trains
-WATCH_SECONDS = 5.0
 EARLY_SECONDS = 60  # by which SLURM may send a signal ahead of its time
-# what a scheduler says about a job that is over
-OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the job
 
 
@@ -65,16 +59,6 @@ class Submitted(NamedTuple):
     directory: Path
     script: str
     job: str  # its id; empty without submission
-
-
-class Queued(NamedTuple):
-    """A submitted job."""
-
-    directory: Path  # of its script and logs
-    scheduler: Scheduler
-    job: str
-    state: str  # in words; empty: the job is over
-    array: list[int]  # the numbers of its tasks
 
 
 def site_file() -> Path:
@@ -192,13 +176,24 @@ def submit_run(
     """
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
+    job, recipe = run_job(recipe, site, asked)
+    job_id, state = ("", "") if dry_run else queued(job.logs)
+    if state:
+        follow = f"`windlass submit --watch {job.logs}` follows it, --cancel instead ends it"
+        raise UserError(f"job {job_id} of {job.logs} is {state}: {follow}")
+    note_unprepared([recipe], job.directory, notify)
+    return submit(job, site, scheduler, dry_run, recipe)
+
+
+def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
+    """The job that trains a recipe, and the recipe that all its starts train."""
     place = Path(site.scratch or Path.cwd())
     run = Run(recipe.run_dir.resolve())
     if not run.exists:
         run = Run((place / recipe.run_dir).resolve())
     recipe = recipe.replace({"run.dir": str(run.path)})
     if recipe.home is None:
-        # Inputs are here. What the job prepares belongs on the site's scratch disk.
+        # Inputs are here. The data that the job prepares belong on the site's scratch disk.
         places = ("data.dir", "run.base")
         inputs = {key: value for key, value in recipe.flat().items() if key not in places}
         recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
@@ -210,13 +205,7 @@ def submit_run(
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
-    job = replace(job, directory=place, before=asked.check(snapshot))
-    job_id, state = ("", "") if dry_run else queued(run.path)
-    if state:
-        follow = f"`windlass submit --watch {run.path}` follows it, --cancel instead ends it"
-        raise UserError(f"job {job_id} of {run.path} is {state}: {follow}")
-    note_unprepared([recipe], place, notify)
-    return submit(job, site, scheduler, dry_run, recipe)
+    return replace(job, directory=place, before=asked.check(snapshot)), recipe
 
 
 def note_unprepared(
@@ -228,7 +217,7 @@ def note_unprepared(
         with contextlib.suppress(UserError):  # the job says what is wrong with the source
             missing |= dict.fromkeys(directory / place for place in unprepared(recipe))
     for place in missing:
-        problem = f"there is no prepared data in {place}, so the job would download and tokenize it"
+        problem = f"{place} lacks prepared data, so the job would download and tokenize it"
         notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
 
 
@@ -250,7 +239,7 @@ def submit(
         why = f"{job.script} cannot be written: {error.strerror}"
         raise UserError(f"{why}; set another run.dir") from None
     one = SCHEDULERS[scheduler]
-    done = _run(one.submit(job.script), job.directory)
+    done = run_program(one.submit(job.script), job.directory)
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
@@ -262,115 +251,3 @@ def submit(
     record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}
     write_atomic(job.logs / SUBMITTED, json.dumps(record) + "\n")
     return Submitted(job.logs, script, job_id)
-
-
-def queued(directory: Path) -> tuple[str, str]:
-    """The id of a directory's job, and its state in words (empty: over); both empty without a job.
-
-    Among several jobs the first one that is not over counts.
-    """
-    jobs = [(one.job, one.state) for one in _jobs(directory)]
-    return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
-
-
-def is_followed(directory: Path) -> bool:
-    """Whether there is a job to watch: one that waits or runs, or that has finished its run."""
-    job, state = queued(directory)
-    return bool(state) or (bool(job) and Run(directory).state == "finished")
-
-
-def queued_tasks(directory: Path) -> dict[int, Queued]:
-    """The tasks of a study's jobs that wait or run: the job of each by the number of its cell."""
-    tasks = dict[int, Queued]()
-    for one in _jobs(directory):
-        if one.state:
-            states = one.scheduler.tasks(one.job, one.state, lambda words: _run(words).stdout)
-            own = {task_number(task): state for task, state in states.items()}
-            # without states of single tasks, none has begun or the scheduler does not answer
-            held = one.array if own.keys() <= {None} else [n for n in one.array if own.get(n)]
-            tasks |= dict.fromkeys(held, one)
-    return tasks
-
-
-def task_number(task: str) -> int | None:
-    """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
-    number = re.search(r"(?:_|\[)(\d+)", task)
-    return int(number[1]) if number else None
-
-
-def _jobs(directory: Path) -> list[Queued]:
-    """The jobs of a run or study, the last one first; each array of a study has a directory."""
-    arrays = sorted(directory.glob("jobs/*"), key=lambda one: (len(one.name), one.name))
-    jobs = []
-    for folder in (directory, *reversed(arrays)):
-        for path in (folder / SUBMITTED, *sorted(folder.glob(FOLLOWING))):
-            if (known := read_json(path)).get("job"):
-                scheduler, job = SCHEDULERS[known["scheduler"]], str(known["job"])
-                state = _state(scheduler, job)
-                jobs.append(Queued(folder, scheduler, job, state, known.get("array", [])))
-    return jobs
-
-
-def _state(scheduler: Scheduler, job: str) -> str:
-    """The state of a job in words; empty if it is over."""
-    query = scheduler.query(job)
-    done = _run(query)
-    if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
-        return f"unknown ({(done.stderr or query[0]).strip()})"
-    return "" if done.returncode else scheduler.state(done.stdout)
-
-
-def _run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program of the scheduler; UserError if this machine does not have it."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-    except FileNotFoundError:
-        raise UserError(f"this machine has no {command[0]}: use a login node") from None
-
-
-def cancel(directory: Path) -> str:
-    """End the jobs of a run or study; a running job saves first. Returns the jobs' ids.
-
-    Raises UserError if all jobs are over, RunFailed if the scheduler does not answer.
-    """
-    jobs = _jobs(directory)
-    if not jobs:
-        problem = f"{directory} has no {SUBMITTED}"
-        raise UserError(f"{problem}: it was not submitted with `windlass submit`")
-    alive = [one for one in jobs if one.state]
-    if not alive:
-        raise UserError(f"job {jobs[0].job} of {directory} is over: there is nothing to cancel")
-    if silent := next((one.state for one in alive if one.state.startswith("unknown")), ""):
-        raise RunFailed(f"the scheduler does not say whether the job runs: {silent}; try again")
-    # Schedulers kill a job some seconds after they have asked it to end, too soon for a save. So a
-    # waiting job is deleted. The script of a running job gets a signal, lets the ranks save, and
-    # does not requeue the job.
-    for one in alive:
-        for command in one.scheduler.cancel(one.job, one.state, lambda words: _run(words).stdout):
-            done = _run(command)
-            if done.returncode:
-                raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
-    return ", ".join(one.job for one in alive)
-
-
-def watch(directory: Path, show: Callable[[str], None]) -> None:
-    """Show state and logs of a directory's job until it is over."""
-    shown, last, since = dict[Path, int](), "", dict[Path, float]()
-    while True:
-        jobs = _jobs(directory)
-        alive = [one for one in jobs if one.state]
-        for one in alive or jobs[: not since]:
-            since[one.directory] = (one.directory / SCRIPT).stat().st_mtime
-        if alive and (line := f"[{alive[0].job}: {alive[0].state}]") != last:
-            show(last := line)
-        # .OU: from PBS itself
-        logs = [log for one in since for end in ("out", "OU") for log in one.glob(f"*.{end}")]
-        for log in sorted(log for log in logs if log.stat().st_mtime >= since[log.parent]):
-            with log.open(errors="replace") as file:
-                file.seek(shown.get(log, 0))
-                if text := file.read():
-                    show(text.rstrip("\n"))
-                shown[log] = file.tell()
-        if not alive:
-            break
-        time.sleep(WATCH_SECONDS)

@@ -153,9 +153,12 @@ class CountedSizes:
     peaks: Peaks = ()
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
-        """Bytes of a step beside weights and state, without and with gradients, from `peaks`."""
-        (n, low, low_grads), (m, high, high_grads) = self.peaks
-        more, each = micro_batch - n, m - n
+        """Bytes of a step beside weights and state, without and with gradients, from `peaks`.
+
+        A single peak is for its own micro-batch.
+        """
+        (n, low, low_grads), (m, high, high_grads) = self.peaks[0], self.peaks[-1]
+        more, each = micro_batch - n, max(1, m - n)
         grads = low_grads + (high_grads - low_grads) * more // each
         return low + (high - low) * more // each, grads
 

@@ -1,4 +1,4 @@
-"""Collectives besides the model's: sums of counts and losses, the gradient norm, flags.
+"""Collectives outside the model: sums of counts and losses, the gradient norm, flags.
 
 Counts, losses and flags go over gloo, asynchronously and never on the device's stream. The gradient
 norm stays on the device.
@@ -72,7 +72,7 @@ def norm_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """The 2-norm of the whole gradient, and the sum of a scalar over all ranks, in one collective.
 
-    The norm is a scalar on the device, equal on every rank: float32, or float64 for a float64 model.
+    The norm is a scalar on the device, equal on every rank: float32, or float64 like the model.
     Shards, replicated gradients and tied tensors count once, because every rank divides the squares
     of its pieces by the number of ranks that hold them. The host does not wait.
     """

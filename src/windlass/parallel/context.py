@@ -38,7 +38,7 @@ class TokenPart(NamedTuple):
     tensor: Peers | None  # the ranks that divide the heads
     context: Peers | None  # the ranks that divide the tokens
     masks: tuple[Any, ...]
-    """The mask of each part of an attention: `Spans` of documents, or a causal mask, None if square.
+    """The mask of each part of an attention: `Spans` of documents, or a causal mask; None: square.
     If the ranks gather keys there is an early and a late part, else one. (`torch.compile` takes
     causal masks as arguments but does not make them.)"""
 
@@ -127,21 +127,21 @@ class DividedGPT(GPT):
 
         `within(first, stop)` returns the attention of these tokens within their documents.
         """
-        context, parts, own = self.context_ranks if has_labels else None, 1, [0]
+        context, parts, mine = self.context_ranks if has_labels else None, 1, [0]
         if context is not None:
             by_heads = next(iter(self.blocks())).attn.kv_heads % context.size == 0  # type: ignore
             parts = context.size if by_heads else 2 * context.size
-            own = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
+            mine = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
         tensor = self.tensor_ranks
         streams = tensor.size if tensor is not None and self.sequence and self.training else 1
-        multiple = streams // math.gcd(streams, len(own))  # `streams` divides a rank's tokens
+        multiple = streams // math.gcd(streams, len(mine))  # `streams` divides a rank's tokens
         each = -(-length // (parts * multiple)) * multiple
         every = torch.arange(parts * each, device=device)
-        places = torch.cat([every[i * each : (i + 1) * each] for i in own])
+        places = torch.cat([every[i * each : (i + 1) * each] for i in mine])
         stream = places.view(streams, -1)[tensor.rank] if tensor and streams > 1 else places
         masks: list[Any] = []
-        for i in own:
-            first, stop = (0, parts * each) if len(own) == 1 else (i * each, (i + 1) * each)
+        for i in mine:
+            first, stop = (0, parts * each) if len(mine) == 1 else (i * each, (i + 1) * each)
             if within is not None:
                 masks.append(within(first, stop))
             elif first:
@@ -163,7 +163,7 @@ class DividedGPT(GPT):
     def end(self, x: Tensor, here: Pass, *args: Any) -> Tensor:
         ranks = self.tensor_ranks if self.sequence and self.training else None
         if here.labels is None and ranks is not None:
-            x = gather(x, 1, ranks)[:, : here.spans.length]  # logits have no gradient
+            x = gather(x, 1, ranks)[:, : here.spans.length]  # logits need no gradient
         return super().end(x, here, *args)
 
 

@@ -299,8 +299,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
                 ranks.env = by_hosts(env, ranks.all_gather_object("host", this_host()))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
-        own = first.rank == env.rank
-        why = first_line(error) if own else f"the first failure was {first}"
+        is_ours = first.rank == env.rank
+        why = first_line(error) if is_ours else f"the first failure was {first}"
         where = f"rank {env.rank} of {env.world} did not meet the others at {env.addr}:{env.port}"
         raise RunFailed(f"{where}: {why}") from error
     return ranks
@@ -439,7 +439,7 @@ def choose_device(wanted: str, env: DistEnv) -> torch.device:
     # A single visible device may be this rank's own; if it is not, NCCL says so.
     if env.local_world > visible > 1:
         here = f"{env.local_world} ranks on this host and {visible} CUDA devices"
-        raise UserError(f'{here}: start as many ranks as devices, or set parallel.device = "cpu"')
+        raise UserError(f'{here}: start one rank for each device, or set parallel.device = "cpu"')
     device = torch.device("cuda", env.local_rank if visible > 1 else 0)
     torch.cuda.set_device(device)
     return device

@@ -75,8 +75,8 @@ class Heartbeat:
                 break
             time.sleep(0.02)
         if not first:
-            own = json.dumps(asdict(failure))
-            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", own))
+            report = json.dumps(asdict(failure))
+            text = within(EXIT_SECONDS, lambda: self.store.compare_set("failure", "", report))
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
@@ -86,8 +86,8 @@ class Heartbeat:
         return first
 
     def last_seen(self) -> str:
-        """The last beat of each other rank, to say who is late, and which ranks wait for what; empty
-        if the store is silent."""
+        """The last beat of each other rank, and which ranks wait in which collective; empty if the
+        store is silent."""
         keys = [f"beat/{rank}" for rank in range(self.env.world)]
         raw = within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
         now, beats = time.time(), [json.loads(beat) for beat in raw]
@@ -123,7 +123,7 @@ class Heartbeat:
 
     def _poll(self, watch: bool) -> bool:
         if watch:
-            own = self._beat()
+            ours = self._beat()
             beats = self.store.multi_get([f"beat/{rank}" for rank in self._watched])
             for rank, beat in zip(self._watched, map(json.loads, beats), strict=True):
                 now = time.monotonic()
@@ -136,7 +136,7 @@ class Heartbeat:
                     lost = _failure(beat, f"no heartbeat for {now - since:.0f} s")
                     self.store.compare_set("failure", "", json.dumps(asdict(lost)))
             if self.env.rank == 0:
-                self._judge_progress([own, *map(json.loads, beats)])
+                self._judge_progress([ours, *map(json.loads, beats)])
         self.failure = self.failure or self._reported()
         if self.failure:
             self.store.set(f"heard/{self.env.rank}", "1")
@@ -187,7 +187,7 @@ def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float
 
 
 def unfinished_collective() -> str:
-    """The first collective of this rank that has not finished, by torch's flight recorder, or ""."""
+    """This rank's first unfinished collective, by torch's flight recorder, or ""."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL and gloo
         with contextlib.suppress(Exception):  # private to torch, and not in every build
             recorded = json.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", ())

@@ -1,7 +1,7 @@
 """Who computes what: the ranks as a mesh with named dimensions, and the groups that follow from it.
 
 The dimensions and their order are in `recipe.strategies.DIMENSIONS`, as in torchtitan's
-`ParallelDims`. A dimension of size 1 has no process group, because creating one takes a round over
+`ParallelDims`. A dimension of size 1 gets no process group, because creating one takes a round over
 all ranks.
 """
 
@@ -25,7 +25,7 @@ LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
 
 
 class Mesh:
-    """One rank's place in the mesh. Without `connect` there are no groups, and every sum is local.
+    """One rank's place in the mesh. Without `connect` it lacks groups, and every sum is local.
 
     The ranks of `cp` hold equal parameters and add up their gradients, as data ranks do. So for
     torch they belong to `dp_shard`, or with replicated parameters to the one dimension of all

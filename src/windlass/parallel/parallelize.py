@@ -213,10 +213,10 @@ def check_gradients_reduced(model: nn.Module) -> None:
     try:
         model.reducer._rebuild_buckets()  # `settle_buckets` has cut them, so it only checks
     except RuntimeError as error:
-        if not (found := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))):
+        if not (match := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))):
             raise
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
-        unused = [names[int(number)] for number in found[1].split()]
+        unused = [names[int(number)] for number in match[1].split()]
         more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
         problem = f"the loss of this step's last micro-batch does not use {', '.join(unused[:4])}"
         advice = "set requires_grad_(False) if no step uses them"
@@ -227,7 +227,7 @@ def check_gradients_reduced(model: nn.Module) -> None:
 
 
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
-    """Its blocks; none if a user's module does not name them, or UserError if the recipe needs it."""
+    """Its blocks; none if a user's module does not name them, or UserError if they are needed."""
     if (blocks := blocks_of(model)) is not None:
         return blocks
     checkpointing = recipe.parallel.activation_checkpointing != "none"

@@ -59,7 +59,7 @@ def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range
 def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = True) -> list[Task]:
     """The tasks of a rank, in order. It has the stages `rank`, `rank + ranks`, ... (`chunks`).
 
-    In training it is 1F1B (arXiv 2104.04473): as many forward passes as fill the pipeline, then
+    In training it is 1F1B (arXiv 2104.04473): forward passes until the pipeline is full, then
     forward and backward passes in turn, so that a rank holds activations of at most `ranks`
     micro-batches. Several stages on a rank take turns every `ranks` micro-batches (interleaved
     1F1B). The pipeline then fills and empties in 1 / `chunks` of the time.
@@ -89,7 +89,7 @@ def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = 
 def timetable(
     ranks: int, chunks: int, micro_batches: int, train: bool = True
 ) -> tuple[tuple[Task | None, ...], ...]:
-    """For each tick the task of each rank; a task follows the tick of what it needs."""
+    """For each tick the task of each rank; a task follows the tick of its inputs."""
     left = [deque(order(r, ranks, chunks, micro_batches, train)) for r in range(ranks)]
     done, ticks = set[Task](), list[tuple[Task | None, ...]]()
     while any(left):
@@ -181,7 +181,7 @@ class Pipeline:
             work: `work(task, what arrived for it)` returns what the next stage gets.
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
-        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and what they send
+        on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and the sent tensors
         for tick in timetable(self.ranks, self.chunks, len(shapes), train):
             sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
             results = dict[Task, Tensor]()
@@ -217,7 +217,7 @@ class Pipeline:
         sync: Callable[[bool], AbstractContextManager[None]],
         loss: Tensor,
     ) -> None:
-        """The forward and backward passes of a step on this rank's stages, then the sums over ranks.
+        """Run a step's forward and backward passes on this rank's stages, then sum over ranks.
 
         Args:
             micro: The step's micro-batches, on every stage.
@@ -320,7 +320,7 @@ class StagedGPT(GPT):
         """The result of a batch that passes through the stages of all ranks, without a gradient."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
-        # Sharded parameters are gathered for each part, so all data ranks need equal numbers of parts.
+        # Each part gathers sharded parameters, so all data ranks need equal numbers of parts.
         # Only batches with labels have equal numbers of rows.
         most = 1 if labels is None else EVALUATION_PARTS * pipe.ranks
         rows = tokens.chunk(min(len(tokens), most))
@@ -365,15 +365,15 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
         if not any(p.requires_grad for name, p in whole.items() if name.startswith(parts)):
             problem = f"it leaves nothing to train in stage {rank} of {pipe.ranks}"
             raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
-    own = parts_of(model, pipe, pipe.rank)
-    model.elsewhere = frozenset(name for name in whole if not name.startswith(own))
+    present = parts_of(model, pipe, pipe.rank)
+    model.elsewhere = frozenset(name for name in whole if not name.startswith(present))
     has_copy = pipe.last(pipe.own[-1]) and recipe.model.tie_head
     model.copies = frozenset({"embedding.weight"} if has_copy else ())
     for name, _ in list(model.named_children()):
-        if name != "blocks" and f"{name}." not in own:
+        if name != "blocks" and f"{name}." not in present:
             setattr(model, name, None)
     for number in range(recipe.model.layers):
-        if f"blocks.{number}." not in own:
+        if f"blocks.{number}." not in present:
             delattr(model.blocks, str(number))
     become(model, StagedGPT)
     model.pipeline = pipe  # type: ignore[assignment]

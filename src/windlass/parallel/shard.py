@@ -1,4 +1,4 @@
-"""FSDP2 (arXiv 2304.11277): which modules are units, and what computes in float32 beside them."""
+"""FSDP2 (arXiv 2304.11277): its units, and the modules that compute in float32."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def shard(
     for module in model.modules():
         if is_fsdp(module):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo lacks a scaled sum
     heads: list[Any] = [model, *(unit[0] for unit in units), *last[:1]]
     ahead, back = settings.forward_prefetch, settings.backward_prefetch
     for i, unit in enumerate(heads):

@@ -214,8 +214,8 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     divider.apply(plan)
     for name, style in plan.items():
         if style == SHARED:
-            own = divider.modules[name].named_parameters()
-            partial |= {f"model.{name}.{key}" for key, _ in own}
+            names = divider.modules[name].named_parameters()
+            partial |= {f"model.{name}.{key}" for key, _ in names}
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()
     if model.head_form is not None and isinstance(embedding, nn.Embedding):
         names = {module: name for name, module in divider.modules.items()}
@@ -253,8 +253,8 @@ class Divider:
         owner, _, last = name.rpartition(".")
         group = next((group for group in SIBLINGS if last in group), (last,))
         siblings = [self.modules[n] for n in (f"{owner}.{other}" for other in group) if n in plan]
-        known = (module.entrance for module in siblings if hasattr(module, "entrance"))
-        return next(known, None) or Entrance(len(siblings))
+        entrances = (module.entrance for module in siblings if hasattr(module, "entrance"))
+        return next(entrances, None) or Entrance(len(siblings))
 
     def cut_linear(self, name: str, module: Any, style: str) -> None:
         """Cut the matrix of a linear layer."""
@@ -293,8 +293,8 @@ class Divider:
 def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:
     """This rank's part of each of several matrices that are stacked in one parameter."""
     starts = itertools.accumulate(rows, initial=0)
-    own = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
-    return tuple(range(start + piece.start, start + piece.stop) for start, piece in own)
+    pieces = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
+    return tuple(range(start + piece.start, start + piece.stop) for start, piece in pieces)
 
 
 def gather_logits(logits: Tensor, vocab: int, tensor: Peers) -> Tensor:

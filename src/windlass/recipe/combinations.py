@@ -32,7 +32,7 @@ def unused_keys(r: Any) -> Problems:
     problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
     if m.kind == "hf":
         edit = "give model.name a directory with an edited copy of it"
-        problem = "it has no effect, because the model's own config.json decides: "
+        problem = "config.json of the model decides instead of it: "
         problem += edit if m.from_scratch else "drop it"
     yield ", ".join(f"model.{key}" for key in given), problem
 
@@ -80,19 +80,22 @@ def heads(r: Any) -> Problems:
 
 
 def mup(r: Any) -> Problems:
-    m, own = r.model, r.model.mup
+    m, settings = r.model, r.model.mup
     if m.kind == "hf":
         return  # `unused_keys` reports it
-    defaults = type(own).model_fields
-    given = [key for key in own.model_fields_set if getattr(own, key) != defaults[key].default]
-    if not own.base_width:
+    defaults = type(settings).model_fields
+    keys = settings.model_fields_set
+    given = [key for key in keys if getattr(settings, key) != defaults[key].default]
+    if not settings.base_width:
         if given:
             problem = "it belongs to muP: set model.mup.base_width too, or drop it"
             yield ", ".join(f"model.mup.{key}" for key in sorted(given)), problem
         return
-    head_width = own.base_head_width or m.width // m.heads
-    if own.base_width % head_width:
-        problem = f"heads of {head_width} do not divide the base model's width {own.base_width}"
+    head_width = settings.base_head_width or m.width // m.heads
+    if settings.base_width % head_width:
+        problem = (
+            f"heads of {head_width} do not divide the base model's width {settings.base_width}"
+        )
         advice = "write the width of the base model's heads as model.mup.base_head_width"
         yield "model.mup.base_width", f"{problem}: {advice}"
     if "." in r.optim.kind:
@@ -135,7 +138,7 @@ def sources(r: Any) -> Problems:
         problem = "shards of other tools do not say where documents begin"
         yield "data.document_mask", f'{problem}: write "auto", or false'
     if d.packing == "best-fit" and d.order != "shuffled":
-        yield "data.order", 'the rows of best-fit packing have no file order: write "shuffled"'
+        yield "data.order", 'best-fit packing changes the order of a file: write "shuffled"'
 
 
 def items(r: Any) -> Problems:
@@ -171,7 +174,7 @@ def mixture(r: Any) -> Problems:
     d = r.data
     names = [part.name for part in d.mix]
     if d.stages and not names:
-        yield "data.stages", "they change the weights of data.mix, which has no source"
+        yield "data.stages", "they change the weights of data.mix, which is empty"
     if not names:
         return
     if twice := {name for name in names if names.count(name) > 1}:
@@ -187,7 +190,7 @@ def mixture(r: Any) -> Problems:
         key = f"data.stages.{number}"
         if unknown := sorted(set(stage.weights) - set(names)):
             advice = f"there are {', '.join(names)}"
-            yield f"{key}.weights", f"data.mix has no source {', '.join(unknown)}; {advice}"
+            yield f"{key}.weights", f"data.mix lacks the source {', '.join(unknown)}; {advice}"
         if not stage.start:
             yield f"{key}.from", "the weights of the start stand in data.mix"
         weights |= stage.weights
@@ -262,9 +265,9 @@ def layout(r: Any) -> Problems:
             problem = "it does not divide a model with adapters (model.lora)"
             yield "parallel.tensor", f"{problem}: use data parallelism (parallel.tensor=1)"
         return
-    if found := tensor_problem(m, p.tensor):
+    if why := tensor_problem(m, p.tensor):
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
-        key, text = found
+        key, text = why
         yield "parallel.tensor", f"{text}; write {near}, or change {key}"
     stages = p.pipeline * p.pipeline_chunks
     if p.pipeline > 1 and stages > m.layers:

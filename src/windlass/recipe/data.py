@@ -91,7 +91,7 @@ class DataSettings(Section):
     """Special tokens to add to the tokenizer, as `<|im_start|>,<|im_end|>`. Only a chat template
     writes them. A model of `transformers` gets rows for them, which begin as the mean row."""
     text_key: str = "text"
-    """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text` is a field of a
+    """Field that holds the text in jsonl, csv, parquet and `hf:` sources; `doc.text`: a field in a
     field."""
     columns: dict[str, str] = {}
     """With `squad` and `chat`: fields with other names, as `data.columns.instruction=question`."""
@@ -99,7 +99,7 @@ class DataSettings(Section):
     """Whether the text of a special token, as `<|im_start|>`, is this token in documents and in
     prompts with completions; else it is plain text. In messages it always is plain text."""
     separator: str = ""
-    """Text between two documents of a text file, as `<|endoftext|>`; empty: a file is one document."""
+    """Text between two documents of a text file, as `<|endoftext|>`; empty: each file is one."""
     on_bad_item: Literal["stop", "skip"] = "stop"
     """An item that cannot be read: `stop` the preparation, or `skip`, count and list it."""
     changed: Literal["stop", "keep", "prepare"] = "stop"
@@ -196,8 +196,8 @@ class DataSettings(Section):
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
             return self
-        own = self.mix[number].model_dump(include={"source", "eval_source"})
+        sources = self.mix[number].model_dump(include={"source", "eval_source"})
         limits = self.mix[number].model_dump(
             include={"max_tokens", "val_fraction", "format"}, exclude_none=True
         )
-        return self.model_copy(update={**own, **limits, "mix": []})
+        return self.model_copy(update={**sources, **limits, "mix": []})

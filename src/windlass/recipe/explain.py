@@ -40,7 +40,7 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         default = "" if rows[key].is_required() else f"\ndefault   {typed(rows[key].default)}"
         return f"{key}\n{about}\n\nvalues    {values(rows[key])}{default}"
     if key not in fields:
-        raise UserError(f"{key}: there is no such setting; {nearest(key, fields)}")
+        raise UserError(f"{key} is not a setting; {nearest(key, fields)}")
     sources = layers(recipe, overrides) if recipe else []
     given = [f"{typed(layer[key])} ({name})" for name, layer in sources if key in layer]
     facts = {

@@ -33,7 +33,7 @@ def other_tools() -> dict[str, dict[str, tuple[str, str]]]:
     """The keys of each other tool, each with our key (or `key=value`, or empty) and a remark."""
     tools = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
     for keys in tools.values():
-        keys |= {key: (own, "") for key, own in keys.items() if isinstance(own, str)}
+        keys |= {key: (ours, "") for key, ours in keys.items() if isinstance(ours, str)}
     return tools
 
 
@@ -47,9 +47,9 @@ def answers_of(key: str, fields: Iterable[str]) -> dict[str, str]:
         return answers
     if not any(field.endswith(f".{key}") for field in fields):
         for keys in other_tools().values():
-            for other, (own, remark) in keys.items():
+            for other, (ours, remark) in keys.items():
                 if key == other.rpartition(".")[2]:
-                    answers.setdefault(own, remark)
+                    answers.setdefault(ours, remark)
     return answers
 
 
@@ -63,14 +63,15 @@ def _exactly(key: str) -> dict[str, str]:
 
 def in_words(answers: Mapping[str, str]) -> str:
     """The answers for a key as a text; empty without answers."""
-    notes = {own: f" ({remark})" * bool(remark) for own, remark in answers.items()}
-    return " or ".join(f"write {own}{notes[own]}" if own else answers[own] for own in answers)
+    notes = {ours: f" ({remark})" * bool(remark) for ours, remark in answers.items()}
+    words = (f"write {ours}{notes[ours]}" if ours else answers[ours] for ours in answers)
+    return " or ".join(words)
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
     """The settings that an unknown key may mean; none if nothing is near."""
     if answers := answers_of(key, fields):
-        return [own.partition("=")[0] for own in answers]
+        return [ours.partition("=")[0] for ours in answers]
     parts = key.split(".")
     for start in range(len(parts)):  # `lora.rank` is the end of `model.lora.rank`
         ending = "." + ".".join(parts[start:])
@@ -105,8 +106,8 @@ def rows_of(fields: Mapping[str, Any]) -> dict[str, Any]:
         members = get_args(field.annotation) if get_origin(field.annotation) is list else ()
         if members and isinstance(members[0], type) and issubclass(members[0], BaseModel):
             describe(members[0])
-            own = members[0].model_fields.items()
-            rows |= {f"{key}.{inner.alias or name}": inner for name, inner in own}
+            inside = members[0].model_fields.items()
+            rows |= {f"{key}.{inner.alias or name}": inner for name, inner in inside}
     return rows
 
 
@@ -127,7 +128,7 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
             for leaf in flatten({whole: value}) or [whole]:  # each key of an unknown table
                 name = without_index(leaf)
                 hint = nearest(name, fields if name == leaf else known)
-                problems[leaf] = f"there is no such setting; {hint}"
+                problems[leaf] = f"it is not a setting; {hint}"
         elif not key:
             inside = ", ".join(k for k in fields if k.startswith(f"{whole}."))
             problems[whole] = f"this is a section; its settings are {inside}"

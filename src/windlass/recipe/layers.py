@@ -160,20 +160,24 @@ def _find(recipe: str | Path) -> Path:
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
     if name.endswith(".toml") or "/" in name:
-        raise UserError(f"there is no recipe or run {name}; the presets are {', '.join(shipped)}")
+        raise UserError(
+            f"{name} is neither a recipe nor a run; the presets are {', '.join(shipped)}"
+        )
     if name in study_presets():
         study = tomllib.loads(study_presets()[name].read_text(encoding="utf-8"))
         instead = f"give it to {study['verb']}, or take its recipe, {study['recipe']}"
         raise UserError(f"{name} is a preset of a study, not of a recipe: {instead}")
     hint = did_you_mean(name, shipped, 0.6)
-    raise UserError(f"there is no preset {name}; {hint} (or give a path to a .toml)")
+    raise UserError(f"{name} is not a preset; {hint} (or give a path to a .toml)")
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
     """The sources of a recipe's settings in order of application: name and dotted settings."""
     path, shipped = _find(recipe), presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
-    files = [(f"preset {p.stem}" if p in shipped else str(p), own) for p, own in _files(path)]
+    files = [
+        (f"preset {p.stem}" if p in shipped else str(p), settings) for p, settings in _files(path)
+    ]
     if path.name == RECIPE and any((path.parent / name).is_file() for name in RUN_FILES):
         files.append(("the run's path", {"run.dir": str(path.parent)}))
     return [("file's name", {"preset": preset}), *files, ("command line", dotted(overrides))]
@@ -198,10 +202,10 @@ def is_outdated(path: Path) -> bool:
     return bool(digest == read_json(path.with_name(LINEAGE))["replaced"])
 
 
-def check_preset(own: dict[str, Any], where: str) -> None:
-    """Raise UserError if settings write `preset = NAME` where they mean `extends`."""
-    name = own.get("preset")
-    if name in presets() and len({key.partition(".")[0] for key in own}) < SECTIONS:
+def check_preset(settings: dict[str, Any], where: str) -> None:
+    """Raise UserError if settings write `preset = NAME` instead of `extends`."""
+    name = settings.get("preset")
+    if name in presets() and len({key.partition(".")[0] for key in settings}) < SECTIONS:
         advice = f'to start from that preset write extends = "{name}"'
         raise UserError(f"{where}: preset is only a name; {advice}")
 
@@ -224,13 +228,13 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         why += "; if you delete it, Windlass writes the run's own" * bool(recorded(path))
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
-    own = [(path, flatten(tree, keep_empty=True))]
+    mine = [(path, flatten(tree, keep_empty=True))]
     if base is None:
-        check_preset(own[0][1], str(path))
-        return own
+        check_preset(mine[0][1], str(path))
+        return mine
     beside = path.parent / str(base)
     below = _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
-    return [(file, _of_new_run(settings)) for file, settings in below] + own
+    return [(file, _of_new_run(settings)) for file, settings in below] + mine
 
 
 def _of_new_run(settings: dict[str, Any]) -> dict[str, Any]:
@@ -238,5 +242,5 @@ def _of_new_run(settings: dict[str, Any]) -> dict[str, Any]:
     if "run.base" not in settings:
         return settings
     home = home_of(settings["run.base"]) or Path.cwd()
-    kept = {k: v for k, v in settings.items() if k not in ("run.base", "run.dir")}
-    return {key: located(key, value, home) for key, value in kept.items()}
+    others = {k: v for k, v in settings.items() if k not in ("run.base", "run.dir")}
+    return {key: located(key, value, home) for key, value in others.items()}

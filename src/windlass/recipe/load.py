@@ -1,7 +1,7 @@
 """From a preset's name or a TOML file, and overrides, to a checked recipe.
 
 `layers.py` collects the settings, and this module validates them once. `settings.py` checks each
-setting where it declares it; `combinations.py` checks the settings together. Windlass reports all
+setting beside its declaration; `combinations.py` checks the settings together. Windlass reports all
 problems of a recipe at once, each with its key and the nearest valid name.
 """
 
@@ -231,10 +231,10 @@ class Recipe(Frozen):
         batch = plan_batch(t.global_batch, t.micro_batch, data_world, context, device, stages)
         if batch.share // batch.micro_batch < stages:
             problem = f"parallel.pipeline = {stages} needs {stages} or more micro-batches in a step"
-            found = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"
+            present = f"here each stage has {batch.accumulation} of {batch.micro_batch} samples"
             too_few = "write a larger train.global_batch"
             advice = "write a smaller train.micro_batch" if batch.micro_batch > 1 else too_few
-            raise UserError(f"{problem}, and {found}: {advice}")
+            raise UserError(f"{problem}, and {present}: {advice}")
         return batch
 
     @property
@@ -291,12 +291,12 @@ class Recipe(Frozen):
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> Recipe:
         """A recipe from a file's settings, nested or dotted, perhaps with `extends`."""
-        own = {key: value for key, value in dotted(settings).items() if key != "extends"}
+        changes = {key: value for key, value in dotted(settings).items() if key != "extends"}
         if "extends" in settings:
-            return Recipe.load(settings["extends"], own)
-        check_preset(own, "from_dict")
-        _put(tree := dict[str, Any](), own)
-        return validate(tree, str(own.get("preset", "custom")))
+            return Recipe.load(settings["extends"], changes)
+        check_preset(changes, "from_dict")
+        _put(tree := dict[str, Any](), changes)
+        return validate(tree, str(changes.get("preset", "custom")))
 
 
 def _put(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -392,7 +392,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings; it lacks the `keys` and what follows from them."""
+    """The recipe of the valid settings; it lacks the `keys` and everything derived from them."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])

@@ -102,8 +102,8 @@ class MupSettings(Section):
     """The width for which `optim.lr`, `model.init_std` and the rest are right; 0: no muP. A wider
     model has all its widths in proportion, also `ff_width`."""
     base_head_width: int = Field(0, ge=0)
-    """Width of a head at `base_width`: attention scores are then multiplied by sqrt(this) / width of
-    a head. 0: heads are equally wide at all widths, so the usual 1 / sqrt(width of a head)."""
+    """Width of a head at `base_width`: attention scores are then multiplied by sqrt(this) / width
+    of a head. 0: heads are equally wide at all widths, so the usual 1 / sqrt(width of a head)."""
     input_multiplier: float = Field(1.0, gt=0)
     """Factor of the embedding's output, equal at all widths: to tune at `base_width`."""
     output_multiplier: float = Field(1.0, gt=0)
@@ -139,7 +139,7 @@ class ModelSettings(Section):
     heads: int = Field(6, ge=1)
     """Attention heads; they divide the width."""
     kv_heads: int = Field(0, ge=0)
-    """Key and value heads (arXiv 2305.13245); they divide `heads`; 0: as many as `heads`."""
+    """Key and value heads (arXiv 2305.13245); they divide `heads`; 0: equal to `heads`."""
     width: int = Field(384, ge=1)
     """Size of the residual stream."""
     ff_width: int = Field(0, ge=0)
@@ -181,16 +181,16 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Each sub-layer's output projection starts at zero, so each block starts as the identity."""
     init_from: str = ""
-    """Initial weights: a run (its newest checkpoint), a directory of `transformers`, or an adapter to
-    train further; empty: seed."""
+    """Initial weights: a run (its newest checkpoint), a directory of `transformers`, or an adapter
+    to train further; empty: seed."""
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """With `hf`: how frozen matrices are held; `auto`: bf16 if the model's files are in bf16. Trained
-    weights are fp32."""
+    """With `hf`: how frozen matrices are held; `auto`: bf16 if the model's files are in bf16.
+    Trained weights are fp32."""
     neftune_alpha: float = Field(0.0, ge=0)
-    """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x width)
-    (NEFTune, arXiv 2310.05914); 0: none."""
+    """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x
+    width) (NEFTune, arXiv 2310.05914); 0: none."""
     router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
     training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""
@@ -202,9 +202,9 @@ class ModelSettings(Section):
 
     @property
     def unused(self) -> list[str]:
-        """The keys that have no effect with this `kind`."""
-        gpt, own = self.kind == "gpt", [k for k in type(self).model_fields if k not in ALL_KINDS]
-        return [key for key in own if (key in HF_ONLY) == gpt]
+        """The keys without an effect for this `kind`."""
+        gpt, keys = self.kind == "gpt", [k for k in type(self).model_fields if k not in ALL_KINDS]
+        return [key for key in keys if (key in HF_ONLY) == gpt]
 
     @property
     def is_new(self) -> bool:

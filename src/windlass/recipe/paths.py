@@ -1,7 +1,7 @@
 """Settings that may name files or directories, and the directory that relative ones start from.
 
-What a user types starts from the working directory. A run's own recipe starts from the directory
-where the run began (`run.base`), so a run can be copied, moved, or read from anywhere.
+Paths that a user types start from the working directory. Paths in a run's recipe start from the
+directory in which the run began (`run.base`), so a run can be copied, moved, or read from anywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX = re.compile("(hf|squad|shards|gpt2):")
 def home_of(base: str) -> Path | None:
     """The directory that the relative paths of a recipe start from; None: the working directory.
 
-    A base that does not exist here, as after a move to another machine, has no effect.
+    Windlass ignores a base that does not exist here, as after a move to another machine.
     """
     home = Path(base).expanduser()
     return home if base and home.is_dir() and home.absolute() != Path.cwd() else None

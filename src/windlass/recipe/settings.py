@@ -17,7 +17,10 @@ SUITE = r"^(loss|hellaswag|squad|lm-eval:.+)$"
 OWN_SUITE = "own:"  # before the name of a suite that a user gives to `train`
 
 # A measure that the best checkpoint has: a suite, and the field of its `eval` line.
-BEST = r"^(loss(\.average_loss)?|squad\.(f1|exact_match)|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
+BEST = (
+    r"^(loss(\.average_loss)?|squad\.(f1|exact_match)"
+    r"|hellaswag\.(acc|acc_norm|acc_per_token)|own:\w+\.\w+)$"
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -34,7 +37,7 @@ class RunSettings(Section):
     """The run's directory; empty: `runs/<name>`. A run given as RECIPE has its own path."""
     base: str = ""
     """Directory that relative paths of the recipe start from; empty, or not on this machine: the
-    working directory. The recipe of a run has the directory where the run began."""
+    working directory. The recipe of a run has the directory in which the run began."""
     seed: int = Field(1337, ge=0, lt=2**63)
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
@@ -77,7 +80,7 @@ class TrainSettings(Section):
     """Sequences in one optimizer step, over all ranks."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
-    largest that `windlass plan` fits into the free memory (about 16,384 tokens of your own module).
+    largest that `windlass plan` fits into the free memory (about 16,384 tokens for a module that you bring).
     It is less after memory ran out. A resumed run keeps it."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; weights are fp32 (see `master`; `fp64`: float64, for
@@ -123,7 +126,7 @@ class TrainSettings(Section):
     startup_checks: bool = True
     """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)
-    """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's number, or cores / ranks of a host."""
+    """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's, or cores / ranks of a host."""
 
     @field_validator("steps", mode="before")
     @classmethod
@@ -142,7 +145,7 @@ class ScheduleSettings(Section):
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
     """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear`, `cosine` and `inverse-sqrt`
     (arXiv 1706.03762) decay from the end of the warm-up. `inverse-sqrt` has 1 / sqrt(2) of the peak
-    after as many steps again, or after 10,000 without a warm-up."""
+    after twice the warm-up, or after 10,000 steps without one."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
@@ -161,8 +164,9 @@ class OptimSettings(Section):
 
     kind: str = "adamw"
     """`adamw` (arXiv 1711.05101, fused); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
-    matrices, with AdamW for the rest; or the name of an optimizer of `torch.optim` or `pytorch_optimizer`, as `torch.optim.Adafactor`,
-    `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the library's defaults and `options`."""
+    matrices, with AdamW for the rest; or an optimizer of `torch.optim` or `pytorch_optimizer` by
+    name, as `torch.optim.Adafactor`, `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the
+    library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
@@ -268,7 +272,7 @@ class CheckpointSettings(Section):
     best: str = Field("loss", pattern=BEST)
     """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
     averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
-    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
+    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of a suite that you write."""
     keep_best: bool = True
     """Keep the best checkpoint."""
     resume: str = Field("latest", pattern=r"^(latest|best|\d+)$")
@@ -278,7 +282,7 @@ class CheckpointSettings(Section):
     by their SHA-256, unless the run began with `true`, `model.from_scratch` or a `model.init_from`
     that is not the directory of an adapter."""
     base: str = ""
-    """With `hf`: the directory of these files if they are no longer at `model.name`."""
+    """With `hf`: the directory of these files after they left `model.name`."""
     background: bool = True
     """Write in the background while training continues; `false`: wait for the disk."""
     max_failed_saves: int = Field(3, ge=1)
@@ -313,13 +317,13 @@ class EvalSettings(Section):
     squad_items: int = Field(0, ge=0)
     """SQuAD questions to use, chosen by `run.seed`; 0: `data.eval_size`."""
     lm_eval_few_shot: int = Field(-1, ge=-1)
-    """With `lm-eval:TASKS`: solved examples before each question; -1: as many as a task says."""
+    """With `lm-eval:TASKS`: solved examples before each question; -1: the task's number."""
     lm_eval_limit: float = Field(0, ge=0)
     """With `lm-eval:TASKS`: items of each task; below 1 a share of them; 0: all."""
     lm_eval_chat: bool = False
     """With `lm-eval:TASKS`: ask in the tokenizer's chat template."""
     lm_eval_tasks: str = ""
-    """With `lm-eval:TASKS`: a directory with task files (YAML) of your own."""
+    """With `lm-eval:TASKS`: a directory with your task files (YAML)."""
     sample_every: Duration = 0
     """Period of samples generated from `prompt`; a share means at least 20 steps; 0: never."""
     prompt: str = ""
@@ -348,8 +352,8 @@ class TelemetrySettings(Section):
     sample_seconds: float = Field(1.0, gt=0)
     """Seconds between two background samples of each rank's utilisation and memory."""
     profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
-    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for Perfetto
-    and a table of operators in `RUN/profile`."""
+    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
+    Perfetto and a table of operators in `RUN/profile`."""
     memory_snapshot: bool = False
     """On a GPU: if memory runs out, write torch's memory snapshot and name the largest blocks."""
     flush_seconds: float = Field(30.0, ge=0)

@@ -1,4 +1,4 @@
-"""Sharding strategies: the sizes of the mesh's dimensions, and what ranks divide among themselves.
+"""Sharding strategies: the sizes of the mesh's dimensions, and the tensors that ranks divide.
 
 A strategy's name appears in a recipe, in a ledger and here. Other modules ask for the properties.
 """
@@ -38,7 +38,7 @@ class Sizes:
 
     @property
     def layout(self) -> str:
-        """The ranks of one copy of the model, as `tp 2 · pp 2`; empty with data parallelism alone."""
+        """The ranks of one copy of the model, as `tp 2 · pp 2`; empty for data ranks alone."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp}
         return " · ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
@@ -54,7 +54,7 @@ class Sizes:
         return {name: places[name] for name in DIMENSIONS}
 
     def place(self, rank: int) -> str:
-        """The coordinates for messages, as `pp 1, dp 0, tp 1`; empty with data parallelism alone."""
+        """The coordinates for messages, as `pp 1, dp 0, tp 1`; empty for data ranks alone."""
         if self.pp * self.cp * self.tp == 1:
             return ""
         at, sizes = self.coordinates(rank), {"pp": self.pp, "dp": self.data_world}

@@ -137,8 +137,8 @@ def plan_batch(
 
     `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
     TOKENS_PER_MICRO_BATCH tokens (but at least one sample), and leaves a micro-batch for each of
-    the pipeline's `stages`. UserError if the division leaves a remainder, with the nearest sizes that
-    work.
+    the pipeline's `stages`. UserError if the division leaves a remainder, with the nearest sizes
+    that work.
     """
     share, remainder = divmod(global_batch, data_world)
     batch = f"train.global_batch = {global_batch}"

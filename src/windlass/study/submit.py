@@ -12,13 +12,13 @@ from pathlib import Path
 from windlass.fileio import locked
 from windlass.launch.batch import SUBMITTED
 from windlass.launch.job import INDEX, Job, Site
+from windlass.launch.queue import queued_tasks
 from windlass.launch.submit import (
     Resources,
     Submitted,
     find_scheduler,
     make_job,
     note_unprepared,
-    queued_tasks,
     read_site,
     submit,
 )

@@ -109,7 +109,7 @@ class TensorBoard:
 
 
 def mlflow_uri(directory: Path) -> str:
-    """The store of the runs in a directory: `MLFLOW_TRACKING_URI`, or a SQLite store beside them."""
+    """The store for the runs of a directory: `MLFLOW_TRACKING_URI`, or SQLite beside them."""
     default = f"sqlite:///{os.path.relpath(directory / 'mlflow.db')}"
     return os.environ.get("MLFLOW_TRACKING_URI") or default
 
@@ -142,9 +142,8 @@ class MLflow:
         uri = mlflow_uri(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        known = client.get_experiment_by_name(project) if not number else None
-        if known:
-            number = known.experiment_id
+        if not number and (earlier := client.get_experiment_by_name(project)):
+            number = earlier.experiment_id
         experiment = number or client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
@@ -216,8 +215,8 @@ class WandB:
         arguments |= {"id": id, "name": users.run_name or run.path.resolve().name}
         arguments["dir"] = os.environ.get("WANDB_DIR") or str(run.path)
         arguments |= {"config": settings, "notes": settings["run.notes"] or None}
-        own = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
-        arguments["settings"] = wandb.Settings(**own)
+        ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
+        arguments["settings"] = wandb.Settings(**ours)
         if mode in ("online", "run"):
             try:
                 self._run = wandb.init(**arguments, mode="online", resume="allow")

@@ -195,7 +195,7 @@ class Console:
             if self._terminal is None:
                 print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
                 return
-            # a sample may have no spaces
+            # the text of a sample may lack spaces
             text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 

@@ -68,7 +68,6 @@ class CudaProbe:
                 "util_pct": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
                 "mem_used_mb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MB,
                 "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-                "temperature_c": lambda: nvml.nvmlDeviceGetTemperature(handle, 0),  # of the GPU
             }
 
     def read(self) -> dict[str, float]:
@@ -80,10 +79,12 @@ class CudaProbe:
             with contextlib.suppress(Exception):  # the device has none, or the driver is busy
                 sample[field] = round(float(query()), 1)
         if stats := memory_stats_as_nested_dict(self.index):
-            for kind, name in (("allocated", "alloc"), ("reserved", "reserved")):
-                size = stats[f"{kind}_bytes"]["all"]
-                sample[f"mem_{name}_mb"] = round(size["current"] / MB, 1)
-                sample[f"peak_{name}_mb"] = round(size["peak"] / MB, 1)
+            allocated, reserved = (
+                stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved")
+            )
+            sample["mem_alloc_mb"] = round(allocated["current"] / MB, 1)
+            sample["mem_reserved_mb"] = round(reserved["current"] / MB, 1)
+            sample["peak_alloc_mb"] = round(allocated["peak"] / MB, 1)
         return sample
 
 
@@ -128,7 +129,7 @@ class DeviceSampler:
                 file.write(b"\n" if file.tell() else b"")  # ends a torn line
                 self._sample(file)
         except Exception as error:  # of a driver or a disk
-            problem = f"utilisation and memory are no longer sampled ({error})"
+            problem = f"the sampling of utilisation and memory ended ({error})"
             self.warning = f"rank {self.rank}: {problem}"
 
     def _sample(self, file: BinaryIO) -> None:
@@ -179,7 +180,5 @@ def summarise_devices(run: Run) -> dict[str, float]:
         if values := [float(x[key]) for x in samples if key in x]:
             name = f"{'gpu' if on_gpu else 'cpu'}_util_pct" if key == "util_pct" else key
             stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
-            if key == "util_pct":
-                stats[f"std_{name}"] = round(statistics.pstdev(values), 3)
     peak = b"peak_alloc_mb" if on_gpu else b"rss_mb"
     return stats | ({"peak_mem_mb": peaks[peak]} if peak in peaks else {})

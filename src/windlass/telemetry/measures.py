@@ -4,8 +4,8 @@ The console, trackers, tables, charts, the page, scaling studies, published tabl
 and the documentation select their numbers here. A new number is one line of a table below, and
 one more if a run's results show it. `show` is the one formatter of numbers.
 
-A field that a callback, lm-eval or a user's own suite writes is not declared; `of_eval` gives it
-the properties of a score.
+Fields that callbacks, lm-eval or users' suites write are not declared; `of_eval` gives them the
+properties of a score.
 """
 
 from __future__ import annotations

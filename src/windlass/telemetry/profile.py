@@ -70,7 +70,7 @@ def record_memory() -> None:
 
 
 def save_memory(path: Path) -> str:
-    """Write the snapshot of https://docs.pytorch.org/memory_viz; returns its largest live blocks."""
+    """Write a snapshot for https://docs.pytorch.org/memory_viz; returns its largest blocks."""
     with contextlib.suppress(OSError):  # the largest blocks are worth more
         torch.cuda.memory._dump_snapshot(str(path))
     return largest_blocks(torch.cuda.memory._snapshot()["segments"])

@@ -99,7 +99,7 @@ def size(stream: IO[str] | None) -> os.terminal_size:
 def wrap(text: str, width: int, indent: str = "    ", cut_words: bool = False) -> str:
     """Text in lines of `width` columns, with `indent` before the further lines of each line.
 
-    A word that is wider, such as a path, stays whole unless `cut_words` is set, so that one can copy it.
+    A wider word, such as a path, stays whole for copying, unless `cut_words` is set.
     """
     lines = textwrap.TextWrapper(
         width,
@@ -162,7 +162,7 @@ def table(
     """A table no wider than `width`, without empty columns; it never cuts a number.
 
     The columns of `text` wrap. If the numbers are wider, the last columns follow under the others,
-    behind the first `keys` columns again. `styles`: a style of `rich` for each row. The `notes` follow.
+    behind the first `keys` columns again. `styles`: a style of `rich` for each row.
     """
     from rich.cells import cell_len
     from rich.console import Group

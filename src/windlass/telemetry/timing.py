@@ -1,4 +1,4 @@
-"""The time of a step and of a run, throughput, MFU, and peak speeds of devices. No torch.
+"""The time of a step and of a run, throughput and MFU. No torch.
 
 `StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase)
 measure in the training process. The functions below compute from the ledger's lines, so the numbers
@@ -7,16 +7,13 @@ of a killed and resumed run are right too.
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-import tomllib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from windlass.run import STARTS, Line
@@ -186,9 +183,9 @@ def step_times(ledger: Iterable[Line]) -> dict[str, float]:
     """`step_ms_mean`, `forward_ms_mean` … of the steps that `throughput` counts."""
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
-        if own := [(line[name], steps) for line, steps in windows if name in line]:
-            count = sum(steps for _, steps in own)
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in own) / count
+        if parts := [(line[name], steps) for line, steps in windows if name in line]:
+            count = sum(steps for _, steps in parts)
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in parts) / count
     return means
 
 
@@ -284,22 +281,3 @@ def mfu(
     `flops_per_token`: forward and backward by the 6N convention plus attention, no recomputation.
     """
     return tokens_per_s * flops_per_token / (peak_flops * devices) if peak_flops else None
-
-
-def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """The highest FLOP/s of a device by the name that torch or NVML gives; None: unknown.
-
-    `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
-    """
-    column = "tf32" if tf32 and precision == "fp32" else precision
-    for chip in device_table()["chip"]:
-        if re.search(chip["names"], name, re.IGNORECASE):
-            tflops = chip.get("tflops", {})
-            return tflops[column] * 1e12 if column in tflops else None
-    return None
-
-
-@cache
-def device_table() -> dict[str, Any]:
-    """`devices.toml`, which documents itself: chips with their boards, and the speeds reached."""
-    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
-from windlass.model.build import read_sizes
+from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.size import CountedSizes
 from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks
@@ -118,7 +118,8 @@ def measured_sizes(
     None if the pass fails: then the micro-batch by tokens stays.
     """
     try:
-        sizes = read_sizes(recipe, vocab)
-        return replace(sizes, peaks=measure_peaks(recipe, vocab, precision, micro_batch, "cuda"))
+        network = build_model(recipe, vocab)
+        sizes = sizes_of(network)
+        return replace(sizes, peaks=measure_peaks(network, recipe, precision, micro_batch, "cuda"))
     except Exception:  # code of `transformers`, or an operation without a fake kernel
         return None

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from windlass.checkpoint.commit import Save
+from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
@@ -29,7 +30,6 @@ from windlass.telemetry.timing import (
     averages,
     device_hours,
     mfu,
-    peak_flops,
     wall_time,
 )
 from windlass.telemetry.trackers import Note, Trackers

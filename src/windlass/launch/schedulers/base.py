@@ -44,7 +44,7 @@ class Allocation:
 
 
 class Scheduler(Protocol):
-    """One scheduler; the defaults are for one that writes a host file and has no launcher."""
+    """One scheduler; the defaults are for one that writes a host file and lacks a launcher."""
 
     TITLE: str  # as its users write it
     SUBMIT: str  # the program that submits a script
@@ -131,7 +131,7 @@ class Scheduler(Protocol):
 
 
 def quoted(value: str) -> str:
-    """A value as the option lines of a script need it: in quotes unless every character is plain."""
+    """A value as the option lines of a script need it: quoted unless every character is plain."""
     if re.fullmatch(r"[\w./%:+=@-]*", value):
         return value
     return '"{}"'.format(value.replace('"', '\\"'))

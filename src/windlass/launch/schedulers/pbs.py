@@ -1,7 +1,7 @@
 """PBS (OpenPBS, PBS Pro), by its manual; no real PBS was run.
 
-PBS does not warn a job before its time limit, has no array of one task, and lets only operators put
-a job back, so a new job follows. Nothing can depend on one task of an array, so the job that
+PBS does not warn a job before its time limit, rejects an array of one task, and lets only operators
+put a job back, so a new job follows. Nothing can depend on one task of an array, so the job that
 continues a task begins by the clock.
 """
 
