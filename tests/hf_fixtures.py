@@ -10,6 +10,16 @@ from typing import Any
 import torch
 
 VOCAB = 512
+LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_head": False}
+LLAMA |= {"attn_bias": False, "ff_bias": False}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"qk_norm": True},
+    "arcee": LLAMA | {"activation": "relu2"},
+    "apertus": LLAMA | {"activation": "relu2", "qk_norm": True},
+}
+"""Settings of our GPT, by the architecture that an export of it has."""
 
 
 def config(kind: str, vocab: int = VOCAB, **changes: Any) -> Any:
@@ -89,3 +99,22 @@ def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Pat
     config |= dict.fromkeys(("eos_token", "bos_token"), "<|endoftext|>")
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+def export_of(kind: str, folder: Path, data_files: Path) -> Path:
+    """A directory that `export` wrote: a GPT with settings of NETWORKS and GPT-2's tokenizer."""
+    from helpers import write_corpus
+    from windlass import export, train
+    from windlass.recipe import Recipe
+
+    write_corpus(folder / "text.txt", words=400)
+    size = {"layers": 2, "heads": 4, "kv_heads": 4 if kind == "gpt2" else 2, "width": 32}
+    tree = {
+        "model": {**size, "context": 64, **NETWORKS[kind]},
+        "data": {"source": str(folder / "text.txt"), "dir": str(folder / "data")},
+        "train": {"steps": 1, "global_batch": 4},
+        "eval.every": 0,
+        "run.dir": str(folder / "run"),
+    }
+    recipe = Recipe.from_dict(tree).replace({"data.tokenizer": f"gpt2:{data_files / 'gpt2'}"})
+    return export(train(recipe), folder / "out")

@@ -1,6 +1,6 @@
 """Directories of `transformers` with random weights and GPT-2's tokenizer, for both sides.
 
-python benchmarks/peers/models.py bloom|llama GPT2_DIR OUT [LAYERS]
+python benchmarks/peers/models.py bloom|llama|llama-bf16 GPT2_DIR OUT LAYERS
 """
 
 import sys
@@ -39,16 +39,17 @@ def shape(kind: str, layers: int) -> PretrainedConfig:
 
 
 def main() -> None:
-    kind, gpt2, out, *layers = sys.argv[1:]
+    kind, gpt2, out, layers = sys.argv[1:]
     torch.manual_seed(0)
-    config = shape(kind, int(layers[0]) if layers else 0)
+    config = shape(kind, int(layers))
     end = "<|endoftext|>"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(Path(gpt2) / "gpt2-tokenizer.json"), eos_token=end, pad_token=end
     )
     tokenizer.chat_template = CHAT
     config.bos_token_id = config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
-    AutoModelForCausalLM.from_config(config).save_pretrained(out)
+    dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 

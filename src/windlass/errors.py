@@ -22,6 +22,7 @@ EXTRAS = {
     "plots": ("matplotlib",),
     "ladder": ("scipy",),
     "optim": ("pytorch_optimizer",),
+    "liger": ("liger_kernel",),
     "lm-eval": ("lm_eval",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),

@@ -169,7 +169,9 @@ def test_every_byte_of_the_base_is_hashed_once(base: Path, monkeypatch: pytest.M
     assert hashed == [base]
     os.utime(base / "model.safetensors.index.json")  # not a weight file
     generate(run, "the", max_tokens=2)
+    beside = train(recipe(base, "beside", **ADAPTERS), stop_at=1)
     assert hashed == [base]
+    assert (beside.path / "origin" / "base.json").is_file()
     os.utime(sorted(base.glob("*.safetensors"))[0])
     for _ in range(2):
         generate(run, "the", max_tokens=2)

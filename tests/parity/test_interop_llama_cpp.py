@@ -8,15 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from helpers import write_corpus
-from windlass import export, train
-from windlass.recipe import Recipe
+import hf_fixtures
 
 gguf = pytest.importorskip("gguf", reason="not run: gguf is not installed")
 CHECKOUT = Path(os.environ.get("LLAMA_CPP", "/nowhere"))
@@ -24,15 +21,6 @@ pytestmark = pytest.mark.skipif(
     not (CHECKOUT / "convert_hf_to_gguf.py").is_file(),
     reason="not run: LLAMA_CPP names no checkout of llama.cpp",
 )
-LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "tie_head": False}
-LLAMA |= {"attn_bias": False, "ff_bias": False}
-NETWORKS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": LLAMA,
-    "qwen3": LLAMA | {"qk_norm": True},
-    "arcee": LLAMA | {"activation": "relu2"},
-    "apertus": LLAMA | {"activation": "relu2", "qk_norm": True},
-}
 
 
 def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:
@@ -41,19 +29,9 @@ def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(matrix.shape)
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", hf_fixtures.NETWORKS)
 def test_a_converted_export_has_every_tensor(kind: str, tmp_path: Path, data_files: Path) -> None:
-    write_corpus(tmp_path / "text.txt", words=400)
-    size = {"layers": 2, "heads": 4, "kv_heads": 4 if kind == "gpt2" else 2, "width": 32}
-    tree = {
-        "model": {**size, "context": 64, **NETWORKS[kind]},
-        "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
-        "train": {"steps": 1, "global_batch": 4},
-        "eval.every": 0,
-        "run.dir": str(tmp_path / "run"),
-    }
-    recipe = Recipe.from_dict(tree).replace({"data.tokenizer": f"gpt2:{data_files / 'gpt2'}"})
-    out = export(train(recipe), tmp_path / "out")
+    out = hf_fixtures.export_of(kind, tmp_path, data_files)
     command = [
         sys.executable,
         str(CHECKOUT / "convert_hf_to_gguf.py"),

@@ -1,7 +1,7 @@
 """The base of adapters: files of frozen weights, to which the checkpoints of a run refer.
 
 Windlass hashes the files at the first start, and again if their directory, a size or a modification
-time has changed.
+time has changed. A run beside this one, as a cell of the same study, may have hashed them already.
 """
 
 from __future__ import annotations
@@ -116,19 +116,21 @@ def identify(
     """Size and SHA-256 of each weight file in a directory; UserError if one cannot be read.
 
     Collective over `ranks`, which share the hashing. `run` keeps the result, so files that still
-    look the same are not hashed again.
+    look the same are not hashed again there, nor in the runs of the same directory.
     """
-    record, problem, seen = run and run / hf_files.FOLDER / RECORD, "", False
+    place, problem, records = Path(hf_files.FOLDER, RECORD), "", list[Path]()
+    if run is not None:
+        records = [run / place, *run.resolve().parent.glob(f"*/{place}")]
     sizes, look, digests = dict[str, int](), dict[str, Any](), dict[str, str]()
     try:
         stats = {name: (directory / name).stat() for name in hub.weight_files(directory)}
         sizes = {name: stat.st_size for name, stat in stats.items()}
         times = {name: stat.st_mtime_ns for name, stat in stats.items()}
         look = {"directory": str(directory.resolve()), "sizes": sizes, "times_ns": times}
-        recorded = read_json(record) if record else {}
+        alike = (recorded for recorded in map(read_json, records) if recorded.get("look") == look)
         rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
-        seen = recorded.get("look") == look
-        digests = recorded["sha256"] if seen else dict(hash_files(directory, sizes, rank, world))
+        same = next(alike, None)
+        digests = same["sha256"] if same else dict(hash_files(directory, sizes, rank, world))
     except OSError as error:
         problem = f"{error.filename} cannot be read: {error.strerror}"
     if ranks is not None:
@@ -138,8 +140,9 @@ def identify(
             digests |= share
     if problem:
         raise UserError(problem)
-    if record and not seen and (ranks is None or ranks.main):
+    new = {"look": look, "sha256": digests}
+    if records and read_json(records[0]) != new and (ranks is None or ranks.main):
         with contextlib.suppress(OSError):  # of a run that may only be read
-            Files().replace(record, to_json({"look": look, "sha256": digests}), durable=False)
+            Files().replace(records[0], to_json(new), durable=False)
     here = {name: size for name, size in sizes.items() if name in digests}
     return {name: FileInfo(size=size, sha256=digests[name]) for name, size in here.items()}

@@ -49,6 +49,15 @@ def four_bits(r: Any) -> Problems:
         yield "model.lora.base", problem
 
 
+def kernels(r: Any) -> Problems:
+    if r.model.kernels == "liger" and r.parallel.tensor > 1:
+        problem = "Liger's kernels read whole layers, which parallel.tensor divides"
+        yield "model.kernels", f'{problem}: write "torch", or parallel.tensor=1'
+    if r.model.kernels == "liger" and r.train.precision == "fp64":
+        problem = "Liger's kernels compute in float32"
+        yield "model.kernels", f'{problem}: write "torch", or another train.precision'
+
+
 def adapters(r: Any) -> Problems:
     lora = r.model.lora
     given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
@@ -347,7 +356,7 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, float8, four_bits, adapters, heads, mup, kv_heads, vocab, sources),
-    *(items, mixture, best, average, evaluations, sharding, layout, batch, stream, optimizer),
-    *(schedule,),
+    *(model, unused_keys, float8, four_bits, kernels, adapters, heads, mup, kv_heads, vocab),
+    *(sources, items, mixture, best, average, evaluations, sharding, layout, batch, stream),
+    *(optimizer, schedule),
 )

@@ -251,6 +251,8 @@ class Recipe(Frozen):
                 require("peft", 'model.kind = "hf" with model.lora')
             if self.model.lora.base == "4bit":
                 require("bitsandbytes", 'model.lora.base = "4bit"')
+            if self.model.kernels == "liger":
+                require("liger_kernel", 'model.kernels = "liger"')
         if self.optim.kind.startswith("pytorch_optimizer."):
             require("pytorch_optimizer", f'optim.kind = "{self.optim.kind}"')
         init_from = self.model.init_from

@@ -113,7 +113,7 @@ class MupSettings(Section):
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
     *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
-    *("frozen_precision", "neftune_alpha", "router_loss"),
+    *("frozen_precision", "neftune_alpha", "router_loss", "kernels"),
 )
 """Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
@@ -134,6 +134,9 @@ class ModelSettings(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     """With `hf`: the implementation of attention, as in `transformers`; `auto`: the fastest that
     needs no other package. (`gpt` uses PyTorch's `scaled_dot_product_attention`.)"""
+    kernels: Literal["torch", "liger"] = "torch"
+    """With `hf`: `liger` trains with Liger's kernels for norms, rotary embeddings and gated layers,
+    on a GPU (`liger-kernel`)."""
     layers: int = Field(6, ge=1)
     """Number of transformer blocks."""
     heads: int = Field(6, ge=1)

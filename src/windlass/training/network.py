@@ -26,6 +26,7 @@ from windlass.model.documents import takes_documents
 from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel
+from windlass.model.liger import use_liger
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
@@ -72,6 +73,8 @@ class Network:
                 hold_trained(model)
         else:
             model = build_model(recipe, data.vocab, run=run)
+            if recipe.model.kernels == "liger":
+                use_liger(model, ranks.device, stack)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
         if data.vocab > (rows := embedding_rows(model, data.vocab)):
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
