@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import helpers
+from forked import launch
 from helpers import each_step, record_trainers
 from windlass import train
 from windlass.errors import RunFailed
-from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.trainer import Trainer

@@ -19,12 +19,12 @@ from small_runs import (
     untouched,
 )
 
+from forked import launch
 from helpers import command, each_step, refused
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
-from windlass.launch.local import launch
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import STARTS, Run, last_start
 
