@@ -18,7 +18,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import pytest
 
@@ -34,19 +34,21 @@ SIGNATURE = inspect.signature(execute_child)
 
 def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
     """Instead of `Popen._execute_child`: fork this process if the command is `python -m MODULE`,
-    `python -c CODE` or `python FILE`.
+    `python -c CODE` or `python FILE` with the same PYTHONPATH.
 
     `os.environ`, standard streams, signals, session and open files are those of a new process. The
     kernel's view of it (`/proc`, psutil) has this process's command line and environment.
     """
     words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
     program = words[2:] if words[1:2] == ["-P"] else words[1:]
-    if words[0] != sys.executable or (program[0][:1] == "-" and program[0] not in ("-c", "-m")):
+    how = SIGNATURE.bind(self, args, *more).arguments
+    path = (os.environ if how["env"] is None else how["env"]).get("PYTHONPATH")
+    known = program and (program[0] in ("-c", "-m") or program[0][0] != "-")
+    if words[0] != sys.executable or not known or path != os.environ.get("PYTHONPATH"):
         execute_child(self, args, *more)
         return
     for module in MODULES:
         importlib.import_module(module)
-    how = SIGNATURE.bind(self, args, *more).arguments
     self.pid = os.fork()
     if self.pid == 0:
         begin(program, how)
@@ -69,6 +71,12 @@ def forking() -> Iterator[None]:
         yield
 
 
+def run(command: list[str], **how: Any) -> subprocess.CompletedProcess:
+    """As `subprocess.run`, with a fork."""
+    with forking():
+        return subprocess.run(command, check=False, **how)
+
+
 def launch(command: list[str], worlds: Any, **more: Any) -> int:
     """As Windlass's `launch`, with forked ranks."""
     from windlass.launch import local
@@ -83,7 +91,7 @@ def begin(program: list[str], how: dict[str, Any]) -> NoReturn:
     try:
         atexit._clear()
         inherit(how)
-        code = run(program)
+        code = run_as_main(program)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -131,18 +139,20 @@ def inherit(how: dict[str, Any]) -> None:
         os.environ.update(how["env"])
     if how["preexec_fn"]:
         how["preexec_fn"]()
-    sys.stdin = sys.__stdin__ = open(0, closefd=False, encoding="utf-8")
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False, encoding="utf-8")
-    sys.stderr = sys.__stderr__ = open(
-        2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace"
-    )
+    sys.stdin = sys.__stdin__ = stream(0, "r")
+    sys.stdout = sys.__stdout__ = stream(1, "w")
+    sys.stderr = sys.__stderr__ = stream(2, "w", buffering=1, errors="backslashreplace")
     faulthandler.cancel_dump_traceback_later()
     faulthandler.enable(sys.stderr)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
 
 
-def run(program: list[str]) -> int:
+def stream(descriptor: int, mode: str, **how: Any) -> TextIO:
+    return open(descriptor, mode, closefd=False, encoding="utf-8", **how)
+
+
+def run_as_main(program: list[str]) -> int:
     """Run a program of Python as the module `__main__`."""
     from windlass.parallel import dist
 

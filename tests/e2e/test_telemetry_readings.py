@@ -14,6 +14,7 @@ import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
+from forked import launch
 from helpers import each_step, refused
 from windlass import train
 from windlass.data.open import open_data
@@ -21,7 +22,6 @@ from windlass.data.order import permute
 from windlass.data.prepare import prepare
 from windlass.errors import RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.launch.local import launch
 from windlass.model.gpt import GPT
 from windlass.model.size import count, flops_per_token
 from windlass.optim import build

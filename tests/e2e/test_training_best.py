@@ -7,10 +7,10 @@ import shutil
 import pytest
 from small_runs import corpus, curve, recipe_of, stopped
 
+from forked import launch
 from helpers import best_step, command, refused
 from windlass import train
 from windlass.checkpoint.choose import find_checkpoint, list_checkpoints
-from windlass.launch.local import launch
 from windlass.reports.overview import overview
 from windlass.reports.view import RunView
 from windlass.run import Run

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
+from forked import launch
 from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
 from windlass.data.open import Data
 from windlass.data.samples import Batch
-from windlass.launch.local import launch
 from windlass.run import Run
 from windlass.training.callbacks import Callbacks, UserCode
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 from unittest.mock import Mock
@@ -12,12 +11,12 @@ import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, stopped
 
+import forked
 from helpers import each_step, refused
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch
 from windlass.parallel import parallelize
 from windlass.run import Run, read_lines
 from windlass.training import network, state, trainer
@@ -255,7 +254,7 @@ def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
     """The kill comes right after the rewind, before its next save."""
     recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
     words = [sys.executable, "-c", KILLED, "1", *settings(corpus, tmp_path / "run", **REWIND)]
-    assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
+    assert forked.run(words, capture_output=True).returncode == -signal.SIGKILL
     run = train(recipe)
     saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
     assert saved["skipped"] == [[48, 64]], "samples of the steps 7 and 8"
@@ -267,8 +266,8 @@ def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path):
     own = settings(corpus, tmp_path / "run", **REWIND)
     for count in (1, 2, 3):
         words = [sys.executable, "-c", KILLED, str(count), *own]
-        assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
-    done = subprocess.run([sys.executable, "-c", KILLED, "4", *own], capture_output=True, text=True)
+        assert forked.run(words, capture_output=True).returncode == -signal.SIGKILL
+    done = forked.run([sys.executable, "-c", KILLED, "4", *own], capture_output=True, text=True)
     assert done.returncode == 1 and "returned to step 6 3 times" in done.stderr
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert len([line for line in lines if line.get("event") == "rewound"]) == 3
@@ -302,7 +301,7 @@ Path(recipe.run_dir, f"calls-{rank}").write_text(json.dumps(calls))
 def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path):
     more = REWIND | {"eval.every": 0, "checkpoint.background": "false"}
     words = [sys.executable, "-c", REWINDS, *settings(corpus, tmp_path / "run", **more)]
-    assert launch(words, 2) == 0
+    assert forked.launch(words, 2) == 0
     run = Run(tmp_path / "run")
     for rank in (0, 1):
         calls = json.loads((run.path / f"calls-{rank}").read_text())

@@ -32,6 +32,7 @@ from small_runs import (
     untouched,
 )
 
+from forked import Forked
 from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
@@ -70,12 +71,11 @@ def output_of(
     gets the signal.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+    process = Forked(command, env={**os.environ, **env}, **pipes)
     wait_for(lambda: ready() or process.poll() is not None, 90)
     assert process.poll() is None, process.communicate()[0]
-    ranks = [p for p in psutil.Process(process.pid).children() if alone is not None]
-    target = next((p for p in ranks if p.environ().get("RANK") == str(alone)), process)
-    target.send_signal(number)
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: rank.pid)
+    (process if alone is None else ranks[alone]).send_signal(number)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 75 and "Traceback" not in output, output
     return output
@@ -198,7 +198,7 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
         "scale": [*others, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
     }[verb]
     here, there = os.openpty()
-    process = subprocess.Popen(
+    process = Forked(
         command(verb, "quickstart", *words),
         stdin=there,
         stdout=there,

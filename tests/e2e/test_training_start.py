@@ -5,7 +5,6 @@ be silent.
 import errno
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
+from forked import Forked, launch
 from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
@@ -23,7 +23,6 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, UserError
 from windlass.evaluation.source import alone
 from windlass.fileio import Files
-from windlass.launch.local import launch
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
@@ -436,7 +435,7 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     checkpoints.
     """
     overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
-    living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
+    living = Forked([sys.executable, "-c", HOLD, str(go), *overrides])
     try:
         run = Run(tmp_path / "run")
         wait_for(lambda: run.lines("train") or living.poll() is not None, 90)

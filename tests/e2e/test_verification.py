@@ -18,7 +18,6 @@ from windlass.verification.proofs import (
     kills_lose_nothing,
     layouts_agree,
     resume_exact,
-    same_bits,
     strategies_agree,
     world_changes_nothing,
 )
@@ -92,13 +91,6 @@ def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds)
     passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
-
-
-def test_a_run_with_mup_resumes_bit_for_bit(tmp_path):
-    settings = [*ONE_THREAD, "model.mup.base_width=8", "model.mup.base_head_width=8"]
-    bench = Bench(tmp_path, overrides=settings, worlds=(1,))
-    whole = bench.train("whole")
-    assert same_bits(bench.train("again", branch_from=f"{whole.path}@6"), whole, 6)
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):

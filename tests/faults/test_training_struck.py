@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from saving import tally
 
 import helpers
+from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.launch.local import END_SECONDS
@@ -77,7 +77,7 @@ def strike(
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
     with output.open("w") as out:
-        process = subprocess.Popen(
+        process = Forked(
             [sys.executable, "-c", LAUNCH, *rank],
             env={**os.environ, "STRUCK_HERE": str(here)},
             stdout=out,
@@ -138,8 +138,7 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
         return any(run.checkpoints_dir.glob("step-*"))
 
     helpers.wait_for(lambda: saved() or process.poll() is not None, 120)
-    ranks = psutil.Process(process.pid).children()
-    next(p for p in ranks if p.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
+    max(psutil.Process(process.pid).children(), key=lambda rank: rank.pid).kill()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
