@@ -327,6 +327,7 @@ def a_run(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.full
 def test_variables_of_the_trackers_win_over_defaults(tmp_path, monkeypatch):
     import mlflow
 
@@ -350,6 +351,7 @@ def test_variables_of_the_trackers_win_over_defaults(tmp_path, monkeypatch):
     assert not track(other, "mlflow")[0].warning and len(client.search_runs([number])) == 2
 
 
+@pytest.mark.full
 def test_wandb_that_is_disabled_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.chdir(tmp_path)

@@ -494,17 +494,6 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
     assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished"
 
 
-def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
-    def model() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return page["MyModel"]()
-
-    train(recipe(tmp_path / "whole"), model(), page["data"])
-    train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
-    train(recipe(tmp_path / "halves"), model(), page["data"])
-    assert curve(tmp_path / "whole") == curve(tmp_path / "halves")
-
-
 def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):
     class Noisy(page["MyModel"]):
         def forward(self, tokens, labels):

@@ -150,7 +150,7 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "inverse-sqrt", "constant"])
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, capsys, kind):
     own = {"optim.schedule.kind": kind, "optim.schedule.warmup": 2}
     recipe = recipe_of(corpus, tmp_path / "run", **own)
@@ -158,19 +158,17 @@ def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, ca
     old, new = (rates(recipe, steps)[11] for steps in (12, 24))
     capsys.readouterr()
     shown = train(recipe, extend_to=24).log_path.read_text()
-    if kind in ("cosine", "linear"):
+    if kind == "cosine":
         assert f"jumps from {old:.2g} to {new:.2g}" in shown and "--branch-from" in shown
     else:
         assert old == new and "jumps" not in shown
 
 
-@pytest.mark.parametrize("kind", ["wsd", "cosine"])
-def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
+def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path):
     """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
     long from the start.
     """
-    own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind}
-    recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
+    recipe = recipe_of(corpus, tmp_path / "run", **WSD, **{"optim.schedule.steps": 16})
     train(recipe)
     longer = train(recipe, extend_to=20)
     assert starts(longer)[1:] == [("resumed", 12)]
@@ -180,10 +178,7 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     assert expected[16:] == [0.0] * 4, "past its end"
 
 
-@pytest.mark.parametrize(
-    ("length", "longer"),
-    [("2 epochs", "3 epochs"), ("2 epochs", 18), (12, "3 epochs"), ("2 epochs", "18")],
-)
+@pytest.mark.parametrize(("length", "longer"), [(12, "3 epochs"), ("2 epochs", "18")])
 def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     corpus, tmp_path, monkeypatch, length, longer
 ):
@@ -274,28 +269,25 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
     assert starts(run) == [("resumed", 6)] and same(run, whole, 9)
 
 
-@pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
-def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
-    kind = "optim.kind"
-    origin = train(recipe_of(corpus, tmp_path / "origin", **{kind: first, "train.steps": 6}))
-    recipe = recipe_of(corpus, tmp_path / "branch", **{kind: second, "train.steps": 8})
+def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys):
+    first, second = ({"optim.kind": kind} for kind in ("muon", "adamw"))
+    origin = train(recipe_of(corpus, tmp_path / "origin", **first, **{"train.steps": 6}))
+    recipe = recipe_of(corpus, tmp_path / "branch", **second, **{"train.steps": 8})
     failed(recipe, branch_from=f"{origin.path}@3")
     run = train(recipe)
     shown = "".join(capsys.readouterr())
     notes = [line for line in shown.splitlines() if "optimizer state" in line]
-    assert len(notes) == 2 and all(first in note and second in note for note in notes)
+    assert len(notes) == 2 and all("muon" in note and "adamw" in note for note in notes)
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw8bit", "torch.optim.SGD"])
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
 def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus, tmp_path, kind):
     """The state since then is of the steps that the rewind leaves out."""
     wide = {"model.width": 64}  # enough for moments in 8 bits
     origin = train(recipe_of(corpus, tmp_path / "origin", **wide, **{"train.steps": 6}))
     more = {"optim.kind": kind, "train.on_nonfinite": "rewind", "train.steps": 8, "eval.every": 0}
-    if kind == "torch.optim.SGD":
-        more["optim.options"] = "{momentum = 0.9}"
     recipe, spoiled = recipe_of(corpus, tmp_path / "branch", **wide, **more), []
 
     def spoil(now):
@@ -309,8 +301,8 @@ def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus,
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     steps = [name for name in saved.names("optim/") if name.endswith("/step")]
     assert all(saved.tensor(name).item() == 5 for name in steps)
-    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}.get(kind, "momentum_buffer")
-    assert any(name.endswith(ends) for name in saved.names("optim/"))
+    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}
+    assert any(name.endswith(ends[kind]) for name in saved.names("optim/"))
 
 
 def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
