@@ -145,27 +145,6 @@ def test_a_rewind_restores_the_average(corpus, tmp_path):
     assert_defined(straight, "ema")
 
 
-def test_an_extended_run_averages_its_own_tail_if_the_first_step_of_it_is_skipped(corpus, tmp_path):
-    recipe = averaged(corpus, tmp_path / "run", "tail", **{"train.on_nonfinite": "skip"})
-    train(recipe)
-    hooks = []
-
-    def spoil(now: Any) -> None:
-        if now.step == 13:  # the new tail begins with step 14
-            weight = next(now.model.parameters())
-            hooks.append(weight.register_hook(lambda gradient: gradient * float("nan")))
-        elif hooks:
-            hooks.pop().remove()
-
-    run = train(recipe, extend_to=20, callbacks=[each_step(spoil)])
-    assert [e["step"] for e in run.events if e["event"] == "skipped"] == [14]
-    assert at(run, 20).counters["averaged"] == 6
-    for name in at(run, 20).names("average/"):
-        model = name.replace("average/", "model/")
-        mean = torch.stack([at(run, step).tensor(model) for step in range(15, 21)]).mean(0)
-        torch.testing.assert_close(at(run, 20).tensor(name), mean, rtol=0, atol=ROUNDING)
-
-
 def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):
     origin = f"{ema.path}@6"
     same = train(averaged(corpus, tmp_path / "same"), branch_from=origin)

@@ -26,7 +26,6 @@ from small_runs import (
     evaluations,
     recipe_of,
     settings,
-    start,
     stopped,
     trainers,
     untouched,
@@ -353,18 +352,6 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
     kind = "eval" if what == "evaluation" else "sample"
     assert at not in [line["step"] for line in run.lines(kind)]
     as_if_untouched(train(recipe), whole)
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.parametrize(("step", "call"), [(4, 5), (12, 11)])
-def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
-    more = {"data.dir": f"'{tmp_path / 'data'}'", "data.val_fraction": 0.4}
-    overrides = settings(corpus, tmp_path / "run", "ddp", **more)
-    assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
-    for name in ("run", "whole"):
-        assert start(2, [*overrides, f"run.dir='{tmp_path / name}'"]) == 0
-    as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
 
 
 def texts(run: Run) -> list[tuple[int, str]]:

@@ -54,13 +54,6 @@ def test_one_process_proves_resume_and_kills(tmp_path):
         assert passed, measured
 
 
-@pytest.mark.dist
-def test_layouts_that_need_more_ranks_are_named(tmp_path):
-    bench = Bench(tmp_path, overrides=ONE_THREAD, worlds=(1,))
-    assert layouts_agree(bench) == (None, "no layout divides this model on these ranks")
-    assert "tp 2 on 2 ranks (needs 2 ranks)" in bench.untried
-
-
 @pytest.mark.full
 @pytest.mark.dist
 def test_worlds_are_equal_with_dropout_on(tmp_path):
