@@ -33,18 +33,19 @@ SIGNATURE = inspect.signature(execute_child)
 
 
 def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
-    """Instead of `Popen._execute_child`: fork this process if the command is `python -m MODULE`,
-    `python -c CODE` or `python FILE` with the same PYTHONPATH.
+    """Instead of `Popen._execute_child`: fork this process if the command is a function, or
+    `python -m MODULE`, `python -c CODE` or `python FILE` with the same PYTHONPATH.
 
     `os.environ`, standard streams, signals, session and open files are those of a new process. The
     kernel's view of it (`/proc`, psutil) has this process's command line and environment.
     """
-    words = [args] if isinstance(args, str) else [os.fspath(word) for word in args]
-    program = words[2:] if words[1:2] == ["-P"] else words[1:]
+    words = [word if callable(word) else os.fspath(word) for word in args]
     how = SIGNATURE.bind(self, args, *more).arguments
+    program = words if callable(words[0]) else words[2:] if words[1:2] == ["-P"] else words[1:]
+    is_python = words[0] == sys.executable and (program[0] in ("-c", "-m") or program[0][0] != "-")
     path = (os.environ if how["env"] is None else how["env"]).get("PYTHONPATH")
-    known = program and (program[0] in ("-c", "-m") or program[0][0] != "-")
-    if words[0] != sys.executable or not known or path != os.environ.get("PYTHONPATH"):
+    same = path == os.environ.get("PYTHONPATH")
+    if not (callable(words[0]) or (is_python and same)):
         execute_child(self, args, *more)
         return
     for module in MODULES:
@@ -71,21 +72,21 @@ def forking() -> Iterator[None]:
         yield
 
 
-def run(command: list[str], **how: Any) -> subprocess.CompletedProcess:
+def run(command: list[Any], **how: Any) -> subprocess.CompletedProcess:
     """As `subprocess.run`, with a fork."""
     with forking():
         return subprocess.run(command, check=False, **how)
 
 
-def launch(command: list[str], worlds: Any, **more: Any) -> int:
-    """As Windlass's `launch`, with forked ranks."""
+def launch(command: list[Any], worlds: Any, **more: Any) -> int:
+    """As Windlass's `launch`, with forked ranks; `[FUNCTION]` is a command, too."""
     from windlass.launch import local
 
     with forking():
         return local.launch(command, worlds, **more)
 
 
-def begin(program: list[str], how: dict[str, Any]) -> NoReturn:
+def begin(program: list[Any], how: dict[str, Any]) -> NoReturn:
     """Become a new process that runs a program, in a child that was just forked."""
     code = 1
     try:
@@ -152,8 +153,8 @@ def stream(descriptor: int, mode: str, **how: Any) -> TextIO:
     return open(descriptor, mode, closefd=False, encoding="utf-8", **how)
 
 
-def run_as_main(program: list[str]) -> int:
-    """Run a program of Python as the module `__main__`."""
+def run_as_main(program: list[Any]) -> int:
+    """Call a function, or run a program of Python as the module `__main__`."""
     from windlass.parallel import dist
 
     OWNED.append(dict(dist.STORES))
@@ -161,7 +162,9 @@ def run_as_main(program: list[str]) -> int:
     sys.modules["__main__"] = types.ModuleType("__main__")
     kind, *words = program
     with forking():
-        if kind == "-c":
+        if callable(kind):
+            kind()
+        elif kind == "-c":
             sys.argv = ["-c", *words[1:]]
             exec(words[0], vars(sys.modules["__main__"]))
         elif kind == "-m":

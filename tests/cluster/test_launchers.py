@@ -15,6 +15,7 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)"
 )
@@ -46,7 +47,7 @@ LAUNCH = [sys.executable, "-m", "windlass", "launch", "--"]
 
 
 @pytest.mark.parametrize(
-    "pbs_job", [pytest.param("mpich", marks=pytest.mark.full), "openmpi"], indirect=True
+    "pbs_job", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)], indirect=True
 )
 def test_launch_trains_under_mpiexec(pbs_job, settings, tmp_path, two_local_ranks):
     """PBS is its variables and host file here; mpiexec is real."""

@@ -8,6 +8,7 @@ import re
 import sqlite3
 import struct
 import sys
+import time
 from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
@@ -100,7 +101,9 @@ def finished(tmp_path_factory):
             trackers = Trackers(Path("runs/the-run"), NAMES, 120.0)
             train(run, *attempt)
             if attempt[0] == 0:
-                wait_for(lambda: shown_so_far(top, run), 200)
+                wait_for(
+                    lambda: time.sleep(0.3) or shown_so_far(top, run), 200
+                )  # a look takes long
                 under_way = shown_so_far(top, run)
             notes += trackers.finish(120)
             patch.setenv("WANDB_MODE", "offline")

@@ -31,7 +31,7 @@ from small_runs import (
     untouched,
 )
 
-from forked import Forked
+from forked import Forked, launch
 from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
@@ -60,7 +60,7 @@ full = pytest.mark.full
 
 
 def output_of(
-    command: list[str],
+    command: list[Any],
     ready: Callable[[], bool],
     number: int = signal.SIGTERM,
     alone: int | None = None,
@@ -93,8 +93,7 @@ def signalled(
     """What a training prints that is stopped while it is in `phase`, where it stays long."""
     here = folder / "here"
     rank = [sys.executable, str(STRUCK), "wait", phase, "-1", "train", "quickstart", *overrides]
-    through = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], {world}))"
-    command = rank if world == 1 else [sys.executable, "-c", through, *rank]
+    command = rank if world == 1 else [lambda: sys.exit(launch(rank, world))]
     output = output_of(command, here.exists, alone=alone, STRUCK_HERE=str(here))
     assert "again" in output
     return output

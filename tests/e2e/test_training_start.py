@@ -3,10 +3,10 @@ be silent.
 """
 
 import errno
-import json
 import os
-import sys
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -36,30 +36,6 @@ KEEP_ALL = {"checkpoint.keep_last": 20}
 KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
 BOUNDED = {"eval.batches": 1, "data.val_fraction": 0.3}
 FLAT = {"optim.schedule.kind": "constant"}
-# A rank that is killed after step 8 of its first attempt, and a training that waits after step 2
-# for a file.
-AGAIN = """
-import json, os, signal, sys
-from windlass import Callback, Recipe, train
-
-class AtStep(Callback):
-    def on_step(self, now):
-        if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()], **json.loads(sys.argv[1]))
-"""
-HOLD = """
-import pathlib, sys, time
-from windlass import Callback, Recipe, train
-
-class AtStep(Callback):
-    def on_step(self, now):
-        while now.step == 2 and not pathlib.Path(sys.argv[1]).exists():
-            time.sleep(0.05)
-
-train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()])
-"""
 
 
 def same(one: Run, other: Run, step: int) -> bool:
@@ -364,8 +340,14 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
     elif what == "resume":
         overrides.append(f"checkpoint.resume='{how}'")
     best = best_step(tmp_path / "run")
-    words = [sys.executable, "-c", AGAIN, json.dumps(options), *overrides]
-    assert launch(words, 1, max_restarts=1) == 0
+    back = Recipe.load("quickstart", overrides)
+
+    def die(now):
+        if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rank = partial(train, back, callbacks=[each_step(die)], **options)
+    assert launch([rank], 1, max_restarts=1) == 0
     run = Run(tmp_path / "run")
     first, again = starts(run)[-2:]
     assert first[1] == {"": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
@@ -426,8 +408,9 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     """Its process would continue in a directory of another name, where nobody looks for its
     checkpoints.
     """
-    overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
-    living = Forked([sys.executable, "-c", HOLD, str(go), *overrides])
+    recipe, go = recipe_of(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
+    hold = each_step(lambda now: now.step == 2 and wait_for(go.exists, 90))
+    living = Forked([partial(train, recipe, callbacks=[hold])])
     try:
         run = Run(tmp_path / "run")
         wait_for(lambda: run.lines("train") or living.poll() is not None, 90)
@@ -437,13 +420,13 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
         with refused(str(living.pid)):
             directory.acquire_run_lock(run.path)
         with refused(str(living.pid)):
-            train(Recipe.load("quickstart", overrides), fresh=True)
+            train(recipe, fresh=True)
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
     finally:
         go.touch()
         assert living.wait(timeout=90) == 0
     assert run.state == "finished" and [line["step"] for line in run.lines("train")] == [1, 2, 3, 4]
-    assert train(Recipe.load("quickstart", overrides), fresh=True).state == "finished"
+    assert train(recipe, fresh=True).state == "finished"
     assert Run(tmp_path / "run.old-1").state == "finished"
 
 

@@ -17,6 +17,7 @@ import helpers
 from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
+from windlass.launch import local
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted
@@ -43,12 +44,6 @@ SAMPLE = [
     ("kill", "save@4", 1, "tensor"),
 ]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard", "tensor")))
-LAUNCH = f"""
-import sys
-from windlass.launch import local
-local.STOPPED_SECONDS = {SUSPENDED_SECONDS}
-sys.exit(local.launch(sys.argv[1:], 2))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +71,14 @@ def strike(
     """The exit code, the launcher's log, and the seconds from the strike to its end."""
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
+
+    def launch_both() -> None:
+        local.STOPPED_SECONDS = SUSPENDED_SECONDS
+        sys.exit(local.launch(rank, 2))
+
     with output.open("w") as out:
         process = Forked(
-            [sys.executable, "-c", LAUNCH, *rank],
+            [launch_both],
             env={**os.environ, "STRUCK_HERE": str(here)},
             stdout=out,
             stderr=subprocess.STDOUT,
