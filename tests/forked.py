@@ -24,6 +24,7 @@ import pytest
 
 MODULES = "torch._dynamo", "windlass.cli", "windlass.training.trainer"
 """Imported once here, before the first fork; DDP imports the first one."""
+PYTHONPATH = os.environ.get("PYTHONPATH")
 OWNED: list[Any] = []
 """What a child must not free, because its threads exist in the parent only."""
 
@@ -34,7 +35,7 @@ SIGNATURE = inspect.signature(execute_child)
 
 def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
     """Instead of `Popen._execute_child`: fork this process if the command is a function, or
-    `python -m MODULE`, `python -c CODE` or `python FILE` with the same PYTHONPATH.
+    `python -m MODULE`, `python -c CODE` or `python FILE` with this process's PYTHONPATH.
 
     `os.environ`, standard streams, signals, session and open files are those of a new process. The
     kernel's view of it (`/proc`, psutil) has this process's command line and environment.
@@ -44,8 +45,7 @@ def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
     program = words if callable(words[0]) else words[2:] if words[1:2] == ["-P"] else words[1:]
     is_python = words[0] == sys.executable and (program[0] in ("-c", "-m") or program[0][0] != "-")
     path = (os.environ if how["env"] is None else how["env"]).get("PYTHONPATH")
-    same = path == os.environ.get("PYTHONPATH")
-    if not (callable(words[0]) or (is_python and same)):
+    if not (callable(words[0]) or (is_python and path == PYTHONPATH)):
         execute_child(self, args, *more)
         return
     for module in MODULES:

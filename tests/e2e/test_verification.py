@@ -2,12 +2,14 @@
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from forked import forking
 from helpers import windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -25,6 +27,12 @@ from windlass.verification.proofs import (
 FULL_DIST = [pytest.mark.full, pytest.mark.dist]
 # Two threads wait for each other if the cores have other work.
 ONE_THREAD = ["train.threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with forking():
+        yield
 
 
 class Wrong(Bench):
