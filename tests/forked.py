@@ -50,7 +50,9 @@ def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
         return
     for module in MODULES:
         importlib.import_module(module)
-    self.pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Python 3.12, if this process has other threads
+        self.pid = os.fork()
     if self.pid == 0:
         begin(program, how)
     self._child_created = True
