@@ -125,6 +125,7 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     assert "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
 
 
+@pytest.mark.full
 def test_ranks_by_hand_on_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     """The first host resolves its own name to 127.0.1.1, as Debian does; the other one does not."""
     for name, address in zip(hosts.names, ("127.0.1.1", "10.77.0.1"), strict=True):
