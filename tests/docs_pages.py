@@ -122,11 +122,6 @@ def commands_of(block: Block) -> Iterator[Command]:
             yield Command(block.page, block.line + 1 + first, " ".join(text.split()))
 
 
-def all_commands() -> list[Command]:
-    """The commands of all pages."""
-    return [c for page in pages() for block in blocks(page) for c in commands_of(block)]
-
-
 @cache
 def command_line() -> Any:
     """The command line with all its commands, as typer's group."""

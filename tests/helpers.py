@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import forked
 from windlass import Recipe
 from windlass.errors import UserError
 from windlass.run import Run
@@ -45,7 +46,7 @@ def windlass(
     """Run `windlass ARGUMENTS` in a process of its own; fails if it exits with another code (None:
     any will do).
     """
-    done = subprocess.run(
+    done = forked.run(
         command(*arguments),
         cwd=cwd,
         env={**os.environ, **(env or {})},
@@ -63,7 +64,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start `windlass WORDS` in the background; stdout and stderr come through one pipe."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command(*words), cwd=cwd, env={**os.environ, **(env or {})}, **pipes)
+    return forked.Forked(command(*words), cwd=cwd, env={**os.environ, **(env or {})}, **pipes)
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -137,7 +138,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"it did not happen within {seconds:.0f} s"
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
 def programs(folder: Path, patch: pytest.MonkeyPatch, **scripts: str) -> None:
@@ -174,10 +175,10 @@ def refused(*words: str, error: type[Exception] = UserError) -> Iterator[None]:
 
 def kill_when(words, condition):
     """Start a verb in a process group of its own and kill the group when the condition holds."""
-    process = subprocess.Popen(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
+    process = forked.Forked(command(*words), stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None and not condition():
-        time.sleep(0.02)
+        time.sleep(0.01)
     assert process.poll() is None, "it ended before the condition held"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

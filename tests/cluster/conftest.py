@@ -13,7 +13,7 @@ import helpers
 from windlass.run import Run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[slurm_cluster.Cluster]:
     """Two nodes of SLURM on this machine; skipped if the programs are not installed."""
     if missing := slurm_cluster.missing():

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)"
 )
@@ -23,7 +24,7 @@ def test_mpiexec(settings, tmp_path, two_local_ranks):
     assert_same(tmp_path / "run", two_local_ranks)
 
 
-@pytest.fixture(params=["mpich", "openmpi"])
+@pytest.fixture
 def pbs_job(request, tmp_path, monkeypatch) -> str:
     """The shell of a PBS job on one host with two ranks, whose `mpiexec` is the real one of this
     implementation.
@@ -45,6 +46,9 @@ def pbs_job(request, tmp_path, monkeypatch) -> str:
 LAUNCH = [sys.executable, "-m", "windlass", "launch", "--"]
 
 
+@pytest.mark.parametrize(
+    "pbs_job", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)], indirect=True
+)
 def test_launch_trains_under_mpiexec(pbs_job, settings, tmp_path, two_local_ranks):
     """PBS is its variables and host file here; mpiexec is real."""
     output = launched([*LAUNCH, *TRAIN, *settings(tmp_path / "run", **DDP)])
@@ -52,6 +56,9 @@ def test_launch_trains_under_mpiexec(pbs_job, settings, tmp_path, two_local_rank
     assert_same(tmp_path / "run", two_local_ranks)
 
 
+@pytest.mark.parametrize(
+    "pbs_job", ["mpich", pytest.param("openmpi", marks=pytest.mark.full)], indirect=True
+)
 def test_a_signal_to_launch_stops_all_ranks_with_everything_saved(pbs_job, settings, tmp_path):
     run = Run(tmp_path / "run")
     words = [*LAUNCH, *TRAIN, *settings(run.path, **(LONG | {"train.steps": 4000}))]

@@ -77,9 +77,7 @@ def undisturbed(settings, tmp_path_factory) -> list[float]:
     return [line["loss"] for line in Run(run).lines("train")]
 
 
-def test_at_its_limit_it_saves_and_requeues_itself(
-    cluster: Cluster, settings, tmp_path, undisturbed
-):
+def test_at_its_limit_it_saves_and_requeues_itself(cluster: Cluster, settings, tmp_path):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **LONG))
@@ -88,69 +86,15 @@ def test_at_its_limit_it_saves_and_requeues_itself(
     assert done.returncode == 0, done.stdout
     job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [True]
-    assert 0 < next(e["step"] for e in run.events if e["event"] == "resumed") < 400
-    assert run.state == "finished"
-    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
-
-
-SLOW = """
-import os, sys, time
-from importlib.machinery import PathFinder
-
-class Slow(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name != "windlass.checkpoint.commit":
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            run = module.Save.run
-
-            def slow(save, *arguments):
-                time.sleep(125 if os.path.exists("SLOW") else 0)
-                return run(save, *arguments)
-
-            module.Save.run = slow
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Slow)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_a_save_slower_than_the_grace(cluster: Cluster, settings, tmp_path):
-    """A save takes 125 s, and the job leaves 110 s, because its limit is unknown: the job requeues
-    itself and resumes from the newest checkpoint.
-    """
-    run, mark = Run(tmp_path / "run"), tmp_path / "slow"
-    mark.touch()
-    (tmp_path / "sitecustomize.py").write_text(SLOW.replace("SLOW", str(mark)))
-    site = tmp_path / "site.toml"
-    site.write_text(f'[environment]\nPYTHONPATH = "{tmp_path}"\n')
-    words = settings(run.path, **(LONG | {"checkpoint.every": 20, "train.steps": 1000}))
-    job = submitted(cluster, run.path, words, "--site", str(site))
-    wait_for(lambda: list(run.checkpoints_dir.glob("step-*")), 250)
-    kept = int(next(run.checkpoints_dir.glob("step-*")).name[5:])
-    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    wait_for(lambda: any(e["event"] == "preempted" for e in run.events), 200)
-    mark.unlink()
-    job_end(cluster, job, run, "COMPLETED 0:0 1")
-    assert [e["saved"] for e in run.events if e["event"] == "preempted"] == [False]
-    resumed = next(e["step"] for e in run.events if e["event"] == "resumed")
-    assert run.state == "finished" and resumed >= kept
-    assert "a signal leaves 110 s" in log_of(run.path)
+    [resumed] = [e["step"] for e in run.events if e["event"] == "resumed"]
+    assert 0 < resumed < 400 and run.state == "finished"
+    assert run.lines("train")[-1]["step"] == 400
 
 
 SAVES = "trap 'sleep 5; touch saved$SLURM_ARRAY_TASK_ID; exit 75' TERM; touch up; while :; do sleep 0.05; done"
 
 
-@pytest.mark.parametrize("array", [(), (0, 1)])
+@pytest.mark.parametrize("array", [(), pytest.param((0, 1), marks=pytest.mark.full)])
 def test_cancel_leaves_more_time_for_a_save_than_killwait(
     cluster: Cluster, tmp_path, monkeypatch, array
 ):
@@ -171,32 +115,15 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
 
 
-@pytest.mark.parametrize("name", ['it\'s a "quote"', "50%j #1"])
-def test_the_log_of_a_run_with_an_odd_name(cluster: Cluster, tmp_path, monkeypatch, name):
+def test_the_log_of_a_run_with_an_odd_name(cluster: Cluster, tmp_path, monkeypatch):
     for variable, value in cluster.environment.items():
         monkeypatch.setenv(variable, value)
+    name = 'it\'s a "quote" 50%j #1'
     logs = tmp_path / name
     job = submit(Job(name, ["bash", "-c", "echo it ran; pwd"], tmp_path, logs), Site(), "slurm").job
     cluster.wait(job)
     assert log_of(logs).split() == ["it", "ran", str(tmp_path)]
     assert (logs / ".exit").read_text() == "0\n"
-
-
-@pytest.mark.full
-def test_two_starts_without_a_checkpoint_end_the_chain(cluster: Cluster, tmp_path, monkeypatch):
-    for name, value in cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    slow = "trap 'exit 75' TERM; touch up; while :; do sleep 0.05; done"
-    number = submit(
-        Job("run", ["bash", "-c", slow], tmp_path, tmp_path / "logs"), Site(), "slurm"
-    ).job
-    for _ in range(2):
-        wait_for((tmp_path / "up").exists, 120)
-        (tmp_path / "up").unlink()
-        assert cluster.call("scancel", "--batch", "--signal=USR1", number).returncode == 0
-    ended = cluster.wait(number)
-    shown = " ".join(ended[name] for name in ("JobState", "ExitCode", "Restarts"))
-    assert shown == "FAILED 1:0 1" and "checkpoint.every" in log_of(tmp_path / "logs")
 
 
 @pytest.mark.full
@@ -215,15 +142,6 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     job_end(cluster, job, run, "FAILED 75:0 0")
     assert run.state == "preempted"
     assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
-
-
-@pytest.mark.full
-def test_an_ordinary_failure_is_not_started_again(cluster: Cluster, settings, tmp_path):
-    run = Run(tmp_path / "run")
-    missing = {"data.source": str(tmp_path / "missing.txt"), "data.dir": ""}
-    job = submitted(cluster, run.path, settings(run.path, **(DDP | missing)))
-    job_end(cluster, job, run, "FAILED 2:0 0")
-    assert log_of(run.path).count("there is no file") == 1, "each rank showed it"
 
 
 @pytest.mark.full
@@ -268,28 +186,6 @@ def test_a_study_that_is_submitted_twice(cluster: Cluster, tmp_path, monkeypatch
     cluster.wait(second.job)
 
 
-@pytest.mark.full
-def test_a_study_of_cells_on_two_nodes(cluster: Cluster, settings, tmp_path):
-    """Each task of the array is one cell on both nodes; a second call has nothing to submit."""
-    path, windlass = tmp_path / "study", [sys.executable, "-m", "windlass"]
-    words = ["sweep", "quickstart", "run.seed=1,2", "--dir", str(path), "--create"]
-    for setting in [*settings(None, **DDP), "parallel.device=cpu"]:
-        words += ["--set", setting]
-    done = cluster.call(*windlass, *words)
-    assert done.returncode == 0, done.stdout
-    done = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    cluster.wait(read_json(path / "jobs" / "1" / "job.json")["job"])
-    study = Study.open(path)
-    assert [result.state for result in study.results()] == ["finished"] * 2, (
-        log_of(path / "jobs" / "1") + cluster.logs()
-    )
-    for run in study.runs():
-        assert {event["world"] for event in run.events if event["event"] == "started"} == {2}
-    again = cluster.call(*SUBMIT, str(path), "--nodes", "2", cwd=tmp_path)
-    assert "nothing to submit" in again.stdout
-
-
 def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
@@ -297,6 +193,7 @@ def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, se
     assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
 
 
+@pytest.mark.full
 def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
     """One rank has nothing to send; the run directory's name has a space."""
     run = Run(tmp_path / "a run")

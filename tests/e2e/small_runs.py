@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import helpers
+from forked import launch
 from helpers import each_step, record_trainers
 from windlass import train
 from windlass.errors import RunFailed
-from windlass.launch.local import launch
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.trainer import Trainer
@@ -25,6 +25,17 @@ WSD = {
     "optim.schedule.decay": 4,
     "checkpoint.keep_last": 10,
 }
+
+OPTIONS = {
+    "train.z_loss": 1e-3,
+    "train.label_smoothing": 0.1,
+    "optim.schedule.kind": "wsd",
+    "optim.schedule.warmup": 2,
+    "optim.schedule.decay": 6,
+    "optim.schedule.decay_shape": "1-sqrt",
+    "checkpoint.keep_last": 10,
+}
+"""Options of the objective and the schedule."""
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))
 
 from harness import Join, run_ranks
 
+import forked
 import hf_fixtures
 from helpers import curve, each_step, refused, windlass
 from windlass import Callback, evaluate, generate, load_model, train
@@ -360,7 +360,7 @@ def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
     wanted = recipe(base, "run", "train.steps=6", "checkpoint.every=1", **ADAPTERS)
     (base.parent / "recipe.toml").write_text(wanted.toml())
     command = [sys.executable, str(KILLED), str(base.parent / "recipe.toml"), "5"]
-    assert subprocess.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+    assert forked.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
     newest = max((base.parent / "run" / "checkpoints").glob("step-*"))
     file = newest / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")

@@ -1,16 +1,16 @@
-"""The pages of docs/tutorials: every `windlass` command on them runs, in order, on small data.
-
-The commands are those of the page but for what `instead` replaces: fewer steps, a model that was
-made here, fewer ranks.
+"""Pages of the documentation, by their own commands: two tutorials at a small size, the run that a
+page of evidence continues, and the notebook.
 """
 
+import glob
 import json
-import subprocess
+import re
+import shlex
 import sys
 
 import pytest
-from docs_runs import Page, Runner, prepared  # noqa: F401
 
+import forked
 from docs_pages import DOCS, blocks, commands_of
 from helpers import write_corpus
 from windlass.cli import main
@@ -19,69 +19,68 @@ from windlass.recipe import Horizon
 from windlass.run import Run
 
 PAGES = DOCS / "tutorials"
+SMALL = {
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.width": 32,
+    "model.context": 32,
+    "train.steps": 8,
+    "train.global_batch": 8,
+    "checkpoint.every": 4,
+    "eval.every": 4,
+    "eval.batches": 1,
+    "eval.sample_tokens": 8,
+    "parallel.device": "cpu",
+}
+"""In every training, instead of the values on a page."""
+SHORTER = {
+    r"--world \d": "--world 2",
+    "--stop-at 200": "--stop-at 2",
+    "--stop-at 400": "--stop-at 4",
+    "--extend-to 600": "--extend-to 12",
+    "--n 3": "--n 3 --max-tokens 20",
+    "--out compared": "--out compared --no-plots",
+}
+"""On every command line."""
 TUTORIALS = {
-    "own-text.md": Page(
-        {"--n 3": "--n 3 --max-tokens 20"},
-        makes=["book.toml", "runs/book-*/report/index.html", "runs/larger-*/report/index.html"],
-        prints=["optim.lr = 0.003", "(preset quickstart), then", "report:"],
-        reports=True,
+    "own-text.md": (
+        ["book.toml", "runs/book-*/report/index.html", "runs/larger-*/report/index.html"],
+        ["optim.lr = 0.003", "(preset quickstart), then", "report:"],
     ),
-    "own-chat.md": Page(
-        makes=[
-            "runs/chat/report/index.html",
-            "answers/model.safetensors",
-            "answers/tokenizer.json",
-        ],
-        prints=["conversations", "exported: answers"],
-        reports=True,
-    ),
-    "mixture.md": Page(
-        {"@300": "@4"},
-        makes=["runs/constant/checkpoints/step-00000016"],
-        prints=["prose loss", "code loss"],
-    ),
-    "more-gpus.md": Page(
-        {"--stop-at 200": "--stop-at 2", "--out compared": "--out compared --no-plots"},
-        makes=[
-            "compared/index.html",
-            "runs/gpt/checkpoints/step-00000008",
-            "runs/sharded/checkpoints/step-00000008",
-        ],
-        prints=["A100", "every byte good"],
-    ),
-    "sweep.md": Page(
-        {
-            "optim.lr=1e-3,3e-3,1e-2 model.width=64,128 run.seed=1,2": "optim.lr=1e-3 model.width=32 run.seed=1",
-            "optim.lr=3e-4,1e-3,3e-3,1e-2 model.width=64,128 run.seed=1,2": "optim.lr=1e-3,1e-2 model.width=32 run.seed=1",
-        },
-        makes=[
-            "studies/lr/report/index.html",
-            "studies/lr/report/seeds.tex",
-            "studies/lr/report/plots/loss-against-lr.pdf",
-            "figure.pdf",
-        ],
-        prints=["best: "],
+    "more-gpus.md": (
+        ["compared/index.html"]
+        + [f"runs/{name}/checkpoints/step-00000008" for name in ("gpt", "sharded")],
+        ["A100", "every byte good"],
     ),
 }
+"""Files that a tutorial makes, and words that it prints."""
 
 
-QUICK = {"own-text.md", "more-gpus.md"}  # the others are slower
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.name, marks=[] if path.name in QUICK else [pytest.mark.full])
-        for path in sorted(PAGES.glob("*.md"))
-        if path.name != "slurm.md"
-    ],
-)
-def test_every_command_of_a_tutorial_runs(name, tmp_path, prepared, monkeypatch, capfd):
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_every_command_of_a_tutorial_runs(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    page = TUTORIALS[name]
-    if not page.reports:  # a run's own report and its plots take seconds
-        monkeypatch.setenv("WINDLASS_QUIET_END", "1")
-    Runner(page, prepared, capfd).run(PAGES / name)
+    write_corpus(tmp_path / "book.txt")
+    for block in blocks(PAGES / name):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        for command in commands_of(block):
+            text = command.text
+            for said, run in SHORTER.items():
+                text = re.sub(said, run, text)
+            if not text.startswith("windlass "):
+                continue  # of a cluster
+            words = [path for word in shlex.split(text)[1:] for path in glob.glob(word) or [word]]
+            if words[0] == "train":
+                words = [word for word in words if word.partition("=")[0] not in SMALL]
+                words += [f"{key}={value}" for key, value in SMALL.items()]
+            monkeypatch.setattr(sys, "argv", ["windlass", *words])
+            with forked.forking(), pytest.raises(SystemExit) as ended:
+                main(words)
+            assert ended.value.code == 0, (command, capfd.readouterr())
+    files, printed = TUTORIALS[name]
+    assert not [pattern for pattern in files if not glob.glob(pattern)]
+    output = capfd.readouterr().out
+    assert not [text for text in printed if text not in output], output
 
 
 def test_stitched_run_of_exercises_is_beginning_of_long_one(tmp_path, monkeypatch, capsys):
@@ -134,7 +133,7 @@ def test_the_notebook_runs(tmp_path):
     code += "\nprint(shares.share.tolist(), run)\n"
     (tmp_path / "cells.py").write_text(code, encoding="utf-8")
     words = [sys.executable, "cells.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = forked.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     run = Run(tmp_path / "runs" / "sorting")
     assert [e["step"] for e in run.events if e["event"] == "resumed"] == [30]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers import tiny_recipe
-from windlass import Recipe, Run, train
+from windlass import Run, train
 from windlass.cli import main
 from windlass.evaluation.source import find_source
 from windlass.evaluation.suites import evaluate
@@ -147,36 +147,3 @@ def test_mistakes_are_one_message(run: Path, tmp_path: Path, capsys: Any) -> Non
         assert typed(*command) == 2
         error = capsys.readouterr().err
         assert word in error and "Traceback" not in error, error
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1200)
-def test_a_book_is_learned_exported_and_told_alike(tmp_path: Path, data_files: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from windlass.interop.export import export
-
-    model = {"layers": 3, "heads": 4, "kv_heads": 2, "width": 96, "ff_width": 256, "context": 96}
-    model |= {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
-    data = {"source": str(data_files / "gutenberg" / "*.txt"), "dir": str(tmp_path / "data")}
-    data |= {"tokenizer": "bpe", "tokenizer_vocab": 512, "val_fraction": 0.25}
-    tree: dict[str, Any] = {
-        "preset": "books",
-        "model": model | {"attn_bias": False, "ff_bias": False},
-        "data": data,
-        "train": {"steps": 400, "global_batch": 8},
-        "optim": {"lr": 3e-3},
-        "eval": {"batches": 8, "every": 200},
-        "checkpoint": {"every": 0},
-        "run": {"dir": str(tmp_path / "run")},
-    }
-    losses = [line["loss"] for line in train(Recipe.model_validate(tree)).lines("eval")]
-    assert losses[-1] < 0.75 * losses[0]
-    directory = export(str(tmp_path / "run"), tmp_path / "out")
-    prompt = "It is a truth"
-    ours = generate(tmp_path / "run", prompt, device="cpu", max_tokens=60, temperature=0)
-    reference = AutoModelForCausalLM.from_pretrained(directory).eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    inputs = tokenizer(prompt, return_tensors="pt")
-    output = reference.generate(**inputs, max_new_tokens=60, do_sample=False)
-    assert tokenizer.decode(output[0]) == prompt + ours

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_runs import curve
 
+from forked import forking
 from helpers import refused, tiny_recipe, windlass, write_corpus
 from windlass import evaluate, plan, sweep, train
 from windlass.checkpoint.choose import list_checkpoints
@@ -106,7 +107,8 @@ def test_a_moved_study_continues(project, tmp_path, monkeypatch):
     Study.create(recipe.replace({"run.dir": ""}), axes, Path("study"))
     Path("study").rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
-    study = sweep("moved")
+    with forking():
+        study = sweep("moved")
     assert [result.state for result in study.results()] == ["finished"] * 2
     assert not (tmp_path / "data").exists() and not (project / "study").exists()
 

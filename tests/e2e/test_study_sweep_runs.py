@@ -54,20 +54,6 @@ def test_a_killed_sweep_resumes_and_leaves_finished_cells_alone(sweep, tmp_path)
     assert [row["best_loss"] for row in json.loads(again.stdout)] == [r.best_loss for r in results]
 
 
-@pytest.mark.full
-@pytest.mark.dist
-def test_killed_in_the_middle_of_cells_the_same_command_resumes_them(sweep, tmp_path):
-    settings = {"train__steps": 150, "checkpoint__every": 5, "eval__every": 0}
-    words = sweep(["optim.lr=1e-2,1e-3"], "--workers", "2", **settings)
-    kill_when(words, lambda: len(list(tmp_path.glob("study/runs/*/checkpoints/step-*"))) > 2)
-    saved = {path.parents[1].name for path in tmp_path.glob("study/runs/*/checkpoints/step-*")}
-    windlass(*words)
-    for run in Study.open(tmp_path / "study").runs():
-        events = [e["event"] for e in run.events]
-        assert [x["step"] for x in run.lines("train")] == list(range(1, 151))
-        assert events[-1] == "finished" and ("resumed" in events) == (run.path.name in saved)
-
-
 @pytest.mark.dist
 def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, tmp_path):
     axis = f"data.max_tokens+data.dir=4000000+{tmp_path / 'all'},10+{tmp_path / 'few'}"

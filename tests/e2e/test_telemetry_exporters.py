@@ -8,6 +8,7 @@ import re
 import sqlite3
 import struct
 import sys
+import time
 from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
@@ -101,7 +102,9 @@ def finished(tmp_path_factory):
             trackers = Trackers(Path("runs/the-run"), NAMES, 120.0)
             train(run, *attempt)
             if attempt[0] == 0:
-                wait_for(lambda: shown_so_far(top, run), 200)
+                wait_for(
+                    lambda: time.sleep(0.3) or shown_so_far(top, run), 200
+                )  # a look takes long
                 under_way = shown_so_far(top, run)
             notes += trackers.finish(120)
             patch.setenv("WANDB_MODE", "offline")
@@ -328,6 +331,7 @@ def a_run(folder: Path) -> Path:
     return run
 
 
+@pytest.mark.full
 def test_variables_of_the_trackers_win_over_defaults(tmp_path, monkeypatch):
     import mlflow
 
@@ -351,6 +355,7 @@ def test_variables_of_the_trackers_win_over_defaults(tmp_path, monkeypatch):
     assert not track(other, "mlflow")[0].warning and len(client.search_runs([number])) == 2
 
 
+@pytest.mark.full
 def test_wandb_that_is_disabled_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.chdir(tmp_path)

@@ -2,8 +2,8 @@
 speeds, epochs.
 """
 
+import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
+from forked import launch
 from helpers import each_step, refused
 from windlass import train
 from windlass.data.open import open_data
@@ -20,9 +21,8 @@ from windlass.data.order import permute
 from windlass.data.prepare import prepare
 from windlass.errors import OutOfMemory, RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.launch.local import launch
 from windlass.model.build import build_model
-from windlass.model.gpt import GPT, initialise
+from windlass.model.gpt import GPT, Block, initialise
 from windlass.model.size import count, flops_per_token
 from windlass.optim import build
 from windlass.reports.run_charts import charts
@@ -280,24 +280,6 @@ def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memor
         train(recipe_of(corpus, tmp_path / "none"))
 
 
-ON_TWO_RANKS = """
-import os, sys, torch
-from windlass import Recipe, train
-from windlass.model.gpt import Block
-
-recipe, forward, calls = Recipe.load("quickstart", sys.argv[2:]), Block.forward, []
-
-def limited(self, x, *rest, **more):
-    calls.append(1)
-    if os.environ["RANK"] == "1" and self.training and len(x) > 4 and len(calls) > int(sys.argv[1]):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    return forward(self, x, *rest, **more)
-
-Block.forward = limited
-train(recipe)
-"""
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("strategy", "tensor", "calls"),
@@ -313,8 +295,22 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
     """Rank 1 runs out of memory inside the blocks of a step, while rank 0 may wait for it."""
     more = {"parallel.tensor": tensor, "eval.every": 0, "checkpoint.every": 6, "train.steps": 6}
     more |= {"train.threads": 1, "model.dropout": 0, "train.global_batch": 16 // tensor}
-    words = settings(corpus, tmp_path / "run", strategy, **more)
-    assert launch([sys.executable, "-c", ON_TWO_RANKS, str(calls), *words], 2) == 0
+    recipe, count = recipe_of(corpus, tmp_path / "run", strategy=strategy, **more), []
+
+    def rank() -> None:
+        forward = Block.forward
+
+        def limited(self, x, *rest, **how):
+            count.append(1)
+            too_many = self.training and len(x) > 4 and len(count) > calls
+            if os.environ["RANK"] == "1" and too_many:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return forward(self, x, *rest, **how)
+
+        Block.forward = limited
+        train(recipe)
+
+    assert launch([rank], 2) == 0
     run = Run(tmp_path / "run")
     assert [e["micro_batch"] for e in run.events if e["event"] in STARTS] == [8, 4]
     assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4]

@@ -19,7 +19,7 @@ from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import state, trainer
+from windlass.training import trainer
 
 __all__ = ["corpus"]
 
@@ -112,26 +112,13 @@ def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
         assert torch.equal(at(plain, STEPS).tensor(name), at(ema, STEPS).tensor(name))
 
 
-def forget(monkeypatch) -> None:
-    """Restore the average's count without its tensors."""
-    restore = state.restore
-    monkeypatch.setattr(state, "restore", lambda *given: restore(*given[:3]))
-
-
-@pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.full), 8])
-def test_a_resume_is_exact_and_without_the_average_it_is_not(
-    whole, corpus, tmp_path, monkeypatch, step, forgets
-):
-    if forgets:
-        forget(monkeypatch)
+def test_a_resume_is_exact(whole, corpus, tmp_path, step):
     again = averaged(corpus, tmp_path / "run", kind_of(whole))
     run = train(again, branch_from=f"{whole.path}@{step}")
     new, old = at(run, STEPS), at(whole, STEPS)
-    same = [torch.equal(new.tensor(name), old.tensor(name)) for name in old.names()]
-    equal = losses(run) == [line for line in losses(whole) if line[0] >= step] and all(same)
-    # the tail begins after step 5
-    assert equal == (not forgets or (step == 4 and kind_of(whole) == "tail"))
+    assert all(torch.equal(new.tensor(name), old.tensor(name)) for name in old.names())
+    assert losses(run) == [line for line in losses(whole) if line[0] >= step]
 
 
 def test_a_rewind_restores_the_average(corpus, tmp_path):
@@ -156,27 +143,6 @@ def test_a_rewind_restores_the_average(corpus, tmp_path):
     for name in at(run, STEPS).names("average/"):
         assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))
     assert_defined(straight, "ema")
-
-
-def test_an_extended_run_averages_its_own_tail_if_the_first_step_of_it_is_skipped(corpus, tmp_path):
-    recipe = averaged(corpus, tmp_path / "run", "tail", **{"train.on_nonfinite": "skip"})
-    train(recipe)
-    hooks = []
-
-    def spoil(now: Any) -> None:
-        if now.step == 13:  # the new tail begins with step 14
-            weight = next(now.model.parameters())
-            hooks.append(weight.register_hook(lambda gradient: gradient * float("nan")))
-        elif hooks:
-            hooks.pop().remove()
-
-    run = train(recipe, extend_to=20, callbacks=[each_step(spoil)])
-    assert [e["step"] for e in run.events if e["event"] == "skipped"] == [14]
-    assert at(run, 20).counters["averaged"] == 6
-    for name in at(run, 20).names("average/"):
-        model = name.replace("average/", "model/")
-        mean = torch.stack([at(run, step).tensor(model) for step in range(15, 21)]).mean(0)
-        torch.testing.assert_close(at(run, 20).tensor(name), mean, rtol=0, atol=ROUNDING)
 
 
 def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):

@@ -3,25 +3,26 @@ shows them.
 """
 
 import dataclasses
+import os
 import re
-import sys
 import threading
-from inspect import getsource
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModel
 
+from forked import launch
 from helpers import curve, each_step, refused
 from hf_fixtures import config
 from windlass import Callback, Recipe, evaluate, export, load_model, sample, train
 from windlass.data.open import Data
 from windlass.data.samples import Batch
-from windlass.launch.local import launch
 from windlass.run import Run
 from windlass.training.callbacks import Callbacks, UserCode
 
@@ -29,18 +30,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
 
 @pytest.fixture
-def page_code() -> str:
-    """The page's longest example, up to where it trains."""
+def page() -> dict:
+    """What the page's longest example defines before it trains."""
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    example = max(examples, key=len)
-    return example[: example.index("recipe =")]
-
-
-@pytest.fixture
-def page(page_code: str) -> dict:
-    """What that example defines."""
-    names: dict = {}
-    exec(page_code, names)
+    example, names = max(examples, key=len), dict[str, Any]()
+    exec(example[: example.index("recipe =")], names)
     return names
 
 
@@ -225,32 +219,24 @@ def dropping(base):
     return Dropping()
 
 
-RANK = """
-import sys, torch
-from pathlib import Path
-from windlass import Callback, Recipe, train
-names = {{}}
-exec(Path(sys.argv[1]).read_text(), names)
-for strategy in {strategies}:
-    torch.manual_seed(0)
-    settings = ["train.steps=3", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1"]
-    more = [f"run.dir={{sys.argv[2]}}/{{strategy}}", f"parallel.strategy={{strategy}}", "train.precision=fp64"]
-    recipe = Recipe.load("quickstart", [*settings, *more])
-    train(recipe, names["dropping"](names["MyModel"]), names["data"], stop_at=2)
-    train(recipe, names["dropping"](names["MyModel"]), names["data"])
-"""
-
-
 @pytest.mark.dist
-def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page_code, page):
+def test_the_pages_model_trains_under_every_strategy_on_two_ranks(tmp_path, page):
     """Also with random numbers: a step has the same ones on any number of ranks."""
-    (tmp_path / "example.py").write_text(f"import torch\n{page_code}\n{getsource(dropping)}")
-    (tmp_path / "rank.py").write_text(RANK.format(strategies=STRATEGIES))
-    files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
-    assert launch([sys.executable, *files], 2) == 0
-    torch.manual_seed(0)
     small = "train.steps=3 train.micro_batch=2 train.precision=fp64 eval.batches=1".split()
-    alone = train(recipe(tmp_path / "alone", *small), dropping(page["MyModel"]), page["data"])
+
+    def train_at(name: str, *more: str, stops: tuple[int, ...] = (0,)) -> Run:
+        torch.manual_seed(0)
+        for stop in stops:
+            model = dropping(page["MyModel"])
+            run = train(recipe(tmp_path / name, *small, *more), model, page["data"], stop_at=stop)
+        return run
+
+    def rank() -> None:
+        for strategy in STRATEGIES:
+            train_at(strategy, f"parallel.strategy={strategy}", stops=(2, 0))
+
+    assert launch([rank], 2) == 0
+    alone = train_at("alone")
     for strategy in STRATEGIES:
         run = Run(tmp_path / strategy)
         assert run.state == "finished", strategy
@@ -288,42 +274,28 @@ class Buffered(torch.nn.Module):
         return self.inner(tokens, labels) + 1e-3 * (extra * keep).sum()
 
 
-BUFFERS_RANK = """
-import sys, torch
-import torch.distributed as dist
-from pathlib import Path
-from windlass import Callback, Recipe, train
-names = {{}}
-exec(Path(sys.argv[1]).read_text(), names)
-
-def model():
-    torch.manual_seed(0)
-    return names["Buffered"](names["MyModel"]())
-
-class Equal(Callback):
-    def on_evaluation(self, now):
-        own = {{name: b.tolist() for name, b in now.model.named_buffers()}}
-        every = [None] * 2
-        dist.all_gather_object(every, own)
-        assert every[0] == every[1], every
-
-for strategy in {strategies}:
-    settings = ["train.steps=5", "train.global_batch=8", "train.micro_batch=2", "model.context=16", "telemetry.every=1", "eval.batches=1", "eval.every=2"]
-    more = [f"parallel.strategy={{strategy}}", "train.grad_clip=0"]
-    for name, stops in (("whole", [0]), ("parts", [3, 0])):
-        recipe = Recipe.load("quickstart", [*settings, *more, f"run.dir={{sys.argv[2]}}/{{strategy}}-{{name}}"])
-        for stop in stops:
-            train(recipe, model(), names["data"], callbacks=[Equal()], stop_at=stop)
-"""
-
-
 @pytest.mark.dist
-def test_buffers_are_equal_on_all_ranks_and_a_resume_is_exact(tmp_path, page_code, page):
+def test_buffers_are_equal_on_all_ranks_and_a_resume_is_exact(tmp_path, page):
     strategies = ("ddp", "shard_optim", "full_shard")
-    (tmp_path / "example.py").write_text(f"import torch\n{page_code}\n{getsource(Buffered)}")
-    (tmp_path / "rank.py").write_text(BUFFERS_RANK.format(strategies=strategies))
-    files = [str(tmp_path / name) for name in ("rank.py", "example.py", "")]
-    assert launch([sys.executable, *files], 2) == 0
+    small = "train.steps=5 train.micro_batch=2 train.grad_clip=0 eval.batches=1 eval.every=2"
+
+    class Equal(Callback):
+        def on_evaluation(self, now):
+            own, every = {name: b.tolist() for name, b in now.model.named_buffers()}, [None] * 2
+            dist.all_gather_object(every, own)
+            assert every[0] == every[1], every
+
+    def rank() -> None:
+        for strategy in strategies:
+            for name, stops in (("whole", [0]), ("parts", [3, 0])):
+                wanted = recipe(tmp_path / f"{strategy}-{name}", *small.split())
+                wanted = wanted.replace(f"parallel.strategy={strategy}")
+                for stop in stops:
+                    torch.manual_seed(0)
+                    model = Buffered(page["MyModel"]())
+                    train(wanted, model, page["data"], callbacks=[Equal()], stop_at=stop)
+
+    assert launch([rank], 2) == 0
     for strategy in strategies:
         states = []
         for name in ("whole", "parts"):
@@ -336,61 +308,45 @@ def test_buffers_are_equal_on_all_ranks_and_a_resume_is_exact(tmp_path, page_cod
         assert states[0]["late"] > 0
 
 
-BRANCHES = """
-import sys, torch
-from pathlib import Path
-from torch import nn
-from windlass import Recipe, train
-from windlass.errors import UserError
-from windlass.run import Run
+class Branching(torch.nn.Module):
+    """Rows with an odd first token use a part that others do not; nobody uses another part."""
 
-class Branching(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.always, self.branch, self.never = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 50)
+        self.table, self.head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
+        self.always, self.branch, self.never = (torch.nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, tokens, labels):
         x = self.always(self.table(tokens))
         if tokens[0, 0] % 2:
             x = x + self.branch(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-folder, fixed = Path(sys.argv[1]), torch.manual_seed(1)
-class Data(torch.utils.data.Dataset):
-    rows = torch.randint(0, 50, (64, 17), generator=torch.Generator().manual_seed(2))
-    __len__ = lambda self: len(self.rows)
-    __getitem__ = lambda self, number: self.rows[number]
-
-settings = "train.steps=4 train.global_batch=8 train.micro_batch=1 model.context=16 telemetry.every=1 eval.every=0 train.precision=fp64 model.vocab=0"
-for strategy in sys.argv[2:]:
-    recipe = Recipe.load("quickstart", [*settings.split(), f"run.dir='{folder / strategy}'", f"parallel.strategy={strategy}"])
-    if strategy == "ddp":
-        try:
-            train(recipe, Branching(), Data())
-        except UserError as error:
-            (folder / "refused").write_text(f"{len(Run(folder / strategy).lines('train'))}: {error}")
-            raise
-    if strategy != "single":
-        recipe = recipe.replace("parallel.find_unused_parameters=true")
-    train(recipe, Branching(), Data())
-"""
+        logits = self.head(x).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
 @pytest.mark.dist
-def test_parameters_that_only_some_ranks_or_steps_use(tmp_path, monkeypatch):
+def test_parameters_that_only_some_ranks_or_steps_use(tmp_path):
     """DDP would update with gradients that differ between ranks, then fail with its own advice."""
-    words = [sys.executable, "-c", BRANCHES, str(tmp_path)]
-    assert launch([*words, "ddp"], 2) == 2
-    text = (tmp_path / "refused").read_text()
-    assert text.startswith("0: ") and "never.weight, never.bias" in text
-    assert "parallel.find_unused_parameters=true" in text
-    words[2] = BRANCHES.replace('strategy == "ddp"', "False")
-    assert launch([*words, "ddp", "shard_optim"], 2) == 0
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", ["", str(tmp_path), "single"])
-        exec(BRANCHES, {})
+    small = "train.steps=4 train.micro_batch=1 eval.every=0 train.precision=fp64 model.vocab=0"
+    rows = torch.randint(0, 50, (64, 17), generator=torch.Generator().manual_seed(2))
+
+    def train_at(strategy: str, *more: str) -> None:
+        wanted = recipe(tmp_path / strategy, *small.split(), f"parallel.strategy={strategy}", *more)
+        train(wanted, Branching(), list(rows))
+
+    def refuses() -> None:
+        with refused("never.weight, never.bias", "parallel.find_unused_parameters=true"):
+            train_at("ddp")
+        assert not Run(tmp_path / "ddp").lines("train")
+
+    def rank() -> None:
+        for strategy in ("ddp", "shard_optim"):
+            train_at(strategy, "parallel.find_unused_parameters=true")
+
+    assert launch([refuses], 2) == 2
+    assert launch([rank], 2) == 0
+    train_at("single")
     for strategy in ("ddp", "shard_optim"):
         for line, one in zip(
             *(Run(tmp_path / s).lines("train") for s in (strategy, "single")), strict=True
@@ -399,27 +355,19 @@ def test_parameters_that_only_some_ranks_or_steps_use(tmp_path, monkeypatch):
                 assert line[number] == pytest.approx(one[number], rel=1e-9), (strategy, number)
 
 
-ON_RANK_0 = """
-import os, sys
-from windlass import Callback, Recipe, train
-
-class Watch(Callback):
-    def on_step(self, now):
-        print("loss", now.step, now.loss)
-
-small = "train.steps=4 train.global_batch=8 model.context=16 model.layers=1 eval.every=0"
-recipe = Recipe.load("quickstart", [*small.split(), f"run.dir='{sys.argv[1]}'", "parallel.strategy=ddp"])
-train(recipe, callbacks=[Watch()] if os.environ["RANK"] == "0" else [])
-"""
-
-
 @pytest.mark.dist
 def test_callbacks_of_rank_0_only(tmp_path, capfd):
     """Every rank adds up the loss of the steps that they see."""
-    assert launch([sys.executable, "-c", ON_RANK_0, str(tmp_path / "run")], 2) == 0
+    small = recipe(tmp_path / "run", "train.steps=4", "model.layers=1", "eval.every=0")
+
+    def rank() -> None:
+        show = each_step(lambda now: print("loss", now.step, now.loss))
+        watch = [show] if os.environ["RANK"] == "0" else []
+        train(small.replace("telemetry.every=10", "parallel.strategy=ddp"), callbacks=watch)
+
+    assert launch([rank], 2) == 0
     shown = re.findall(r"^loss (\d+) (.*)$", capfd.readouterr().out, re.MULTILINE)
-    again = Run(tmp_path / "run").recipe
-    alone = train(again.replace("telemetry.every=1", f"run.dir='{tmp_path / 'alone'}'"))
+    alone = train(small.replace(f"run.dir='{tmp_path / 'alone'}'"))
     losses = [line["loss"] for line in alone.lines("train")]
     assert [int(step) for step, _ in shown] == [1, 2, 3, 4]
     assert [float(loss) for _, loss in shown] == pytest.approx(losses, rel=1e-5)
@@ -492,17 +440,6 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
         assert not (tmp_path / "run" / "recipe.toml").exists()
     # the directory is free
     assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished"
-
-
-def test_it_stops_and_resumes_to_the_same_end(tmp_path, page):
-    def model() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return page["MyModel"]()
-
-    train(recipe(tmp_path / "whole"), model(), page["data"])
-    train(recipe(tmp_path / "halves"), model(), page["data"], stop_at=3)
-    train(recipe(tmp_path / "halves"), model(), page["data"])
-    assert curve(tmp_path / "whole") == curve(tmp_path / "halves")
 
 
 def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):

@@ -3,21 +3,16 @@ heart.
 """
 
 import json
-import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "dist"))
-
-from harness import Join, run_ranks
-
 import hf_fixtures
-from windlass import load_model, train
+from forked import launch
+from helpers import command
+from windlass import load_model
 from windlass.checkpoint.load import open_checkpoint
 from windlass.evaluation.squad import score
 from windlass.model.build import build_model
@@ -80,23 +75,14 @@ def recipe(lesson: Path, name: str, **changes: Any) -> Recipe:
     return Recipe.model_validate(tree).replace(changes)
 
 
-def rank(join: Join, wanted: Recipe, port: int) -> None:
-    """Train as one of the ranks that a launcher set up through the environment."""
-    os.environ |= {"RANK": str(join.rank), "WORLD_SIZE": str(join.world)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    train(wanted)
-
-
 def trained(wanted: Recipe, world: int) -> Run:
     """The run, trained by forked ranks: the libraries are imported once, here."""
+    import peft  # noqa: F401
     import transformers.models.bloom.modeling_bloom  # noqa: F401
 
-    if wanted.model.lora.rank:
-        import peft  # noqa: F401
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    run_ranks(rank, world, wanted, port, timeout=200)
+    path = wanted.run_dir.with_suffix(".toml")
+    path.write_text(wanted.toml(), encoding="utf-8")
+    assert launch(command("train", path), world) == 0
     return Run(wanted.run_dir)
 
 

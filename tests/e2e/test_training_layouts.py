@@ -1,21 +1,17 @@
 """Trainings whose ranks divide the model or the sequences, as processes of `windlass`."""
 
 import json
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from small_runs import corpus, curve, evaluations, recipe_of, settings
 
-import helpers
 from helpers import kill_when, windlass
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.load import open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.launch.local import launch
 from windlass.run import Run
 from windlass.training import api
 
@@ -154,19 +150,6 @@ def test_first_weights_come_from_a_run_and_from_an_export(request, corpus, tmp_p
     assert first["loss"] == pytest.approx(last["loss"], rel=EXACT if origin == "run" else 1e-6)
 
 
-def test_sigterm_saves_and_a_resume_goes_on(corpus, tmp_path, whole):
-    run = Run(tmp_path / "run")
-    process = helpers.start(*words(corpus, run.path, TENSOR, **{"checkpoint.every": 0}))
-    helpers.wait_for(lambda: run.lines("train") or process.poll() is not None, 60)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "all saved" in output and run.state == "preempted"
-    assert choose_checkpoint(run.path).step == run.lines("train")[-1]["step"] < 12
-    windlass(*words(corpus, run.path, TENSOR))
-    assert_equal(run, whole)
-
-
 @pytest.mark.parametrize(
     "layout", [TENSOR, pytest.param(CONTEXT, marks=pytest.mark.full)], ids=["tensor", "context"]
 )
@@ -207,57 +190,6 @@ def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout
         seconds = line["step_ms"] / 1e3
         assert line["padded_tokens_per_s"] > line["tokens_per_s"]
         assert line["samples_per_s"] * seconds == pytest.approx(8)
-
-
-SPOILED = """
-import os, sys
-import torch
-from windlass import Callback, Recipe, train
-
-rank, last = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)) - 1
-due = {7: torch.nan, 31: -40.0}  # factors of the weights, by step
-
-class Spoil(Callback):
-    def on_step(self, now):
-        factor = due.pop(now.step, 1.0)
-        for parameter in now.model.parameters() if factor == factor or rank == last else ():
-            parameter.detach().mul_(factor)
-
-train(Recipe.load("quickstart", sys.argv[1:]), callbacks=[Spoil()])
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [TENSOR, CONTEXT], ids=["tensor", "context"])
-def test_rewinds_and_an_early_end_are_those_of_one_process(corpus, tmp_path, layout):
-    """A NaN on the last rank alone, then a spike; no better evaluation later on ends the run."""
-    more: dict[str, object] = {
-        "train.on_nonfinite": "rewind",
-        "train.on_spike": "rewind",
-        "train.spike_sigmas": 50.0,
-        "train.steps": 60,
-        "train.early_stop": 5,
-        "eval.every": 8,
-        "optim.lr": 1e-2,
-    }
-    runs = []
-    for world, divided in ((1, {}), (2, layout)):
-        run = Run(tmp_path / f"run-{world}")
-        overrides = settings(corpus, run.path, micro=2, **(FP64 | divided | more))
-        assert launch([sys.executable, "-c", SPOILED, *overrides], world) == 0
-        runs.append(run)
-    alone, shared = runs
-    told = [
-        [(e["step"], e["event"], e.get("left_out"), e.get("early_stop")) for e in run.events]
-        for run in runs
-    ]
-    names = ("rewound", "finished")
-    ends = [[event for event in events if event[1] in names] for events in told]
-    assert ends[0] == ends[1] and [event[1] for event in ends[0]] == ["rewound"] * 2 + ["finished"]
-    assert ends[0][-1][3] == 5, "it ended early"
-    assert_equal(shared, alone)
-    rewound = next(e for e in shared.events if e["event"] == "rewound")
-    assert "rank 0, 1" in rewound["reason"]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,17 @@
 a branch; its numbers in the ledger, the report, the trackers and the plan.
 """
 
-import json
-import random
-
 import numpy as np
 import pytest
-from small_runs import corpus, recipe_of, settings, start, stopped, untouched
+from small_runs import corpus, recipe_of, stopped, untouched
 
 from helpers import refused
 from windlass import plan, train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.data.mixture import Mixture, Stage
 from windlass.data.open import open_data
-from windlass.recipe import typed
 from windlass.reports.run_charts import charts
 from windlass.reports.view import RunView
-from windlass.run import Run
 from windlass.telemetry import measures
 from windlass.telemetry.exporter import point
 
@@ -86,32 +81,6 @@ def test_stopped_failed_and_resumed_is_bit_for_bit_the_same(texts, tmp_path):
     assert {f"source.{name}.loss" for name in NAMES} < set(shown[-1])
 
 
-def test_conversations_beside_text_are_resumed_bit_for_bit(texts, tmp_path):
-    draw, lines = random.Random(1), list[str]()
-    for _ in range(110):
-        turns = [
-            {"role": role, "content": "".join(draw.choices("abcdefgh", k=draw.randint(1, 4)))}
-            for role in ("user", "assistant")
-        ]
-        lines.append(json.dumps({"messages": turns}))
-    (texts / "talk.jsonl").write_text("\n".join(lines))
-    talk = {"name": "talk", "source": str(texts / "talk.jsonl"), "format": "chat"}
-    recipe = recipe_of(texts, tmp_path / "run", **{"model.context": 32})
-    parts = [*mix(texts, 0.5, 0.2, 0.1)[:1], talk]
-    recipe = recipe.replace({"data.mix": parts, "data.source": ""})
-    recipe = recipe.replace({"data.tokenizer": "byte", "data.dir": str(tmp_path / "data")})
-    whole = untouched(recipe)
-    stopped(recipe, 5)
-    run = train(recipe)
-    assert sources(run) == sources(whole)
-    data, last = open_data(recipe), run.lines("train")[-1]
-    assert [last[f"source.{name}.samples"] > 20 for name in ("long", "talk")] == [True, True]
-    read = Mixture(data.train, [Stage(0, (0.5, 1.0), (0, 0))], recipe.run.seed, recipe.data.order)
-    indices = read.indices(np.arange(96))
-    assert last["tokens"] == sum(map(data.train.length, indices.tolist()))
-    assert {"source.long.loss", "source.talk.loss"} < set(run.lines("eval")[-1])
-
-
 def test_a_branch_has_other_weights_and_no_sample_twice(texts, tmp_path):
     origin = train(mixed(texts, tmp_path / "origin", epochs=0))
     new = mixed(texts, tmp_path / "branch", 0.1, 0.1, 0.8, epochs=0).replace({"data.stages": []})
@@ -133,22 +102,6 @@ def test_a_branch_has_other_weights_and_no_sample_twice(texts, tmp_path):
             new.replace({"data.mix": other, "run.dir": str(tmp_path / "x"), "data.dir": ""}),
             branch_from=f"{origin.path}@6",
         )
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_killed_on_two_ranks_and_resumed_on_one(texts, tmp_path):
-    wholly = mixed(texts, tmp_path / "whole", **{"model.dropout": 0})
-    own = [f"data.{key}={typed(wholly.flat()[f'data.{key}'])}" for key in ("mix", "stages", "dir")]
-    words = settings(texts, tmp_path / "killed", **{"model.dropout": 0})
-    words = [w for w in words if not w.startswith(("data.source", "data.dir"))] + own
-    assert start(2, words, kill_after=8) == 1
-    assert start(1, words) == 0
-    whole = train(wholly)
-    killed = Run(tmp_path / "killed")
-    assert counted(killed) == counted(whole)
-    for one, other in zip(sources(killed), sources(whole), strict=True):
-        assert one[2] == pytest.approx(other[2], rel=1e-4), one[0]
 
 
 def test_the_end_of_all_sources_is_reported_before_the_start(texts, tmp_path):

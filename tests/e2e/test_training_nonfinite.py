@@ -3,22 +3,21 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, settings, stopped
+from small_runs import corpus, curve, recipe_of, stopped
 
+import forked
 from helpers import each_step, refused
 from windlass import train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.load import Checkpoint, open_checkpoint
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.launch.local import launch
 from windlass.parallel import parallelize
+from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.training import network, setup, state, trainer
 from windlass.training.state import SCALE_START
@@ -228,34 +227,28 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
 
 
-KILLED = """
-import os, signal, sys, torch
-from windlass import Callback, Recipe, train
-from windlass.training.trainer import Trainer
+def killed(recipe: Recipe, rewinds: int, spoil: Any) -> int:
+    """The exit code of a training that kills itself right after that many rewinds, before its next
+    save.
+    """
 
-recipe, again = Recipe.load("quickstart", sys.argv[2:]), Trainer.open_loader
+    def train_and_die() -> None:
+        again = trainer.Trainer.open_loader
 
-class AtStep(Callback):
-    def on_step(self, now):
-        if now.step == 7:
-            with torch.no_grad():
-                [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
+        def open_loader(own: trainer.Trainer) -> Any:
+            if len(own.state.skipped) == rewinds:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return again(own)
 
-def killed(trainer):
-    if len(trainer.state.skipped) == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return again(trainer)
+        trainer.Trainer.open_loader = open_loader
+        train(recipe, callbacks=[spoil(7, NAN, once=False)])
 
-Trainer.open_loader = killed
-train(recipe, callbacks=[AtStep()])
-"""
+    return forked.run([train_and_die]).returncode
 
 
 def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
-    """The kill comes right after the rewind, before its next save."""
     recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
-    words = [sys.executable, "-c", KILLED, "1", *settings(corpus, tmp_path / "run", **REWIND)]
-    assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
+    assert killed(recipe, 1, spoil) == -signal.SIGKILL
     run = train(recipe)
     saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
     assert saved["skipped"] == [[48, 64]], "samples of the steps 7 and 8"
@@ -263,46 +256,43 @@ def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
     assert curve(run) == curve(whole)
 
 
-def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path):
-    own = settings(corpus, tmp_path / "run", **REWIND)
+def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path, spoil):
+    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
     for count in (1, 2, 3):
-        words = [sys.executable, "-c", KILLED, str(count), *own]
-        assert subprocess.run(words, capture_output=True).returncode == -signal.SIGKILL
-    done = subprocess.run([sys.executable, "-c", KILLED, "4", *own], capture_output=True, text=True)
-    assert done.returncode == 1 and "returned to step 6 3 times" in done.stderr
+        assert killed(recipe, count, spoil) == -signal.SIGKILL
+    with refused("returned to step 6 3 times", error=RunFailed):
+        train(recipe, callbacks=[spoil(7, NAN, once=False)])
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert len([line for line in lines if line.get("event") == "rewound"]) == 3
 
 
-REWINDS = """
-import json, os, sys, torch
-from pathlib import Path
-from windlass import Callback, Recipe, train
-from windlass.checkpoint.load import Checkpoint as C
-
-recipe, rank, verify, calls, done = Recipe.load("quickstart", sys.argv[1:]), os.environ["RANK"], C.verify, [], []
-C.verify = lambda self, rank=0, world=1: (calls.append([self.step, rank, world]), verify(self, rank, world))[1]
-
-class AtStep(Callback):
-    def on_step(self, now):
-        if now.step == 7 and not done:
-            done.append(calls.clear())
-            if rank == "0":
-                file = max((recipe.run_dir / "checkpoints" / "step-00000006").glob("*.safetensors"))
-                file.write_bytes(file.read_bytes()[:-1] + b"x")
-            with torch.no_grad():
-                [parameter.mul_(float("nan")) for parameter in now.model.parameters()]
-
-train(recipe, callbacks=[AtStep()])
-Path(recipe.run_dir, f"calls-{rank}").write_text(json.dumps(calls))
-"""
-
-
 @pytest.mark.dist
-def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path):
+def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path, spoil):
     more = REWIND | {"eval.every": 0, "checkpoint.background": "false"}
-    words = [sys.executable, "-c", REWINDS, *settings(corpus, tmp_path / "run", **more)]
-    assert launch(words, 2) == 0
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
+
+    def rank() -> None:
+        number, verify = int(os.environ["RANK"]), Checkpoint.verify
+        calls, done = list[list[int]](), list[int]()
+
+        def record(self, rank=0, world=1):
+            calls.append([self.step, rank, world])
+            return verify(self, rank, world)
+
+        def damage(now: Any) -> None:
+            if now.step == 7 and not done:
+                done.append(7)
+                calls.clear()
+                if number == 0:
+                    folder = recipe.run_dir / "checkpoints" / "step-00000006"
+                    file = max(folder.glob("*.safetensors"))
+                    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+        Checkpoint.verify = record
+        train(recipe, callbacks=[each_step(damage), spoil(7, NAN)])
+        (recipe.run_dir / f"calls-{number}").write_text(json.dumps(calls))
+
+    assert forked.launch([rank], 2) == 0
     run = Run(tmp_path / "run")
     for rank in (0, 1):
         calls = json.loads((run.path / f"calls-{rank}").read_text())

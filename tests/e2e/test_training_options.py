@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import corpus, curve, evaluations, recipe_of, settings, start, stopped, untouched
+from small_runs import OPTIONS, corpus, curve, evaluations, recipe_of, stopped, untouched
 
 from windlass import train
 from windlass.data.loader import Loader
@@ -15,20 +15,11 @@ from windlass.data.prepare import prepare
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
-from windlass.run import Run, last_start
+from windlass.run import last_start
 
 __all__ = ["corpus"]
 
 SIZES = [8] * 12
-OPTIONS = {
-    "train.z_loss": 1e-3,
-    "train.label_smoothing": 0.1,
-    "optim.schedule.kind": "wsd",
-    "optim.schedule.warmup": 2,
-    "optim.schedule.decay": 6,
-    "optim.schedule.decay_shape": "1-sqrt",
-    "checkpoint.keep_last": 10,
-}
 
 
 def test_stopped_many_times_it_ends_as_if_nothing_had_happened(corpus, tmp_path):
@@ -81,35 +72,3 @@ def test_reported_losses_are_the_cross_entropy_and_gradients_the_objectives(corp
         assert line["loss"] == pytest.approx(loss.item(), rel=1e-12)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-11)
     assert evaluations(run)[0] == evaluations(plain)[0]
-
-
-@pytest.mark.dist
-def test_killed_and_resumed_with_all_options_is_bit_for_bit_the_same(corpus, tmp_path):
-    whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
-    assert start(2, settings(corpus, whole.path, "ddp", 2, **OPTIONS)) == 0
-    overrides = settings(corpus, broken.path, "ddp", 2, **OPTIONS)
-    assert start(2, overrides, kill_after=8) == 1
-    assert start(2, overrides) == 0
-    resumed = [event["step"] for event in broken.events if event["event"] == "resumed"]
-    assert len(resumed) == 1 and 3 <= resumed[0] <= 8
-    assert curve(broken) == curve(whole) and len(curve(whole)) == 12
-    assert evaluations(broken) == evaluations(whole)
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_other_numbers_of_ranks_continue_a_run_with_all_options(corpus, tmp_path):
-    """The same samples and, to rounding, the same losses."""
-    reference, run = Run(tmp_path / "one"), Run(tmp_path / "moving")
-    assert start(1, settings(corpus, reference.path, micro=1, **OPTIONS)) == 0
-    for world, strategy, stop in [
-        (4, "ddp", 2),
-        (1, "single", 5),
-        (2, "full_shard", 9),
-        (4, "ddp", 0),
-    ]:
-        overrides = settings(corpus, run.path, strategy, 1, **OPTIONS)
-        assert start(world, overrides, kill_after=stop) == (1 if stop else 0)
-    ours, theirs = curve(run), curve(reference)
-    assert [line[-3:] for line in ours] == [line[-3:] for line in theirs]
-    np.testing.assert_allclose(np.array(ours)[:, :4], np.array(theirs)[:, :4], rtol=2e-5)

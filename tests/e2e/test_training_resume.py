@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from small_runs import (
+    OPTIONS,
     corpus,
     curve,
     evaluations,
@@ -19,12 +20,12 @@ from small_runs import (
     untouched,
 )
 
+from forked import launch
 from helpers import command, each_step, refused
 from windlass import train
 from windlass.checkpoint.load import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
-from windlass.launch.local import launch
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import STARTS, Run, last_start
 
@@ -51,10 +52,12 @@ CASES = [
 def test_killed_and_resumed_is_bit_for_bit_the_same(
     corpus, tmp_path, strategy, world, micro, layout
 ):
-    """With dropout, accumulation, a decaying rate, and epochs' edges before and after the kill."""
-    whole, broken = Run(tmp_path / "whole"), Run(tmp_path / "broken")
-    assert start(world, settings(corpus, whole.path, strategy, micro, **layout)) == 0
-    overrides = settings(corpus, broken.path, strategy, micro, **layout)
+    """With dropout, accumulation, options of the objective and the schedule, and epochs' edges
+    before and after the kill.
+    """
+    whole, broken, more = Run(tmp_path / "whole"), Run(tmp_path / "broken"), OPTIONS | layout
+    assert start(world, settings(corpus, whole.path, strategy, micro, **more)) == 0
+    overrides = settings(corpus, broken.path, strategy, micro, **more)
     assert start(world, overrides, kill_after=8) == 1
     assert broken.state in ("failed", "running")
     assert start(world, overrides) == 0

@@ -26,12 +26,12 @@ from small_runs import (
     evaluations,
     recipe_of,
     settings,
-    start,
     stopped,
     trainers,
     untouched,
 )
 
+from forked import Forked, launch
 from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
@@ -60,7 +60,7 @@ full = pytest.mark.full
 
 
 def output_of(
-    command: list[str],
+    command: list[Any],
     ready: Callable[[], bool],
     number: int = signal.SIGTERM,
     alone: int | None = None,
@@ -70,12 +70,11 @@ def output_of(
     gets the signal.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env={**os.environ, **env}, **pipes)
+    process = Forked(command, env={**os.environ, **env}, **pipes)
     wait_for(lambda: ready() or process.poll() is not None, 90)
     assert process.poll() is None, process.communicate()[0]
-    ranks = [p for p in psutil.Process(process.pid).children() if alone is not None]
-    target = next((p for p in ranks if p.environ().get("RANK") == str(alone)), process)
-    target.send_signal(number)
+    ranks = sorted(psutil.Process(process.pid).children(), key=lambda rank: rank.pid)
+    (process if alone is None else ranks[alone]).send_signal(number)
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 75 and "Traceback" not in output, output
     return output
@@ -94,8 +93,7 @@ def signalled(
     """What a training prints that is stopped while it is in `phase`, where it stays long."""
     here = folder / "here"
     rank = [sys.executable, str(STRUCK), "wait", phase, "-1", "train", "quickstart", *overrides]
-    through = f"import sys; from windlass.launch.local import launch; sys.exit(launch(sys.argv[1:], {world}))"
-    command = rank if world == 1 else [sys.executable, "-c", through, *rank]
+    command = rank if world == 1 else [lambda: sys.exit(launch(rank, world))]
     output = output_of(command, here.exists, alone=alone, STRUCK_HERE=str(here))
     assert "again" in output
     return output
@@ -198,7 +196,7 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
         "scale": [*others, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
     }[verb]
     here, there = os.openpty()
-    process = subprocess.Popen(
+    process = Forked(
         command(verb, "quickstart", *words),
         stdin=there,
         stdout=there,
@@ -319,7 +317,7 @@ def test_save_is_begun_only_where_grace_allows_it(
             os.kill(os.getpid(), signal.SIGTERM)
 
     saved, lost = 5 in saves, 5 - max(saves, default=0)
-    words = () if saved else ("70 s", "60 s", f"{lost} steps lost", "checkpoint.every")
+    words = () if saved else ("70 s", f"{lost} steps lost", "checkpoint.every")
     with refused(*words, error=Stopped if saves else RunFailed):
         train(recipe, callbacks=[each_step(stop)])
     assert sorted(int(p.name[5:]) for p in run.checkpoints_dir.glob("step-*")) == saves
@@ -353,18 +351,6 @@ def test_what_a_stop_cut_short_is_made_up(corpus, tmp_path, monkeypatch, at, wha
     kind = "eval" if what == "evaluation" else "sample"
     assert at not in [line["step"] for line in run.lines(kind)]
     as_if_untouched(train(recipe), whole)
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.parametrize(("step", "call"), [(4, 5), (12, 11)])
-def test_what_a_stop_of_two_ranks_cut_short_is_made_up(corpus, tmp_path, step, call):
-    more = {"data.dir": f"'{tmp_path / 'data'}'", "data.val_fraction": 0.4}
-    overrides = settings(corpus, tmp_path / "run", "ddp", **more)
-    assert f"after step {step}," in signalled(tmp_path, overrides, f"evaluation@{call}", world=2)
-    for name in ("run", "whole"):
-        assert start(2, [*overrides, f"run.dir='{tmp_path / name}'"]) == 0
-    as_if_untouched(Run(tmp_path / "run"), Run(tmp_path / "whole"))
 
 
 def texts(run: Run) -> list[tuple[int, str]]:

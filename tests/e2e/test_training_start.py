@@ -3,11 +3,10 @@ be silent.
 """
 
 import errno
-import json
 import os
-import subprocess
-import sys
+import signal
 import time
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
+from forked import Forked, launch
 from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
@@ -23,7 +23,6 @@ from windlass.checkpoint.load import open_checkpoint
 from windlass.errors import RunFailed, UserError
 from windlass.evaluation.source import alone
 from windlass.fileio import Files
-from windlass.launch.local import launch
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
@@ -37,30 +36,6 @@ KEEP_ALL = {"checkpoint.keep_last": 20}
 KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
 BOUNDED = {"eval.batches": 1, "data.val_fraction": 0.3}
 FLAT = {"optim.schedule.kind": "constant"}
-# A rank that is killed after step 8 of its first attempt, and a training that waits after step 2
-# for a file.
-AGAIN = """
-import json, os, signal, sys
-from windlass import Callback, Recipe, train
-
-class AtStep(Callback):
-    def on_step(self, now):
-        if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()], **json.loads(sys.argv[1]))
-"""
-HOLD = """
-import pathlib, sys, time
-from windlass import Callback, Recipe, train
-
-class AtStep(Callback):
-    def on_step(self, now):
-        while now.step == 2 and not pathlib.Path(sys.argv[1]).exists():
-            time.sleep(0.05)
-
-train(Recipe.load("quickstart", sys.argv[2:]), callbacks=[AtStep()])
-"""
 
 
 def same(one: Run, other: Run, step: int) -> bool:
@@ -151,7 +126,7 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
-@pytest.mark.parametrize("kind", ["cosine", "linear", "inverse-sqrt", "constant"])
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
 def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, capsys, kind):
     own = {"optim.schedule.kind": kind, "optim.schedule.warmup": 2}
     recipe = recipe_of(corpus, tmp_path / "run", **own)
@@ -159,19 +134,17 @@ def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, ca
     old, new = (rates(recipe, steps)[11] for steps in (12, 24))
     capsys.readouterr()
     shown = train(recipe, extend_to=24).log_path.read_text()
-    if kind in ("cosine", "linear"):
+    if kind == "cosine":
         assert f"jumps from {old:.2g} to {new:.2g}" in shown and "--branch-from" in shown
     else:
         assert old == new and "jumps" not in shown
 
 
-@pytest.mark.parametrize("kind", ["wsd", "cosine"])
-def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path, kind):
+def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path):
     """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
     long from the start.
     """
-    own = {"optim.schedule.steps": 16, "optim.schedule.kind": kind}
-    recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
+    recipe = recipe_of(corpus, tmp_path / "run", **WSD, **{"optim.schedule.steps": 16})
     train(recipe)
     longer = train(recipe, extend_to=20)
     assert starts(longer)[1:] == [("resumed", 12)]
@@ -181,10 +154,7 @@ def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_pa
     assert expected[16:] == [0.0] * 4, "past its end"
 
 
-@pytest.mark.parametrize(
-    ("length", "longer"),
-    [("2 epochs", "3 epochs"), ("2 epochs", 18), (12, "3 epochs"), ("2 epochs", "18")],
-)
+@pytest.mark.parametrize(("length", "longer"), [(12, "3 epochs"), ("2 epochs", "18")])
 def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
     corpus, tmp_path, monkeypatch, length, longer
 ):
@@ -275,28 +245,25 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
     assert starts(run) == [("resumed", 6)] and same(run, whole, 9)
 
 
-@pytest.mark.parametrize(("first", "second"), [("adamw", "muon"), ("muon", "adamw")])
-def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys, first, second):
-    kind = "optim.kind"
-    origin = train(recipe_of(corpus, tmp_path / "origin", **{kind: first, "train.steps": 6}))
-    recipe = recipe_of(corpus, tmp_path / "branch", **{kind: second, "train.steps": 8})
+def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, capsys):
+    first, second = ({"optim.kind": kind} for kind in ("muon", "adamw"))
+    origin = train(recipe_of(corpus, tmp_path / "origin", **first, **{"train.steps": 6}))
+    recipe = recipe_of(corpus, tmp_path / "branch", **second, **{"train.steps": 8})
     failed(recipe, branch_from=f"{origin.path}@3")
     run = train(recipe)
     shown = "".join(capsys.readouterr())
     notes = [line for line in shown.splitlines() if "optimizer state" in line]
-    assert len(notes) == 2 and all(first in note and second in note for note in notes)
+    assert len(notes) == 2 and all("muon" in note and "adamw" in note for note in notes)
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw8bit", "torch.optim.SGD"])
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
 def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus, tmp_path, kind):
     """The state since then is of the steps that the rewind leaves out."""
     wide = {"model.width": 64}  # enough for moments in 8 bits
     origin = train(recipe_of(corpus, tmp_path / "origin", **wide, **{"train.steps": 6}))
     more = {"optim.kind": kind, "train.on_nonfinite": "rewind", "train.steps": 8, "eval.every": 0}
-    if kind == "torch.optim.SGD":
-        more["optim.options"] = "{momentum = 0.9}"
     recipe, spoiled = recipe_of(corpus, tmp_path / "branch", **wide, **more), []
 
     def spoil(now):
@@ -310,8 +277,8 @@ def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus,
     saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
     steps = [name for name in saved.names("optim/") if name.endswith("/step")]
     assert all(saved.tensor(name).item() == 5 for name in steps)
-    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}.get(kind, "momentum_buffer")
-    assert any(name.endswith(ends) for name in saved.names("optim/"))
+    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}
+    assert any(name.endswith(ends[kind]) for name in saved.names("optim/"))
 
 
 def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
@@ -373,8 +340,14 @@ def test_a_restart_resumes_from_the_latest_checkpoint(corpus, tmp_path, what, ho
     elif what == "resume":
         overrides.append(f"checkpoint.resume='{how}'")
     best = best_step(tmp_path / "run")
-    words = [sys.executable, "-c", AGAIN, json.dumps(options), *overrides]
-    assert launch(words, 1, max_restarts=1) == 0
+    back = Recipe.load("quickstart", overrides)
+
+    def die(now):
+        if now.step == 8 and os.environ["WINDLASS_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rank = partial(train, back, callbacks=[each_step(die)], **options)
+    assert launch([rank], 1, max_restarts=1) == 0
     run = Run(tmp_path / "run")
     first, again = starts(run)[-2:]
     assert first[1] == {"": 0, "best": best}.get(how, 3) and again == ("resumed", 6)
@@ -435,8 +408,9 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     """Its process would continue in a directory of another name, where nobody looks for its
     checkpoints.
     """
-    overrides, go = settings(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
-    living = subprocess.Popen([sys.executable, "-c", HOLD, str(go), *overrides])
+    recipe, go = recipe_of(corpus, tmp_path / "run", **{"train.steps": 4}), tmp_path / "go"
+    hold = each_step(lambda now: now.step == 2 and wait_for(go.exists, 90))
+    living = Forked([partial(train, recipe, callbacks=[hold])])
     try:
         run = Run(tmp_path / "run")
         wait_for(lambda: run.lines("train") or living.poll() is not None, 90)
@@ -446,13 +420,13 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
         with refused(str(living.pid)):
             directory.acquire_run_lock(run.path)
         with refused(str(living.pid)):
-            train(Recipe.load("quickstart", overrides), fresh=True)
+            train(recipe, fresh=True)
         assert sorted(p.name for p in tmp_path.glob("run*")) == ["run"]
     finally:
         go.touch()
         assert living.wait(timeout=90) == 0
     assert run.state == "finished" and [line["step"] for line in run.lines("train")] == [1, 2, 3, 4]
-    assert train(Recipe.load("quickstart", overrides), fresh=True).state == "finished"
+    assert train(recipe, fresh=True).state == "finished"
     assert Run(tmp_path / "run.old-1").state == "finished"
 
 

@@ -2,12 +2,14 @@
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from forked import forking
 from helpers import windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
@@ -18,7 +20,6 @@ from windlass.verification.proofs import (
     kills_lose_nothing,
     layouts_agree,
     resume_exact,
-    same_bits,
     strategies_agree,
     world_changes_nothing,
 )
@@ -26,6 +27,12 @@ from windlass.verification.proofs import (
 FULL_DIST = [pytest.mark.full, pytest.mark.dist]
 # Two threads wait for each other if the cores have other work.
 ONE_THREAD = ["train.threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks() -> Iterator[None]:
+    with forking():
+        yield
 
 
 class Wrong(Bench):
@@ -53,13 +60,6 @@ def test_one_process_proves_resume_and_kills(tmp_path):
     for proof in (resume_exact, kills_lose_nothing):
         passed, measured = proof(bench)
         assert passed, measured
-
-
-@pytest.mark.dist
-def test_layouts_that_need_more_ranks_are_named(tmp_path):
-    bench = Bench(tmp_path, overrides=ONE_THREAD, worlds=(1,))
-    assert layouts_agree(bench) == (None, "no layout divides this model on these ranks")
-    assert "tp 2 on 2 ranks (needs 2 ranks)" in bench.untried
 
 
 @pytest.mark.full
@@ -92,13 +92,6 @@ def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds)
     passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
-
-
-def test_a_run_with_mup_resumes_bit_for_bit(tmp_path):
-    settings = [*ONE_THREAD, "model.mup.base_width=8", "model.mup.base_head_width=8"]
-    bench = Bench(tmp_path, overrides=settings, worlds=(1,))
-    whole = bench.train("whole")
-    assert same_bits(bench.train("again", branch_from=f"{whole.path}@6"), whole, 6)
 
 
 def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import forked
 from data_fixtures import conversations, jsonl, questions
 from helpers import command
 from windlass.data.corpus import Stream
@@ -57,7 +58,7 @@ def prepare(settings, root):
 def start(settings, root, log):
     with log.open("a") as out:
         words = prepare(settings, root)
-        return subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+        return forked.Forked(words, stdout=out, stderr=subprocess.STDOUT)
 
 
 def content(root: Path):
@@ -73,7 +74,7 @@ def committed(root: Path) -> int:
 def whole_of(folder: Path, kind: str):
     """Settings of a source, and the files of its undisturbed preparation."""
     settings, items = write(folder, kind)
-    subprocess.run(prepare(settings, folder / "whole"), check=True, timeout=120)
+    assert forked.run(prepare(settings, folder / "whole"), timeout=120).returncode == 0
     (directory,) = [path.parent for path in (folder / "whole").glob("*/index.json")]
     index = Index.load(directory)
     assert index.complete and index.items == index.documents == items  # none lost, none double

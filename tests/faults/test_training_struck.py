@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +14,10 @@ import pytest
 from saving import tally
 
 import helpers
+from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
+from windlass.launch import local
 from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted
@@ -43,12 +44,6 @@ SAMPLE = [
     ("kill", "save@4", 1, "tensor"),
 ]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard", "tensor")))
-LAUNCH = f"""
-import sys
-from windlass.launch import local
-local.STOPPED_SECONDS = {SUSPENDED_SECONDS}
-sys.exit(local.launch(sys.argv[1:], 2))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +71,14 @@ def strike(
     """The exit code, the launcher's log, and the seconds from the strike to its end."""
     rank = [sys.executable, str(STRUCK), how, phase, str(victim), "train", "quickstart", *overrides]
     here, output = folder / "here", folder / "output"
+
+    def launch_both() -> None:
+        local.STOPPED_SECONDS = SUSPENDED_SECONDS
+        sys.exit(local.launch(rank, 2))
+
     with output.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *rank],
+        process = Forked(
+            [launch_both],
             env={**os.environ, "STRUCK_HERE": str(here)},
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -138,8 +138,7 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
         return any(run.checkpoints_dir.glob("step-*"))
 
     helpers.wait_for(lambda: saved() or process.poll() is not None, 120)
-    ranks = psutil.Process(process.pid).children()
-    next(p for p in ranks if p.environ().get("RANK") == "1").send_signal(signal.SIGKILL)
+    max(psutil.Process(process.pid).children(), key=lambda rank: rank.pid).kill()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
