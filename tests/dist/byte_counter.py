@@ -86,8 +86,7 @@ def sent_in_a_step(join: Any, recipe: Recipe, vocab: int) -> tuple[int, dict[str
         initialise(unwrap(model), 0)
         trainer, plan = bare_trainer(model, recipe, ranks), recipe.batch(ranks.world)
         batch = full_rows(recipe, vocab, plan.micro_batch, plan.accumulation)
-        # DDP builds its buckets again at the second step
-        for _ in range(2 if recipe.parallel.strategy == "ddp" else 1):
+        for _ in range(2):  # DDP builds its buckets again at the second
             trainer.step(batch, 1.0)
         with counting(ranks, trainer) as sent:
             trainer.step(batch, 1.0)
