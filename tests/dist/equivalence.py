@@ -1,12 +1,15 @@
-"""Five training steps, by the parts of `windlass train` and by a plain loop that shares only the
+"""Three training steps, by the parts of `windlass train` and by a plain loop that shares only the
 network with them.
 """
 
 import dataclasses
+import math
+from fnmatch import fnmatch
 
 import numpy as np
 import torch
 from harness import recipe as make_recipe
+from harness import run_ranks
 
 from bare_trainer import bare_trainer
 from rows import Rows
@@ -17,19 +20,19 @@ from windlass.model.share import cut_of
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, unwrap
-from windlass.recipe import Horizon, dotted
+from windlass.recipe import Horizon, Recipe, dotted
 
-STEPS, BATCH, CONTEXT, VOCAB = 5, 16, 12, 37
+STEPS, BATCH, CONTEXT, VOCAB = 3, 16, 12, 37
 
 
-def rows() -> Rows:
+def rows(count: int = STEPS * BATCH) -> Rows:
     """Rows of 2 to 12 tokens with ragged marks.
 
     Four rows in a row of each 16, perhaps all rows of a rank, have no unmasked label.
     """
     draw = np.random.default_rng(0)
     examples = []
-    for number in range(STEPS * BATCH):
+    for number in range(count):
         length = int(draw.integers(2, CONTEXT + 1))
         marks = draw.random(length) < 0.7
         if (number % BATCH) // 4 == 1:
@@ -40,13 +43,17 @@ def rows() -> Rows:
 
 def settings(
     precision: str = "fp64", strategy: str = "auto", world: int = 1, accumulation: int = 1, **more
-):
+) -> Recipe:
+    """The recipe of a training on `world` ranks; a name without `__` is a setting of `parallel`."""
+    more = {key if "__" in key else f"parallel__{key}": value for key, value in more.items()}
+    copy = math.prod(more.get(f"parallel__{d}", 1) for d in ("tensor", "context", "pipeline"))
+    batch = more.get("train__global_batch", BATCH)
     model = {"layers": 2, "heads": 2, "width": 16, "context": CONTEXT, "vocab": VOCAB}
     if "model__kind" in more:
         model = {"context": CONTEXT}
-    train = {"steps": STEPS, "global_batch": BATCH, "grad_clip": 0.5, "precision": precision}
-    train["micro_batch"] = BATCH // world // accumulation
-    schedule = {"kind": "wsd", "warmup": 2, "decay": 2}
+    train = {"steps": STEPS, "global_batch": batch, "grad_clip": 0.5, "precision": precision}
+    train["micro_batch"] = batch // max(1, world // copy) // accumulation
+    schedule = {"kind": "wsd", "warmup": 1, "decay": 2}
     sections = {
         "model": model,
         "data": {"source": "none", "order": "sequential", "tokenizer": "char"},
@@ -54,21 +61,32 @@ def settings(
         "optim": {"lr": 3e-3, "weight_decay": 0.1, "schedule": schedule},
         "parallel": {"strategy": strategy},
     }
-    return make_recipe(**dotted(sections), **more)
+    return make_recipe(**dotted(sections) | more)
 
 
-def reference(frozen=(), **more):
-    """Losses, gradient norms and final parameters of a plain loop over whole batches."""
+def reference(**more):
+    """Losses, gradient norms and final parameters of a plain loop over whole batches.
+
+    With muP, matrices of the blocks have other rates and decays, by the paper's table.
+    """
     recipe = settings(**more)
     model = build_model(recipe, VOCAB, device="cpu").to(torch.float64)
     initialise(model, recipe.run.seed)
-    parameters = model.named_parameters()
-    trained = [p for name, p in parameters if not name.startswith(tuple(frozen))]
-    decayed, others = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, fused=False)
+    trained, groups = [], []
+    for name, p in model.named_parameters():
+        if any(fnmatch(name, pattern) for pattern in recipe.model.freeze):
+            continue
+        wider = (
+            4 if recipe.model.mup.base_width and name.startswith("blocks.") and p.dim() == 2 else 1
+        )
+        decay = 0.1 * wider if p.dim() >= 2 else 0.0
+        groups.append({"params": [p], "lr": 3e-3 / wider, "weight_decay": decay})
+        trained.append(p)
+    eps = 1e-8 / (4 if recipe.model.mup.base_width else 1)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps, foreach=False, fused=False)
+    rates = [group["lr"] for group in optimizer.param_groups]
     data, losses, norms = rows(), [], []
-    for step, rate in enumerate([0.5, 1.0, 1.0, 1.0, 0.5]):
+    for step, multiplier in enumerate([1.0, 1.0, 0.5]):
         tokens, labels, *_ = data.read(np.arange(step * BATCH, (step + 1) * BATCH))
         logits = model(torch.from_numpy(tokens))
         loss = torch.nn.functional.cross_entropy(
@@ -77,20 +95,24 @@ def reference(frozen=(), **more):
         model.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 0.5)))
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * rate
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * multiplier
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def built(ranks, recipe):
-    """The model of a recipe on these ranks, with its first weights, and a trainer of it."""
-    model = build_model(recipe, VOCAB, device="meta")
+def built(ranks, recipe, network=None):
+    """A model on these ranks with its first weights, and a trainer of it.
+
+    `network`: makes a user's own model; otherwise it is the model of the recipe.
+    """
+    model = network() if network else build_model(recipe, VOCAB, device="meta")
     if recipe.train.precision == "fp64":
         model = model.double()
     model = parallelize(model, ranks, recipe)
-    initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
+    if not network:
+        initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
     return model, bare_trainer(model, recipe, ranks)
 
 
@@ -116,12 +138,25 @@ def trained(join, recipe, divisor: float = 1.0):
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         losses, norms = train(ranks, recipe, trainer, divisor=divisor)
-        whole = {n: gathered(p) for n, p in unwrap(model).named_parameters()}
-        return losses, norms, whole
+        return losses, norms, {n: gathered(p) for n, p in unwrap(model).named_parameters()}
 
 
 def each(join, recipes):
     return [trained(join, recipe) for recipe in recipes]
+
+
+def check(world, recipes, wanted) -> None:
+    """Train by each recipe on `world` ranks: every rank logs what one process logs, and together
+    the ranks hold its parameters, all to 1e-9.
+    """
+    per_rank = run_ranks(each, world, recipes, timeout=240)
+    for recipe, *outcomes in zip(recipes, *per_rank, strict=True):
+        layout, held = recipe.parallel.model_dump(exclude_defaults=True), set()
+        for outcome in outcomes:
+            assert max(distance(outcome, wanted)) < 1e-9, layout
+            assert len(outcome[2]) == len(wanted[2]) or recipe.parallel.pipeline > 1, layout
+            held |= outcome[2].keys()
+        assert held == wanted[2].keys(), layout
 
 
 def logits_of(join, recipes):
@@ -145,11 +180,12 @@ def gathered(parameter) -> torch.Tensor:
 
 
 def distance(outcome, wanted) -> tuple[float, float, float]:
-    """The largest relative difference of losses and norms, and absolute one of parameters."""
+    """The largest relative difference of losses and norms, and absolute one of the parameters that
+    the rank holds.
+    """
     losses, norms = (
         max(abs(a - b) / abs(b) for a, b in zip(outcome[i], wanted[i], strict=True)) for i in (0, 1)
     )
-    own, expected = outcome[2], wanted[2]
-    assert set(own) == set(expected)
-    parameters = max(float((own[n].double() - p).abs().max()) for n, p in expected.items())
-    return losses, norms, parameters
+    assert outcome[2]
+    off = [(tensor.double() - wanted[2][name]).abs().max() for name, tensor in outcome[2].items()]
+    return losses, norms, float(max(off))

@@ -1,167 +1,244 @@
-"""A checkpoint of any world and strategy, loaded on any other: parameters and moments equal bit for
-bit.
+"""A checkpoint of any world and layout, read in any other: every tensor equal bit for bit, and equal
+losses afterwards.
 """
 
-import itertools
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import Join, run_ranks
-from safetensors.torch import load_file, save_file
+from equivalence import VOCAB, built, gathered, settings, train, trained
+from harness import run_ranks
+from test_parallel_equivalence import NEW, OLD, on
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from toy import micro_batch, toy
+from toy import Toy, toy
 
+import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.load import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
+from windlass.checkpoint.shard import boxes_of
 from windlass.checkpoint.state_dict import gather_shard, named_state, restore
-from windlass.optim.muon import MuonAdamW
-from windlass.optim.shard import ShardedOptimizer, own_rows, placement
+from windlass.errors import UserError
 
-HYBRID_MESH = {1: (1, 1), 2: (2, 1), 3: (1, 3), 4: (2, 2)}
-Layout = tuple[str, int]  # a strategy and its ranks
-ONE, FULL, HYBRID = ("ddp", 1), ("full_shard", 4), ("hybrid_shard", 4)
+STAGES = {"model__layers": 4}
+LOW = {"precision": "bf16", "train__master": "bf16", "optim__kind": "adamw8bit"}
+AVERAGED = {"train__average__kind": "ema", "train__average__beta": 0.6}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "old": OLD | STAGES | AVERAGED,
+    "new": NEW,
+    "muon": NEW | {"optim__kind": "muon"},
+    "low": NEW | LOW,
+    "own": {},
+    "own frozen": {},
+    "hf": {"model__kind": "hf"},
+}
+WORLDS = {
+    1: [on("single", 3)],
+    2: [
+        on("ddp"),
+        on("shard_optim"),
+        on("ddp", tensor=2),
+        on("full_shard", tensor=2, sequence=False),
+        on("shard_optim", context=2),
+        on("ddp", pipeline=2),
+        on("full_shard", pipeline=2, pipeline_chunks=2),
+    ],
+    3: [on("full_shard"), on("shard_optim")],
+    4: [
+        on("full_shard", 1),
+        on("hybrid_shard", 1, shard_size=2),
+        on("full_shard", 1, tensor=2),
+        on("shard_optim", 1, tensor=2),
+        on("ddp", 1, tensor=4),
+        on("hybrid_shard", 1, context=2, shard_size=2),
+        on("full_shard", 1, tensor=2, context=2),
+        on("shard_optim", pipeline=2),
+        on("hybrid_shard", pipeline=2, tensor=2),
+    ],
+}
+SOME: dict[str, dict[int, list[int]]] = {
+    "old": {1: [0], 2: [6], 4: [3]},
+    "new": {1: [0], 2: [3, 4], 4: [6]},
+    "muon": {1: [0], 3: [1], 4: [2]},
+    "low": {1: [0], 2: [0, 1], 3: [0]},
+    "own": {1: [0], 3: [0, 1]},
+    "own frozen": {2: [1], 4: [1]},
+    "hf": {1: [0], 2: [2, 3]},
+}
+"""The cells of `make test`, by their places in WORLDS."""
 
 
-def build(variant: str, strategy: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with rows of 29, 6 and 2, uneven over 3 and 4 ranks, of which some have none; a
-    buffer, an empty one, an unused parameter.
+def own_network(variant: str) -> Toy:
+    """A user's module with rows of 37, 6 and 2, uneven over 3 and 4 ranks, of which some have none;
+    a buffer, an empty one, an unused parameter.
     """
-    model: nn.Module = toy(3, torch.float32, width=2, tied=variant == "tied")
+    model = toy(3, torch.float32, width=2, tied=variant == "own")
     model.register_buffer("empty", torch.empty(0, 4))
-    if variant == "frozen":
+    if variant == "own frozen":
         model.layers[1].requires_grad_(False)
         model.embedding.requires_grad_(False)
-    if strategy in ("ddp", "shard_optim"):
-        model = nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    else:
-        mesh = init_device_mesh("cpu", (world,))
-        if strategy == "hybrid_shard":
-            names = ("replicate", "shard")
-            mesh = init_device_mesh("cpu", HYBRID_MESH[world], mesh_dim_names=names)
-        for block in model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    trained, rows = [p for p in model.parameters() if p.requires_grad], {}
-    if strategy == "shard_optim":
-        mesh = init_device_mesh("cpu", (world,))
-        rows = {
-            p: nn.Parameter(own_rows(p, mesh, placement(p, mesh, any_row=p.dim() == 2)))
-            for p in trained
+    return model
+
+
+def cells_of(variant: str, every: bool) -> dict[int, list[dict[str, Any]]]:
+    """The cells of each world, in which this model can train."""
+    if not every:
+        return {
+            world: [WORLDS[world][i] for i in numbers] for world, numbers in SOME[variant].items()
         }
-        trained = list(rows.values())
-    if variant == "muon":
-        how = {"lr": 1e-2, "weight_decay": 0.1}
-        matrices = {"params": [p for p in trained if p.ndim == 2], "muon": True}
-        vectors = {"params": [p for p in trained if p.ndim != 2], "muon": False}
-        optimizer: Any = MuonAdamW([matrices | how, vectors | how])
-    else:
-        optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=strategy != "ddp")
-    return model, ShardedOptimizer(rows, optimizer, mesh) if rows else optimizer
+    most = {"own": 3, "own frozen": 3}.get(variant, 99)
+    out = {"pipeline"} if variant != "old" else set()
+    return {
+        world: [cell for cell in cells if len(cell) <= most and not out & cell.keys()]
+        for world, cells in WORLDS.items()
+    }
 
 
-def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Every tensor of the state, gathered by torch itself."""
-    tensors, _ = named_state(model, optimizer)
-    gathered = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
-    return {name: tensor.clone() for name, tensor in gathered.items()}
+def recipes_of(world: int, variant: str, cells: list[Any], hf: Path) -> dict[str, Any]:
+    more = {"precision": "fp64", "train__global_batch": 12, **VARIANTS[variant]}
+    more |= {"model__name": str(hf)} if variant == "hf" else {}
+    return {
+        "-".join(f"{key}={value}" for key, value in [("world", world), *cell.items()]): settings(
+            world=world, **more | cell
+        )
+        for cell in cells
+    }
 
 
-def write(rank: int, world: int, folder: str, variant: str, strategy: str) -> None:
-    model, optimizer = build(variant, strategy, world)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(*micro_batch(world * step + rank)).backward()
-        optimizer.step()
-    writer = Writer(Path(folder) / "checkpoints", rank, world, deadline=60, piece_bytes=64)
-    shard = gather_shard(model, optimizer, rank, world)
-    sizes: list[Any] = [None] * world
-    dist.all_gather_object(sizes, sum(box.tensor.nbytes for box in shard.boxes))
-    assert world == 1 or max(sizes) < 0.75 * sum(sizes), "a rank writes much more than its part"
-    writer.write(2, shard, {"step": 2})
-    [outcome] = writer.wait()
-    assert not outcome.error, outcome
-    gathered = whole(model, optimizer)
-    if rank == 0:
-        save_file(gathered, Path(folder) / "whole.safetensors")
+def build(ranks, recipe, variant: str):
+    own = functools.partial(own_network, variant) if variant.startswith("own") else None
+    return built(ranks, recipe, own)
 
 
-def read(rank: int, world: int, folders: list[str], variant: str, strategy: str) -> int:
-    """Restore each checkpoint and compare every tensor with what was saved; how many were equal."""
-    equal = 0
-    for folder in folders:
-        expected = load_file(Path(folder) / "whole.safetensors")
-        choice = choose_checkpoint(folder)
-        assert choice is not None
-        checkpoint = open_checkpoint(choice.path)
-        model, optimizer = build(variant, strategy, world)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.fill_(float("nan"))
-        for _ in range(2):  # the second time in place, with the state that is there now
-            restore(checkpoint, model, optimizer)
-            restored = whole(model, optimizer)
-            assert restored.keys() == expected.keys(), (folder, restored.keys() ^ expected.keys())
-            for name, tensor in expected.items():
-                assert tensor.dtype == restored[name].dtype, (folder, name)
-                for found in (restored[name], checkpoint.tensor(name)):
-                    assert torch.equal(tensor, found), (folder, name)
-        equal += len(expected)
-        model(*micro_batch(0)).backward()  # and the optimizer steps from there
-        optimizer.step()
-    return equal
+def named_tensors(model: nn.Module, trainer: Any) -> dict[str, Tensor]:
+    """Every tensor of the state that a rank has a part of."""
+    tensors = named_state(model, trainer.optimizer)[0]
+    return tensors | {AVERAGE + name: tensor for name, tensor in trainer.average.tensors.items()}
 
 
-def in_group(join: Join, fn: Callable[..., Any], *args: Any) -> Any:
-    """Run `fn(rank, world, *args)` in a process group, also in a world of 1, which FSDP2 needs."""
-    ranks = {"rank": join.rank, "world_size": join.world}
-    dist.init_process_group("gloo", store=join.store or dist.HashStore(), **ranks)
-    result = fn(join.rank, join.world, *args)
-    dist.barrier()
-    return result
+def write(join, recipes, variant: str, folder: Path) -> None:
+    """A step and a checkpoint in each layout."""
+    for name, recipe in recipes.items():
+        with join(recipe) as ranks:
+            model, trainer = build(ranks, recipe, variant)
+            train(ranks, recipe, trainer, range(1))
+            path, stages = folder / name, ranks.mesh.sizes.pp
+            average = trainer.average.tensors
+            state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world, stages, average)
+            sizes = ranks.all_gather_object("size", state.nbytes)
+            assert ranks.world == 1 or max(sizes) < 0.75 * sum(sizes), "a rank writes too much"
+            writer = Writer(path / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
+            writer.write(1, state, {"step": 1})
+            [outcome] = writer.wait()
+            assert not outcome.error, outcome
+            whole = {name: gathered(t) for name, t in named_tensors(model, trainer).items()}
+            torch.save(whole, path / f"whole-{ranks.rank}.pt")
+            ranks.all_gather_object("saved", 1)
+            expected = saved(path)
+            assert sum(sizes) == sum(tensor.nbytes for tensor in expected.values())
 
 
-def check_matrix(folder: Path, variant: str, saved: list[Layout], loaded: list[Layout]) -> None:
-    """Every layout saved, and read by every other; each rank of each reader compares the same
-    number of tensors.
-    """
-    folders: list[str] = []
-    for strategy, world in saved:
-        (folder / f"{strategy}-{world}").mkdir()
-        folders.append(str(folder / f"{strategy}-{world}"))
-        run_ranks(in_group, world, write, folders[-1], variant, strategy, timeout=120)
-    equal = []
-    for strategy, world in loaded:
-        equal += run_ranks(in_group, world, read, folders, variant, strategy, timeout=120)
-    assert len(equal) == sum(world for _, world in loaded)
-    assert min(equal) == max(equal) >= 5 * len(saved)
+@functools.cache
+def saved(path: Path) -> dict[str, Tensor]:
+    """The whole state of a checkpoint, as torch gathered it."""
+    files = [torch.load(file) for file in sorted(path.glob("whole-*.pt"))]
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}
+
+
+def check_tensors(checkpoint: Checkpoint, expected: dict[str, Tensor]) -> None:
+    averaged = (
+        checkpoint.with_weights("average")
+        if any(n.startswith(AVERAGE) for n in expected)
+        else checkpoint
+    )
+    for name, tensor in expected.items():
+        assert torch.equal(checkpoint.tensor(name), tensor), name
+        if name.startswith(AVERAGE):
+            assert torch.equal(averaged.tensor(MODEL + name.removeprefix(AVERAGE)), tensor), name
+
+
+def read(join, recipes, variant: str, folder: Path) -> list[Any]:
+    """Read every checkpoint in every layout, and make two more steps from the last."""
+    outcomes = []
+    for recipe in recipes.values():
+        with join(recipe) as ranks:
+            model, trainer = build(ranks, recipe, variant)
+            for path in sorted(folder.iterdir()):  # from the second on over the state of another
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(float("nan"))
+                checkpoint = open_checkpoint(choose_checkpoint(path).path)
+                restore(checkpoint, model, trainer.optimizer, trainer.average.tensors)
+                held, expected = named_tensors(model, trainer), saved(path)
+                assert held.keys() <= expected.keys()
+                assert len(held) == len(expected) or ranks.mesh.pp is not None
+                for name, tensor in held.items():
+                    for offsets, box in boxes_of(tensor):
+                        ends = zip(offsets, box.shape, strict=True)
+                        part = expected[name][tuple(slice(at, at + n) for at, n in ends)]
+                        assert torch.equal(box, part), (path.name, name)
+                if ranks.world == 1:
+                    check_tensors(checkpoint, expected)
+            outcomes.append(train(ranks, recipe, trainer, range(1, 3)))
+    return outcomes
+
+
+def check_matrix(tmp_path: Path, variant: str, every: bool) -> None:
+    folder, hf = tmp_path / "runs", tmp_path / "hf"
+    folder.mkdir()
+    if variant == "hf":
+        hf_fixtures.save("llama", hf, vocab=VOCAB, num_hidden_layers=2)
+    cells = cells_of(variant, every)
+    recipes = {world: recipes_of(world, variant, cells[world], hf) for world in cells}
+    for world, of_world in recipes.items():
+        run_ranks(write, world, of_world, variant, folder, timeout=240)
+    assert len(list(folder.iterdir())) == sum(map(len, cells.values()))
+    outcomes = [
+        outcome
+        for world, of_world in recipes.items()
+        for rank in run_ranks(read, world, of_world, variant, folder, timeout=240)
+        for outcome in rank
+    ]
+    assert len(outcomes) == sum(world * len(cells[world]) for world in cells)
+    tolerance = 0.02 if variant == "low" else 1e-9
+    wanted = outcomes[0]
+    if variant != "low" and not variant.startswith("own"):
+        [(losses, norms, _)] = run_ranks(trained, 1, next(iter(recipes[1].values())))
+        wanted = losses[1:], norms[1:]
+    for outcome in outcomes:
+        for numbers, expected in zip(outcome, wanted, strict=True):
+            assert numbers == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("variant", "saved", "loaded"),
-    [
-        ("untied", [FULL, HYBRID, ("shard_optim", 2)], [ONE, FULL]),
-        ("tied", [("ddp", 2), ("full_shard", 3)], [HYBRID, ("shard_optim", 3)]),
-        ("frozen", [("full_shard", 2)], [ONE, FULL]),
-        ("muon", [HYBRID, ("shard_optim", 3)], [ONE, FULL, ("shard_optim", 2)]),
-    ],
-)
-def test_sample(tmp_path: Path, variant: str, saved: list[Layout], loaded: list[Layout]) -> None:
-    check_matrix(tmp_path, variant, saved, loaded)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sample(tmp_path: Path, variant: str) -> None:
+    check_matrix(tmp_path, variant, every=False)
 
 
 @pytest.mark.dist
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["untied", "tied", "frozen", "muon"])
-def test_every_world_and_strategy_to_every_other(tmp_path: Path, variant: str) -> None:
-    strategies = ("ddp", "shard_optim", "full_shard", "hybrid_shard")
-    cells = list(itertools.product(strategies, (1, 2, 3, 4)))
-    check_matrix(tmp_path, variant, cells, cells)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_world_and_layout_to_every_other(tmp_path: Path, variant: str) -> None:
+    check_matrix(tmp_path, variant, every=True)
+
+
+def other_model(join, recipe, folder: Path) -> None:
+    with join(recipe) as ranks:
+        model, _ = built(ranks, recipe)
+        [path] = folder.iterdir()
+        with pytest.raises(UserError, match=r"blocks\.3.*not in this model"):
+            restore(open_checkpoint(choose_checkpoint(path).path), model)
+        ranks.all_gather_object("both", 1)
+
+
+@pytest.mark.dist
+def test_a_checkpoint_of_a_larger_model_is_rejected(tmp_path: Path) -> None:
+    """Although every stage finds all its names."""
+    larger = recipes_of(1, "old", WORLDS[1], tmp_path)
+    run_ranks(write, 1, larger, "old", tmp_path)
+    smaller = OLD | {"model__layers": 3}
+    run_ranks(other_model, 2, settings("fp64", "ddp", 2, 2, pipeline=2, **smaller), tmp_path)

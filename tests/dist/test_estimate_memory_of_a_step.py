@@ -37,25 +37,27 @@ def compare(shape, world=1, accumulation=1, **overrides):
     return memory(r.model, vocab, layout_of(r, world), r.optim.kind), rest, peak
 
 
-ONE_RANK = [
-    {},
-    {"accumulation": 2},
-    {"train__precision": "bf16"},
-    {"optim__kind": "muon"},
-    {"optim__kind": "adamw8bit"},
-    {"train__precision": "bf16", "train__master": "bf16"},
-    {"train__precision": "bf16", "train__master": "bf16", "accumulation": 2},
-    {"parallel__activation_checkpointing": "full"},
-    {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
-]
-
-
 def slow(value):
     return pytest.param(value, marks=pytest.mark.full)
 
 
 def slow_but(name):
     return [name, *(slow(other) for other in SHAPES if other != name)]
+
+
+TWICE, REDUCE_EACH = {"accumulation": 2}, "parallel__reduce_each_micro_batch"
+BF16 = {"train__precision": "bf16", "train__master": "bf16"}
+ONE_RANK = [
+    {},
+    TWICE,
+    slow({"train__precision": "bf16"}),
+    {"optim__kind": "muon"},
+    {"optim__kind": "adamw8bit"},
+    BF16,
+    slow(BF16 | TWICE),
+    slow({"parallel__activation_checkpointing": "full"}),
+    {"parallel__activation_checkpointing": "selective", "train__precision": "bf16"},
+]
 
 
 @pytest.mark.parametrize("shape", slow_but("modern"))
@@ -68,11 +70,10 @@ def test_one_rank(shape, settings):
     assert predicted.total == pytest.approx(peak, rel=0.02), predicted
 
 
-TWICE, REDUCE_EACH = {"accumulation": 2}, "parallel__reduce_each_micro_batch"
-BF16 = {"train__precision": "bf16", "train__master": "bf16"}
+STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op")
 SEVERAL_RANKS = [
-    *((name, {}) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
-    *(slow((name, TWICE)) for name in ("ddp", "shard_optim", "full_shard", "shard_grad_op")),
+    *((name, {}) for name in STRATEGIES),
+    *(slow((name, TWICE)) for name in STRATEGIES),
     slow(("shard_optim", {"optim__kind": "muon"})),
     *(slow((name, BF16)) for name in ("ddp", "shard_optim", "full_shard")),
     slow(("full_shard", {"optim__kind": "adamw8bit"})),
@@ -103,7 +104,8 @@ def test_embedding_and_head_are_gathered_one_after_the_other(settings):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["full_shard", slow("shard_grad_op")])
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 def test_the_gathered_head_stays_during_a_loss_in_chunks(strategy):
     predicted, _, peak = compare("chunks", world=2, accumulation=2, parallel__strategy=strategy)
     assert predicted.total == pytest.approx(peak, rel=0.04), predicted
@@ -131,7 +133,14 @@ def test_a_pipeline(chunks, accumulation):
     assert predicted.total == pytest.approx(max(peak for _, peak in ranks), rel=0.05), predicted
 
 
-@pytest.mark.parametrize(("lora", "files"), [(0, "float32"), (8, "float32"), (8, "bfloat16")])
+@pytest.mark.parametrize(
+    ("lora", "files"),
+    [
+        pytest.param(0, "float32", marks=pytest.mark.full),
+        pytest.param(8, "float32", marks=pytest.mark.full),
+        (8, "bfloat16"),
+    ],
+)
 def test_the_states_of_a_model_of_transformers(lora, files, tmp_path):
     """Weights and optimizer state at rest; with adapters the frozen weights have none, and bf16
     files stay bf16.

@@ -1,22 +1,19 @@
-"""Models of transformers with tensor parallelism against one process, in float64, to 1e-9."""
+"""Models of transformers with tensor parallelism against one process, in float64, to 1e-9.
 
-import itertools
+`test_checkpoint_reshard.py` has their checkpoints.
+"""
+
 from pathlib import Path
 
 import pytest
 import torch
-from equivalence import VOCAB, built, distance, each, logits_of, reference, settings, train, trained
+from equivalence import VOCAB, check, distance, each, logits_of, reference, settings, trained
 from harness import run_ranks
-from test_parallel_layouts import compiled, whole_state
+from test_parallel_layouts import compiled
 
 import hf_fixtures
-from windlass.checkpoint.choose import choose_checkpoint
-from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import gather_shard, restore
 from windlass.errors import UserError
 from windlass.model.build import build_model
-from windlass.recipe import Recipe
 
 KINDS = {
     "llama": {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
@@ -42,17 +39,12 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [pytest.param(2, marks=FULL), 4])
-def test_five_steps_are_those_of_one_process(models, world):
-    wanted = {kind: reference(**keys(models / kind)) for kind in KINDS}
-    cells = list(itertools.product(KINDS, STRATEGIES))
-    recipes = [
-        settings("fp64", s, world // 2, 2, **keys(models / kind), parallel__tensor=2)
-        for kind, s in cells
-    ]
-    for per_rank in run_ranks(each, world, recipes):
-        for cell, outcome in zip(cells, per_rank, strict=True):
-            assert max(distance(outcome, wanted[cell[0]])) < 1e-9, cell
+def test_trainings_are_those_of_one_process(models, world, kind):
+    of_kind = keys(models / kind)
+    recipes = [settings("fp64", s, world, 2, **of_kind, tensor=2) for s in STRATEGIES]
+    check(world, recipes, reference(**of_kind))
 
 
 @pytest.mark.dist
@@ -60,9 +52,7 @@ def test_logits_and_a_cache_are_those_of_one_process(models):
     single = [settings("fp64", "single", **keys(models / kind)) for kind in KINDS]
     [wanted] = run_ranks(logits_of, 1, single)
     for strategy in ("ddp", "full_shard"):
-        recipes = [
-            settings("fp64", strategy, **keys(models / kind), parallel__tensor=2) for kind in KINDS
-        ]
+        recipes = [settings("fp64", strategy, **keys(models / kind), tensor=2) for kind in KINDS]
         for per_rank in run_ranks(logits_of, 2, recipes):
             for pair, expected in zip(per_rank, wanted, strict=True):
                 torch.testing.assert_close(pair, expected, rtol=1e-9, atol=1e-12)
@@ -72,32 +62,25 @@ RECOMPUTED = {"parallel__activation_checkpointing": "selective"}
 OTHERS = {
     "from the seed": ("llama", {"model__from_scratch": True}),
     "muon, recomputed": ("qwen3", {"optim__kind": "muon", **RECOMPUTED}),
+    # gathers fused layers; normalises all heads; fuses queries and keys
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "gpt_neox": ("gpt_neox", {}),
 }
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_settings_are_those_of_one_process(models, name):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[FULL] * (name in ("olmo2", "gpt_neox"))) for name in OTHERS],
+)
+def test_other_trainings_are_those_of_one_process(models, name):
     kind, changes = OTHERS[name]
+    if kind not in KINDS:
+        hf_fixtures.save(kind, models / kind, vocab=VOCAB, num_hidden_layers=2)
     more = keys(models / kind, **changes)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **more))
-    recipes = [settings("fp64", s, 2, **more, parallel__tensor=2) for s in ("ddp", "full_shard")]
-    for per_rank in run_ranks(each, 4, recipes):
-        for outcome in per_rank:
-            assert max(distance(outcome, wanted)) < 1e-9
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "kind", ["phi3", pytest.param("olmo2", marks=FULL), pytest.param("gpt_neox", marks=FULL)]
-)
-def test_gathered_and_fused_layers_are_those_of_one_process(tmp_path, kind):
-    """Phi-3 gathers fused layers; OLMo 2 normalises all heads; GPT-NeoX fuses queries and keys."""
-    hf_fixtures.save(kind, tmp_path, vocab=VOCAB, num_hidden_layers=2)
-    [wanted] = run_ranks(trained, 1, settings("fp64", "single", **keys(tmp_path)))
-    recipe = settings("fp64", "full_shard", **keys(tmp_path), parallel__tensor=2)
-    for outcome in run_ranks(trained, 2, recipe):
-        assert max(distance(outcome, wanted)) < 1e-9
+    check(2, [settings("fp64", "full_shard", 2, **more, tensor=2)], wanted)
 
 
 @FULL
@@ -107,52 +90,12 @@ def test_a_compiled_block_is_one_graph_with_its_collectives(tmp_path):
     has a varying size.
     """
     hf_fixtures.save("llama", tmp_path, vocab=VOCAB)
-    recipe = settings("fp64", "full_shard", 1, 2, **keys(tmp_path), parallel__tensor=2)
+    recipe = settings("fp64", "full_shard", 1, 2, **keys(tmp_path), tensor=2)
     plain = run_ranks(trained, 2, recipe)
     recipe = recipe.replace({"train.compile": True})
     for losses, graphs, breaks in run_ranks(compiled, 2, recipe, timeout=150):
         assert losses == plain[0][0]
         assert (graphs, breaks) == (3, {})
-
-
-def moved(join, folder: Path, steps: list[tuple[str, Recipe]]):
-    """Read the first checkpoint of each pair, train a step, and write the second."""
-    losses = []
-    for (source, _), (name, recipe) in itertools.pairwise(steps):
-        with join(recipe) as ranks:
-            model, trainer = built(ranks, recipe)
-            if (folder / source).exists():
-                path = choose_checkpoint(folder / source).path
-                restore(open_checkpoint(path), model, trainer.optimizer)
-                expected = torch.load(folder / source / "whole.pt")
-                held = whole_state(model, trainer.optimizer)
-                assert held.keys() == expected.keys()
-                assert all(torch.equal(held[key], value) for key, value in expected.items())
-            number = int(name[-1])
-            losses += train(ranks, recipe, trainer, range(number, number + 1))[0]
-            writer = Writer(folder / name / "checkpoints", ranks.rank, ranks.world, piece_bytes=512)
-            state = gather_shard(model, trainer.optimizer, ranks.rank, ranks.world)
-            writer.write(2, state, {"step": 2})
-            assert not writer.wait()[0].error
-            held = whole_state(model, trainer.optimizer)
-            ranks.all_gather_object("saved", 1)
-            if ranks.main:
-                torch.save(held, folder / name / "whole.pt")
-    return losses
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3", marks=FULL)])
-def test_a_checkpoint_moves_to_one_process_and_back(models, tmp_path, kind):
-    more = keys(models / kind)
-    single = settings("fp64", "single", **more)
-    [wanted] = run_ranks(trained, 1, single)
-    full, ddp = (settings("fp64", s, **more, parallel__tensor=2) for s in ("full_shard", "ddp"))
-    start = [("none", full), ("tensor0", full)]
-    losses = run_ranks(moved, 2, tmp_path, start)[0]
-    losses += run_ranks(moved, 1, tmp_path, [start[-1], ("one1", single)])[0]
-    losses += run_ranks(moved, 2, tmp_path, [("one1", ddp), ("tensor2", ddp), ("tensor3", full)])[0]
-    assert losses == pytest.approx(wanted[0][:4], rel=1e-9)
 
 
 @pytest.mark.dist
@@ -161,7 +104,7 @@ def test_low_precision_stays_near_one_process(models):
     of_kind = [keys(models / kind, **more) for kind in KINDS]
     wanted = run_ranks(each, 1, [settings("fp32", "single", **keys) for keys in of_kind])[0]
     for strategy in ("ddp", "full_shard"):
-        recipes = [settings("bf16", strategy, **keys, parallel__tensor=2) for keys in of_kind]
+        recipes = [settings("bf16", strategy, **keys, tensor=2) for keys in of_kind]
         for per_rank in run_ranks(each, 2, recipes):
             for outcome, expected in zip(per_rank, wanted, strict=True):
                 losses, norms, _ = distance(outcome, expected)
@@ -182,16 +125,16 @@ def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_p
     for kind, reason in {**reasons, "llama": "dropout in the attention"}.items():
         if kind != "llama":
             hf_fixtures.save(kind, tmp_path / kind, vocab=VOCAB)
-        message = refusal(**keys(tmp_path / kind, parallel__tensor=2))
+        message = refusal(**keys(tmp_path / kind, tensor=2))
         assert reason in message and "parallel.tensor=1" in message
-    message = refusal(**keys(models / "llama", parallel__tensor=4))
+    message = refusal(**keys(models / "llama", tensor=4))
     assert "4 ranks do not divide the 2 key and value heads" in message
     assert message.endswith("write 2")
     assert "3 ranks do not divide the 4 attention heads" in refusal(
-        **keys(models / "llama", parallel__tensor=3)
+        **keys(models / "llama", tensor=3)
     )
-    adapters = {"model__lora__rank": 2, "parallel__tensor": 2}
-    more = {"parallel__context": 2, "parallel__pipeline": 2}
+    adapters = {"model__lora__rank": 2, "tensor": 2}
+    more = {"context": 2, "pipeline": 2}
     with pytest.raises(UserError, match=r"(?s)parallel\.tensor.*model\.lora"):
         settings("fp64", "ddp", **keys(models / "llama", **adapters))
     with pytest.raises(UserError, match=r"(?s)parallel\.context.*parallel\.pipeline"):

@@ -1,8 +1,8 @@
-"""bf16 weights and 8-bit moments on several ranks: one process's update bit for bit, and checkpoints
-that any other layout reads.
+"""bf16 weights and 8-bit moments on several ranks: one process's update bit for bit.
+
+`test_checkpoint_reshard.py` has their checkpoints.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hf_fixtures
 from bare_trainer import bare_trainer, full_rows
-from windlass.checkpoint.choose import choose_checkpoint
-from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import gather_shard, named_state, restore
+from windlass.checkpoint.state_dict import named_state
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.share import Cut, Peers, with_cut
@@ -68,52 +65,24 @@ def whole(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
 
 
-def write(join: Join, folder: str, strategy: str) -> dict[str, Tensor]:
-    """The state after three updates, and a checkpoint of two of them."""
+def updated(join: Join, strategy: str) -> dict[str, Tensor]:
+    """The state after three updates."""
     dist.init_process_group(
         "gloo", store=join.store or dist.HashStore(), rank=join.rank, world_size=join.world
     )
     model, optimizer = build(strategy, join.world)
-    for number in range(2):
+    for number in range(3):
         update(model, optimizer, number)
-    writer = Writer(Path(folder) / "checkpoints", join.rank, join.world, deadline=60)
-    writer.write(2, gather_shard(model, optimizer, join.rank, join.world), {"step": 2})
-    [outcome] = writer.wait()
-    assert not outcome.error, outcome
-    update(model, optimizer, 2)
     return whole(model, optimizer)
 
 
-def resume(join: Join, folders: list[str], strategy: str) -> list[dict[str, Tensor]]:
-    """The state after the third update, from each checkpoint."""
-    dist.init_process_group(
-        "gloo", store=join.store or dist.HashStore(), rank=join.rank, world_size=join.world
-    )
-    results = []
-    for folder in folders:
-        model, optimizer = build(strategy, join.world)
-        choice = choose_checkpoint(folder)
-        assert choice is not None
-        restore(open_checkpoint(choice.path), model, optimizer)
-        update(model, optimizer, 2)
-        results.append(whole(model, optimizer))
-    return results
-
-
-def test_every_layout_makes_the_same_update_and_reads_every_checkpoint(tmp_path):
-    written, folders = [], []
-    for strategy, world in LAYOUTS:
-        folders.append(str(tmp_path / f"{strategy}-{world}"))
-        written += run_ranks(write, world, folders[-1], strategy)
-    resumed = [
-        x for s, world in LAYOUTS for many in run_ranks(resume, world, folders, s) for x in many
-    ]
-    expected = written[0]
-    assert any(name.endswith("exp_avg_scale") for name in expected)
-    assert len(written) == 8 and len(resumed) == 8 * len(LAYOUTS)
-    for state in written + resumed:
-        assert state.keys() == expected.keys()
-        for name, tensor in expected.items():
+def test_every_layout_makes_the_same_update():
+    states = [state for strategy, n in LAYOUTS for state in run_ranks(updated, n, strategy)]
+    assert any(name.endswith("exp_avg_scale") for name in states[0])
+    assert len(states) == 8
+    for state in states:
+        assert state.keys() == states[0].keys()
+        for name, tensor in states[0].items():
             assert torch.equal(state[name], tensor), name
 
 
@@ -142,7 +111,9 @@ def losses(join: Join, settings: Recipe, vocab: int) -> list[float]:
 MASTER = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["gpt", pytest.param("llama", marks=pytest.mark.full), "gpt2", "gemma2"]
+)
 def test_every_strategy_trains_bf16_weights_as_float32_ones(kind, tmp_path):
     """Our GPT, LayerNorm, RMSNorm, and an embedding with a factor."""
     how = {"train__precision": "bf16", "train__micro_batch": 2, "train__global_batch": 2}
@@ -156,7 +127,7 @@ def test_every_strategy_trains_bf16_weights_as_float32_ones(kind, tmp_path):
     how["train__master"] = "bf16"
     [alone] = run_ranks(losses, 1, recipe(**how), hf_fixtures.VOCAB)
     assert alone == pytest.approx(wide, rel=0.02) and alone[-1] < 0.95 * alone[0]
-    for strategy in ("ddp", "full_shard", "shard_optim"):
+    for strategy in ("ddp", "full_shard", "shard_optim") if kind == "gpt" else ("full_shard",):
         settings = recipe(**how | {"train__global_batch": 4, "parallel__strategy": strategy})
         each = run_ranks(losses, 2, settings, hf_fixtures.VOCAB)
         # Each rank has the same rows, and its part of the mean.

@@ -136,7 +136,9 @@ def test_blocks_of_a_model_of_transformers_are_one_graph(compiled, tmp_path):
     assert len(compiled(lambda model, ranks, train: train(), **hf, **LOW)) == 1
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", ["none", pytest.param("full", marks=pytest.mark.full), "selective"]
+)
 def test_rows_of_varying_length_break_no_graph(compiled, checkpointing):
     graphs = compiled(
         lambda model, ranks, train: [train(2, length) for length in (32, 20, 9, 32, 11)],

@@ -1,5 +1,6 @@
-"""Wrapped models against one process: the gradient is the sum over ranks, whatever the strategy,
-the world and the masks.
+"""Wrapped models: how often they exchange gradients, in which precision, and their first weights.
+
+`test_parallel_equivalence.py` compares their trainings with one process.
 """
 
 import collections
@@ -9,128 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Join, grad_norm, recipe, run_ranks
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from toy import Toy, fill, micro_batch, toy
+from equivalence import gathered
+from harness import Join, recipe, run_ranks
+from toy import micro_batch, toy
 
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
-from windlass.recipe import Recipe
 
 pytestmark = pytest.mark.dist
 
 STRATEGIES = ("ddp", "full_shard", "shard_grad_op", "hybrid_shard")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full_shard, offload": {"offload": True},
-    "ddp, full recompute": {"activation_checkpointing": "full"},
-    "full_shard, full recompute": {"activation_checkpointing": "full"},
-    "full_shard, selective recompute": {"activation_checkpointing": "selective"},
-    "full_shard, reduced once": {"reduce_each_micro_batch": False},
-    "shard_grad_op, reduced each time": {"reduce_each_micro_batch": True},
-    "full_shard, prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
-    "hybrid_shard, of everything": {"shard_size": 2},
-}
-CASES: dict[str, dict[str, Any]] = {"auto": {}}
-"""Settings of `parallel`."""
-for name in (*STRATEGIES, *VARIANTS):
-    CASES[name] = {"strategy": name.partition(",")[0], **VARIANTS.get(name, {})}
-BARREN = 1  # the rank whose micro-batches hold no valid token
-
-
-def batches(
-    world: int, accumulation: int, rank: int | None = None
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro-batches of all ranks, or of one, in order; micro-batch k is rank k % world's."""
-    numbers = [k for k in range(world * accumulation) if rank is None or k % world == rank]
-    return [micro_batch(k, valid=k % world != BARREN) for k in numbers]
-
-
-def reference(world: int, accumulation: int) -> dict[str, Any]:
-    """One process, one batch of everything, in float64."""
-    model = toy()
-    tokens, labels = (torch.cat(parts) for parts in zip(*batches(world, accumulation), strict=True))
-    loss = model(tokens, labels) / (labels != -100).sum()
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    norm = torch.stack([g.norm() for g in grads.values()]).norm()
-    return {"loss": loss.item(), "norm": norm.item(), "grads": grads}
-
-
-def case_settings(case: str) -> Recipe:
-    settings = {f"parallel__{key}": value for key, value in CASES[case].items()}
-    return recipe(train__precision="fp64", **settings)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def step(model: nn.Module, join: Join, ranks: Ranks, accumulation: int) -> torch.Tensor:
-    """Forward and backward of a step in float64; returns this rank's part of the loss."""
-    mine = batches(join.world, accumulation, join.rank)
-    valid = collectives.sum_async(
-        [int(sum((labels != -100).sum() for _, labels in mine))], ranks
-    ).wait()[0]
-    total = torch.zeros((), dtype=torch.float64)
-    for k, (tokens, labels) in enumerate(mine):
-        with sync_gradients(model, ranks.strategy, k == len(mine) - 1):
-            loss = model(tokens, labels) / valid
-            loss.backward()
-        total += loss.detach()
-    return total
-
-
-def every_case(join: Join, accumulation: int) -> dict[str, Any]:
-    """All cases on this rank; the values of rank 0 come back, whole."""
-    results = {}
-    for name, overrides in CASES.items():
-        if join.world % overrides.get("shard_size", 1):
-            continue
-        settings = case_settings(name)
-        with join(settings) as ranks:
-            with torch.device("meta"):
-                bare = Toy().double()
-            model = parallelize(bare, ranks, settings)
-            fill(model, toy())
-            tied = bare.head.weight is bare.embedding.weight
-            for _ in range(2):  # the second step finds what the first left behind
-                model.zero_grad()
-                loss = step(model, join, ranks, accumulation)
-            norm = grad_norm(model.parameters(), ranks)
-            collectives.scale_gradients(model.parameters(), torch.tensor(0.5, dtype=torch.float64))
-            trained = [(n, p) for n, p in unwrap(model).named_parameters() if p.grad is not None]
-            grads = {n: whole(p.grad).clone() for n, p in trained}
-            loss = collectives.sum_over_ranks(loss, ranks)
-            results[name] = {"loss": loss.item(), "norm": norm, "grads": grads, "tied": tied}
-    return results
-
-
-@pytest.fixture(
-    scope="module",
-    params=[(2, 1), (2, 3), (4, 3), (3, 1)],
-    ids=lambda p: f"world {p[0]}, {p[1]} micro",
-)
-def measured(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    world, accumulation = request.param
-    return run_ranks(every_case, world, accumulation, timeout=120), reference(world, accumulation)
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_loss_gradient_and_norm_are_those_of_one_process(measured: Any, case: str):
-    everyone, wanted = measured
-    if case not in everyone[0]:
-        pytest.skip("2 does not divide 3")
-    for results in (rank[case] for rank in everyone):
-        assert results["tied"] and results["norm"].dtype == torch.float64
-        assert results["loss"] == pytest.approx(wanted["loss"], abs=1e-9)
-        assert results["norm"].item() == pytest.approx(wanted["norm"], abs=1e-9)
-        assert results["grads"].keys() == wanted["grads"].keys()
-        for name, grad in wanted["grads"].items():
-            assert torch.allclose(2 * results["grads"][name], grad, rtol=0, atol=1e-9), name
-    assert len({rank[case]["norm"].item() for rank in everyone}) == 1
+ONCE = "full_shard, reduced once"
 
 
 def exchanges(join: Join) -> dict[str, list[collections.Counter[str]]]:
@@ -144,16 +36,18 @@ def exchanges(join: Join) -> dict[str, list[collections.Counter[str]]]:
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "8192"
     results = {}
-    for case in ("ddp", "full_shard", "shard_grad_op", "hybrid_shard", "full_shard, reduced once"):
-        settings, counts = case_settings(case), []
+    for case in (*STRATEGIES, ONCE):
+        more = {"parallel__reduce_each_micro_batch": False} if case == ONCE else {}
+        settings, counts = recipe(parallel__strategy=case.partition(",")[0], **more), []
         with join(settings) as ranks:
-            model = parallelize(toy(), ranks, settings)
-            step(model, join, ranks, 1)
-            for accumulation in (1, 4):
+            model = parallelize(toy(dtype=torch.float32), ranks, settings)
+            for accumulation in (1, 1, 4):
                 before = recorded()
-                step(model, join, ranks, accumulation)
+                for k in range(accumulation):
+                    with sync_gradients(model, ranks.strategy, k == accumulation - 1):
+                        model(*micro_batch(k)).backward()
                 counts.append(recorded() - before)
-        results[case] = counts
+        results[case] = counts[1:]
     return results
 
 
@@ -161,10 +55,10 @@ def test_gradients_are_exchanged_once_a_step_or_after_each_micro_batch():
     for case, counts in run_ranks(exchanges, 2)[0].items():
         reduced = [sum(n for name, n in c.items() if "reduce" in name) for c in counts]
         gathered = [sum(n for name, n in c.items() if "gather" in name) for c in counts]
-        assert reduced[0] > 1, case  # one is that of the valid tokens
+        assert reduced[0] > 0, case
         # `hybrid_shard` of 2 ranks has shards of one rank each: what is left is the reduction
         # between the shards' replicas.
-        assert reduced[1] - 1 == (4 if case == "full_shard" else 1) * (reduced[0] - 1), case
+        assert reduced[1] == (4 if case == "full_shard" else 1) * reduced[0], case
         # ZeRO-2 gathers once for the whole step.
         if case.startswith(("full_shard", "shard_grad_op")):
             assert gathered[1] == (1 if case == "shard_grad_op" else 4) * gathered[0] > 0, case
@@ -192,28 +86,6 @@ def test_the_first_step_after_a_start_adds_gradients_as_later_ones_do():
         assert torch.equal(first, second) and first.any()
 
 
-def gradient_bytes(join: Join) -> dict[str, int]:
-    """Bytes of gradients on this rank between micro-batches, in whole tensors and in shards."""
-    results = {}
-    for case in ("full_shard", "full_shard, reduced once"):
-        settings = case_settings(case)
-        with join(settings) as ranks:
-            model = parallelize(toy(), ranks, settings)
-            with sync_gradients(model, ranks.strategy, False):
-                model(*micro_batch(join.rank)).backward()
-            states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-            groups = [s._fsdp_param_group for s in states if s._fsdp_param_group]
-            whole_grads = [p._unsharded_param.grad for g in groups for p in g.fsdp_params]
-            shards = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-            results[case] = sum(g.nbytes for g in [*shards, *whole_grads] if g is not None)
-    return results
-
-
-def test_full_shard_keeps_shards_of_gradients_between_micro_batches():
-    for held in run_ranks(gradient_bytes, 2):
-        assert held["full_shard"] < 0.6 * held["full_shard, reduced once"]
-
-
 def differing(join: Join) -> dict[str, bool]:
     """Whether a user's model, made differently on each rank, comes out as rank 0's."""
     same, wanted = {}, toy(seed=0, dtype=torch.float32)
@@ -223,7 +95,7 @@ def differing(join: Join) -> dict[str, bool]:
             mine = toy(seed=join.rank, dtype=torch.float32)
             mine.shift += join.rank
             model = unwrap(parallelize(mine, ranks, settings))
-            values = {name: whole(p) for name, p in model.named_parameters()}
+            values = {name: gathered(p) for name, p in model.named_parameters()}
             equal = [torch.equal(values.pop(name), p) for name, p in wanted.named_parameters()]
             equal += [torch.equal(mine.shift, wanted.shift), not values]
             same[strategy] = all(equal) and mine.head.weight is mine.embedding.weight
@@ -255,7 +127,7 @@ def low_precision(join: Join) -> dict[tuple[str, str], Any]:
                     loss += part.detach()
                 gradients = [p.grad for p in model.parameters() if p.grad is not None]
                 kinds = {tensor.dtype for tensor in [*model.parameters(), *gradients]}
-                grads = torch.cat([whole(grad).flatten() for grad in gradients])
+                grads = torch.cat([gathered(grad).flatten() for grad in gradients])
                 results[precision, strategy] = (
                     float(collectives.sum_over_ranks(loss, ranks)),
                     grads,
@@ -292,7 +164,7 @@ def embeddings_gradient(join: Join, world_strategy: str) -> torch.Tensor:
         with sync_gradients(model, ranks.strategy, True), autocast(settings, ranks.device):
             loss = model(tokens, tokens + 1)
         loss.backward()
-        return whole(unwrap(model).embedding.weight.grad)[1].clone()
+        return gathered(unwrap(model).embedding.weight.grad)[1].clone()
 
 
 def test_gradients_of_a_frequent_token_are_added_in_float32():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from equivalence import BATCH, built, rows, settings
 from harness import run_ranks
+from test_parallel_equivalence import on
 
 from windlass.data.loader import Loader
 from windlass.data.mixture import MixedSamples, Mixture, Stage
@@ -21,13 +22,10 @@ class Some:
     """Some of the equivalence tests' rows, all of one width."""
 
     def __init__(self, start, stop):
-        self.all, self.start, self.stop = rows(), start, stop
+        self.all, self.start, self.stop = rows(80), start, stop
 
     def __len__(self):
         return self.stop - self.start
-
-    def length(self, index):
-        return self.all.length(index + self.start)
 
     def length(self, index):
         return self.read(np.array([index])).tokens.shape[1]
@@ -65,14 +63,8 @@ def by_source(join, recipe):
 
 
 CELLS = {
-    2: [
-        {"strategy": "ddp"},
-        {"strategy": "full_shard"},
-        {"tensor": 2},
-        {"context": 2},
-        {"pipeline": 2},
-    ],
-    4: [{"tensor": 2, "strategy": "full_shard"}, {"pipeline": 2, "context": 2}],
+    2: [on("ddp"), on("full_shard"), on(tensor=2), on(context=2), on(pipeline=2)],
+    4: [on("full_shard", tensor=2), on(pipeline=2, context=2)],
 }
 
 
@@ -80,7 +72,7 @@ def each(join, recipes):
     return [by_source(join, recipe) for recipe in recipes]
 
 
-@pytest.mark.parametrize("world", CELLS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_layout_shows_the_losses_of_one_process(world):
     [alone] = run_ranks(by_source, 1, settings("fp64", "single", model__head_bias=True))
     (first, second), evaluated = alone
@@ -89,13 +81,7 @@ def test_every_layout_shows_the_losses_of_one_process(world):
     }
     assert sum(first[f"source.{name}.samples"] for name in NAMES) == 2 * BATCH
     assert sum(second[f"source.{name}.samples"] for name in NAMES) == 5 * BATCH
-    recipes = []
-    for cell in CELLS[world]:
-        size = cell.get("tensor", 1) * cell.get("context", 1) * cell.get("pipeline", 1)
-        keys = {f"parallel__{key}": value for key, value in cell.items()}
-        keys.pop("parallel__strategy", None)
-        kind = cell.get("strategy", "ddp" if world > size else "auto")
-        recipes.append(settings("fp64", kind, world // size, 2, model__head_bias=True, **keys))
+    recipes = [settings(world=world, model__head_bias=True, **cell) for cell in CELLS[world]]
     wanted = [first, second, evaluated]
     for per_rank in run_ranks(each, world, recipes, timeout=120):
         for cell, (fields, scores) in zip(CELLS[world], per_rank, strict=True):

@@ -3,11 +3,8 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-from windlass.parallel.parallelize import unwrap
-
-VOCAB = 29
+VOCAB = 37
 
 
 class Attention(nn.Module):
@@ -65,18 +62,6 @@ def toy(seed: int = 0, dtype: torch.dtype = torch.float64, **how: object) -> Toy
     """The model with values that `seed` alone decides."""
     torch.manual_seed(seed)
     return Toy(**how).to(dtype)  # type: ignore[arg-type]
-
-
-def fill(model: nn.Module, like: nn.Module) -> None:
-    """Fill the parameters (perhaps sharded) and buffers of a model from the meta device."""
-    values = dict(like.named_parameters()) | dict(like.named_buffers())
-    with torch.no_grad():
-        for name, tensor in [*unwrap(model).named_parameters(), *unwrap(model).named_buffers()]:
-            value = values[name].detach()
-            if isinstance(tensor, DTensor):
-                mesh, placements = tensor.device_mesh, tensor.placements
-                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            tensor.copy_(value)
 
 
 def micro_batch(

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import recipe_of
+from test_model_adapters import IDS, check_resume, opened, recipe_of, train_on_ranks
 
 import hf_fixtures
-from helpers import curve, refused, windlass
+from helpers import curve, refused
 from windlass import train
-from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes
 from windlass.parallel.parallelize import autocast
@@ -106,30 +105,25 @@ def test_auto_takes_the_precision_of_the_files(base: None, tmp_path: Path) -> No
 def test_a_run_resumes_bit_for_bit_and_is_exported(base: None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    straight = train(recipe_of(tmp_path, "straight", lora=LORA))
-    recipe = recipe_of(tmp_path, "stopped", lora=LORA)
-    train(recipe, stop_at=2)
-    assert curve(train(recipe)) == curve(straight)
+    recipe = recipe_of(tmp_path, lora=LORA)
+    straight = check_resume(recipe)
     losses = [loss for _, loss, *_ in curve(straight)]
     wide = curve(train(recipe_of(tmp_path, "wide", lora=LORA, frozen_precision="fp32")))
     assert losses == pytest.approx([loss for _, loss, *_ in wide], rel=1e-3)
     assert losses[-1] < losses[0]
-    ids = torch.randint(0, 256, (2, 30), generator=torch.Generator().manual_seed(5))
     merged = AutoModelForCausalLM.from_pretrained(
         export(recipe.run_dir, tmp_path / "out"), dtype=torch.float32
     )
     with torch.no_grad():
-        ours = open_model(find_source(str(recipe.run_dir)), alone("cpu"))(ids)
-        assert (merged.eval()(ids).logits - ours).abs().max() < 0.2
+        ours = opened(recipe.run_dir)(IDS)
+        assert (merged.eval()(IDS).logits - ours).abs().max() < 0.2
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
 def test_ranks_train_as_one_process(base: None, strategy: str, tmp_path: Path) -> None:
     settings = ("train.micro_batch=2", "train.precision=fp32")
-    alone_ = train(recipe_of(tmp_path, "one", lora=LORA).replace(*settings))
-    recipe = recipe_of(tmp_path, "two", lora=LORA)
-    recipe = recipe.replace(*settings, f"parallel.strategy={strategy}")
-    (tmp_path / "two.toml").write_text(recipe.toml())
-    windlass("train", tmp_path / "two.toml", "--world", "2")
-    for mine, other in zip(curve(recipe.run_dir), curve(alone_), strict=True):
+    one, two = (recipe_of(tmp_path, run, lora=LORA).replace(*settings) for run in ("one", "two"))
+    run = train_on_ranks(two.replace(f"parallel.strategy={strategy}"))
+    for mine, other in zip(curve(run), curve(train(one)), strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
