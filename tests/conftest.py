@@ -47,6 +47,12 @@ FOLDERS = ["cluster", "faults", "e2e", "dist", "parity", "gpu", "unit"]
 """
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs in `make test`: a fork cannot use CUDA after its parent has."""
+    if "not gpu" in config.option.markexpr and Path("/dev/nvidiactl").exists():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: FOLDERS.index(item.path.parent.name))
