@@ -2,7 +2,7 @@
 
 - Which sources does a recipe name, and where are their tokens? `locate`
 - Which items does a source have? `sources`, `files` (which ones), `records` (the items in them)
-- What are the tokens of an item? `tokenizer`, `vocabulary` and `learn` (where it comes from),
+- What are the tokens of an item? `tokenizer`, `vocabulary` and `learn` (its origin),
   `examples` (conversations, questions), `chat` (their layout)
 - How do they get to the disk? `prepare` (what is to do), `encode`, `shards`, `foreign`, `remote`
 - What does a recipe read of them? `corpus`, `limits`, `split`
