@@ -16,12 +16,12 @@ from windlass.recipe import (
     Horizon,
     Recipe,
     RecipeError,
-    explain,
     parse_override,
     plan_batch,
     presets,
     settings,
 )
+from windlass.recipe.explain import explain
 from windlass.recipe.keys import other_tools, values
 from windlass.recipe.paths import located
 from windlass.recipe.strategies import NO_LAYOUT, Sizes

@@ -37,7 +37,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     if recipe.train.steps == "compute-optimal":
         if own_model:
             raise UserError(
-                'train.steps = "compute-optimal" needs the model of a recipe; write steps or epochs'
+                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
             )
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
