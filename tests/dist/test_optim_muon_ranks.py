@@ -40,35 +40,31 @@ def updated(join, r, shared, at_once=1):
         }
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("strategy", "world", "shared"),
-    [
-        ("ddp", 2, True),
-        ("full_shard", 2, False),
-        ("full_shard", 3, False),
-        ("hybrid_shard", 4, False),
-        pytest.param("ddp", 3, False, marks=pytest.mark.full),
-        pytest.param("shard_grad_op", 4, False, marks=pytest.mark.full),
-    ],
-)
-def test_every_strategy_makes_the_update_of_one_process(strategy, world, shared):
-    [alone] = run_ranks(updated, 1, recipe(**MODEL), False)
-    for matrices in run_ranks(updated, world, recipe(**MODEL, parallel__strategy=strategy), shared):
-        assert matrices.keys() == alone.keys() and len(matrices) == 12
-        for name, value in matrices.items():
-            assert (value == alone[name]).all(), name
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(updated, 1, recipe(**MODEL), False)[0]
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("strategy", "world", "shared", "at_once"),
-    [("ddp", 2, True, 2**20), ("full_shard", 3, False, 2**20), ("full_shard", 2, False, 700)],
+    [
+        ("ddp", 2, True, 1),
+        ("full_shard", 3, False, 1),
+        ("hybrid_shard", 4, False, 1),
+        pytest.param("full_shard", 2, False, 1, marks=pytest.mark.full),
+        pytest.param("ddp", 3, False, 1, marks=pytest.mark.full),
+        pytest.param("shard_grad_op", 4, False, 1, marks=pytest.mark.full),
+        # stacks, as a GPU makes them; 700 numbers are two matrices of a rank
+        ("ddp", 2, True, 2**20),
+        ("full_shard", 3, False, 2**20),
+        ("full_shard", 2, False, 700),
+    ],
 )
-def test_stacks_on_several_ranks(strategy, world, shared, at_once):
-    """As a GPU makes them; 700 numbers are two matrices of a rank."""
-    [alone] = run_ranks(updated, 1, recipe(**MODEL), False)
+def test_every_strategy_makes_the_update_of_one_process(alone, strategy, world, shared, at_once):
+    """Bit for bit, but for the rounding of stacks."""
     sharded = recipe(**MODEL, parallel__strategy=strategy)
     for matrices in run_ranks(updated, world, sharded, shared, at_once):
+        assert matrices.keys() == alone.keys() and len(matrices) == 12
         for name, value in matrices.items():
-            assert value == pytest.approx(alone[name], abs=1e-5), name
+            assert value == pytest.approx(alone[name], rel=0, abs=1e-5 * (at_once > 1)), name

@@ -145,25 +145,6 @@ def test_logits_are_those_of_the_plain_model_with_the_factors_by_hand(parts):
     torch.testing.assert_close(cached, logits, rtol=1e-9, atol=1e-12)
 
 
-def test_training_is_adamw_with_the_tables_rates():
-    """Three steps beside torch's AdamW with a group for each tensor, in float64."""
-    model, other = gpt(2 * BASE, **NEW), gpt(2 * BASE, **NEW)
-    optimizer = build_optimizer(model, OPTIM, "cpu")
-    groups = []
-    for name, value in other.named_parameters():
-        slow, decay = (2 if is_hidden(name, value) else 1), (0.3 if value.dim() == 2 else 0.0)
-        groups.append({"params": [value], "lr": 0.02 / slow, "weight_decay": decay * slow})
-    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6 / 2, foreach=False)
-    tokens = some_tokens()
-    for _ in range(3):
-        for one, by in ((model, optimizer), (other, reference)):
-            one.zero_grad()
-            one(tokens[:, :-1], tokens[:, 1:]).backward()
-            by.step()
-    for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12, msg=name)
-
-
 @pytest.mark.parametrize("parts", [OLD, NEW])
 def test_all_gradients_shrink_as_the_width_grows(parts):
     """The reason why eps is divided for every parameter, not for the matrices alone."""
