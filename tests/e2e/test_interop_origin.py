@@ -14,9 +14,9 @@ import torch
 import hf_fixtures
 from helpers import refused, windlass
 from windlass import train
+from windlass.evaluation.api import evaluate
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, load_model, open_model
-from windlass.evaluation.suites import evaluate
 from windlass.interop.export import export
 from windlass.recipe import Recipe
 from windlass.run import Run

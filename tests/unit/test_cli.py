@@ -22,7 +22,7 @@ from helpers import windlass_forked as windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
-from windlass.evaluation.suites import Evaluation, write
+from windlass.evaluation.api import Evaluation, write
 from windlass.recipe.explain import write_first_recipe
 from windlass.run import Run
 

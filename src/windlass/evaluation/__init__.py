@@ -3,7 +3,7 @@
 - `source.py`: finds and opens a saved model
 - `likelihood.py`: the loss, and HellaSwag; `squad.py`, `lm_eval.py`: the other suites
 - `generate.py`: the next tokens of texts; `text.py`: the verb `sample`
-- `suites.py`: the verb `eval` and its record; the suites of a training
+- `suites.py`: the suites of a recipe; `api.py`: the verb `eval` and its record
 
 Arguments of many functions here:
     ranks: The process group. All its ranks call the function together and make equally many forward

@@ -1,52 +1,37 @@
-"""The suites (loss, hellaswag, squad, lm-eval:TASKS), the command `eval`, and its record.
+"""The suites (loss, hellaswag, squad, lm-eval:TASKS) of a recipe, measured on a model.
 
 During training a `Suites` object measures the suites of `eval.suites` on the current model.
-`evaluate` opens a saved model, and rank 0 writes one JSON file per step: `results` (suite → scores)
-and `measured` (suite → everything else that the scores depend on). A new measurement of a suite
-replaces its scores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 from windlass.data.chat import Template, stop_tokens
 from windlass.data.examples import Question
-from windlass.data.open import Data, open_data, own_data
 from windlass.data.samples import Samples, Subset
-from windlass.data.suite import eval_questions, suite_sources
+from windlass.data.suite import eval_questions
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError, argument
 from windlass.evaluation import likelihood
 from windlass.evaluation.likelihood import evaluate_hellaswag, evaluate_loss
 from windlass.evaluation.lm_eval import run_harness
-from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.squad import evaluate_squad
-from windlass.fileio import make_dir, read_json, write_atomic
+from windlass.fileio import write_atomic
 from windlass.optim.average import Average
-from windlass.parallel.dist import Ranks, init_ranks
-from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import autocast, resolve_precision, varying_shapes
-from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE, SUITE
-from windlass.recipe.units import samples_per_pass
-from windlass.run import Run
-from windlass.telemetry.ledger import plain
+from windlass.parallel.dist import Ranks
+from windlass.parallel.parallelize import autocast, varying_shapes
+from windlass.recipe import Recipe
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
 
 HARNESS = "lm-eval:"
 Scores = dict[str, Any]  # of a suite, as in an `eval` line of the ledger
@@ -180,188 +165,6 @@ def averaged_losses(scores: Scores) -> Scores:
 def items_hash(items: Sequence[Any]) -> str:
     """Eight hexadecimal digits, equal for the same items; other scores are not comparable."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The scores of `evaluate`; on rank 0 also the files they were written to."""
-
-    model: str
-    step: int | None
-    results: dict[str, Scores]
-    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measured_on`
-    predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
-    weights: str = "raw"
-    path: Path | None = None
-    predictions_path: Path | None = None
-
-
-def evaluate(
-    run: str | Path | Run | Source,
-    suites: Sequence[str] = (),
-    overrides: Changes = (),
-    out: str | Path | None = None,
-    on_result: Callable[[str, Scores], None] = lambda suite, numbers: None,
-    on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
-    *,
-    model: nn.Module | None = None,
-    data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None = None,
-    weights: str = "raw",
-) -> Evaluation:
-    """Measure a saved model on the ranks of this process's launch, and record the scores.
-
-    Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
-            `transformers`, `hf:NAME`.
-        suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
-        overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the run's
-            precision and TF32 apply, so that the scores equal its training's. On a CPU the
-            precision is fp32 (fp64 for a run in fp64). The loss covers all validation data unless
-            `eval.batches` is overridden.
-        out: Directory of results and predictions; default: RUN/eval, or none for a model without a
-            run.
-        on_result: Called on rank 0 with each suite's scores when it ends.
-        on_progress: Called between the passes of a suite with the samples done and their total.
-        model: An instance of your class, for a run that trains it; the weights are loaded into
-            it.
-        data: Your own samples, as in `train`; the loss is measured on their validation set, or on
-            a single `Dataset`.
-        weights: `raw`, or `average` for the averaged weights (`train.average`).
-
-    Raises:
-        UserError: The model or a suite does not exist, suites are missing, or the data does not fit
-            the model.
-    """
-    source = run if isinstance(run, Source) else find_source(run, overrides, model, weights)
-    changes = dotted(overrides)
-    suites = list(suites) or (source.recipe.eval.suites if source.run else [])
-    valid = "there are loss, hellaswag, squad and lm-eval:TASKS"
-    if not suites:
-        raise UserError(f"name what to measure, as {argument('suites', ['loss'])}; {valid}")
-    if unknown := [suite for suite in suites if not re.fullmatch(SUITE, suite)]:
-        raise UserError(f"{argument('suites', unknown)}: {valid}")
-    has_data = source.run or data is not None or {"data.source", "data.mix"} & set(changes)
-    if LOSS_SUITE in suites and not has_data:
-        raise UserError(
-            "the loss of a model without a run needs data: "
-            "add data.source=FILE and data.val_fraction=0.1"
-        )
-    env = detect_env(os.environ)
-    recipe = source.recipe.replace(**_settings(source, changes, suites, env.world))
-    recipe.check_packages()
-    if folder := Path(out) if out else source.run.path / "eval" if source.run else None:
-        make_dir(folder, f"give another place as {argument('out', 'DIR')}")
-    with init_ranks(env, recipe) as ranks:
-        samples = own_data(data, recipe, measured=True)
-        result = measure(replace(source, recipe=recipe), ranks, on_result, on_progress, samples)
-        return write(result, folder) if ranks.main and folder else result
-
-
-def _settings(
-    source: Source, changes: Collection[str], suites: list[str], world: int
-) -> dict[str, Any]:
-    """The settings for measuring a saved model; it is sharded if its training divided it."""
-    recipe = source.recipe
-    divided = source.run is not None and source.run.recipe.parallel.model_ranks > 1
-    sharded = world > 1 and (divided or recipe.strategy(1).shards_parameters)
-    gpu = recipe.parallel.device != "cpu" and torch.cuda.is_available()
-    precision = precision_of(recipe, changes, gpu)
-    settings = {
-        "parallel.strategy": "full_shard" if sharded else "auto",
-        "parallel.shard_size": 0,
-        "parallel.offload": False,
-        "parallel.activation_checkpointing": "none",
-        "eval.suites": suites,
-        "checkpoint.best": "loss",  # the run's own measure may be of another suite
-        "telemetry.trackers": [],
-        "train.precision": precision,
-        "train.stream": recipe.train.stream if precision in ("auto", "bf16") else "fp32",
-    }
-    if LOSS_SUITE not in suites:
-        settings["eval.train_batches"] = 0
-    return settings if "eval.batches" in changes else settings | {"eval.batches": 0}
-
-
-def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
-    """The precision for a saved model: the run's on a GPU, fp32 on a CPU, unless overridden."""
-    own = recipe.train.precision
-    return own if gpu or own == "fp64" or "train.precision" in changes else "fp32"
-
-
-def measure(
-    source: Source,
-    ranks: Ranks,
-    on_result: Callable[[str, Scores], None],
-    on_progress: Callable[[str, int, int], object],
-    given: Data | None = None,
-) -> Evaluation:
-    """Every suite of the source's recipe in turn; all ranks call it together."""
-    recipe, suites = source.recipe, source.recipe.eval.suites
-    model = open_model(source, ranks)
-    if LOSS_SUITE in suites and source.tokenizer is None and given is None:
-        problem = f"{source.name} was trained on your data"
-        raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
-    own: dict[str, Any] = {"tokenizer": source.tokenizer, "template": source.template}
-    data = given
-    if data is None and LOSS_SUITE in suites:
-        data = open_data(recipe, ranks, **own, only_val=True)
-    if data is not None and data.val is None:
-        raise UserError(
-            "the validation set is missing: give data.eval_source=FILE, or data.val_fraction=0.1"
-        )
-    batch = samples_per_pass(recipe.model.context, ranks.device.type)
-    val, template = data.val if data else None, source.template
-    measurer = Suites(recipe, source.tokenizer, ranks, val, batch, template=template)
-    results, measured, predictions = {}, {}, None
-    fingerprint = data.fingerprint if data else ""
-    for suite in suites:
-        scored = measurer.measure(suite, model, progress=partial(on_progress, suite))
-        assert scored is not None, "only a poll stops a suite"
-        results[suite], predictions = scored[0], scored[1] or predictions
-        if ranks.main:
-            measured[suite] = measured_on(suite, recipe, ranks.device, fingerprint)
-            on_result(suite, scored[0])
-    return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
-
-
-def measured_on(
-    suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
-) -> dict[str, Any]:
-    """Everything except the model that the scores of a suite depend on.
-
-    `settings`; and, by suite, `files` (path → SHA-256), `data` (the fingerprint of the prepared
-    data) or `lm_eval` (the harness's version).
-    """
-    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
-    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
-    settings["train.precision"] = resolve_precision(recipe.train.precision, device)
-    if suite == LOSS_SUITE:
-        return {"settings": settings, "data": fingerprint}
-    if suite.startswith(HARNESS):
-        return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
-    files = [recipe.eval.hellaswag_file]
-    if suite == SQUAD_SUITE:
-        sources = suite_sources(recipe) or recipe.data.sources
-        files = [source.partition(":")[2] for source in sources]
-    # Items without a file come from the Hub.
-    hashes = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file}
-    return {"settings": settings, "files": hashes}
-
-
-def write(result: Evaluation, folder: Path) -> Evaluation:
-    """Add scores to their step's record in `folder`, and write SQuAD's predictions."""
-    path = folder / f"{step_name(result.step, result.weights)}.json"
-    keys = ("model", "step", "weights", "results", "measured")
-    record: dict[str, Any] = {key: getattr(result, key) for key in keys}
-    before = read_json(path)
-    if before.get("model") == result.model:  # suites that are not measured again stay
-        record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
-    write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    predictions_path = None
-    if result.predictions:
-        own = folder, result.step, result.predictions, result.weights
-        predictions_path = write_predictions(*own)
-    return replace(result, path=path, predictions_path=predictions_path)
 
 
 def write_predictions(
