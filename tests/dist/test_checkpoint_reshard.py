@@ -88,10 +88,15 @@ def cells_of(variant: str, every: bool) -> dict[int, list[dict[str, Any]]]:
         return {
             world: [WORLDS[world][i] for i in numbers] for world, numbers in SOME[variant].items()
         }
-    most = {"own": 3, "own frozen": 3}.get(variant, 99)
-    out = {"pipeline"} if variant != "old" else set()
+    whole = {"tensor", "context", "pipeline"}
+    left_out = {"old": set(), "hf": {"context", "pipeline"}, "new": {"pipeline"}}
+    out = left_out.get(variant, {"pipeline"} if variant == "muon" else whole)
     return {
-        world: [cell for cell in cells if len(cell) <= most and not out & cell.keys()]
+        world: [
+            cell
+            for cell in cells
+            if not out & cell.keys() and not (variant == "hf" and cell.get("tensor") == 4)
+        ]
         for world, cells in WORLDS.items()
     }
 
