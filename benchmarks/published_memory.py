@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from windlass.estimate.memory import Memory, memory
-from windlass.estimate.subject import subject_of, with_activations
+from windlass.estimate.subject import subject_of, with_sizes
 from windlass.recipe import Recipe
 
 GIB = 2**30 / 1e9
@@ -84,7 +84,7 @@ def planned(row: Published, folder: Path) -> Memory:
     own += [f"train.micro_batch={row.batch}", f"train.global_batch={row.batch}", "train.steps=100"]
     own += ["train.precision=bf16", "train.master=bf16", "data.format=text"]
     recipe = Recipe.load("chat-lora", [*own, "model.lora.rank=0", *row.settings])
-    subject = with_activations(subject_of(recipe, device="A100-80GB"))
+    subject = with_sizes(subject_of(recipe, device="A100-80GB"), activations=True)
     assert subject.counted, subject.hf_reason
     assert not subject.activations_reason, subject.activations_reason
     return memory(subject.counted, subject.counted.vocab, subject.layout, recipe.optim.kind)

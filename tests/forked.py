@@ -4,6 +4,7 @@ tenth of a second instead of three.
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import inspect
@@ -50,6 +51,7 @@ def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
         return
     for module in MODULES:
         importlib.import_module(module)
+    end_openmp_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Python 3.12, if this process has other threads
         self.pid = os.fork()
@@ -58,6 +60,14 @@ def fork(self: subprocess.Popen, args: Any, *more: Any) -> None:
     self._child_created = True
     names = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     self._close_pipe_fds(*(how[name] for name in names))
+
+
+def end_openmp_threads() -> None:
+    """End this thread's pool of OpenMP threads: a child would wait for threads that it lacks."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line.split()[-1] for line in maps if "libgomp" in line}
+    for path in paths:
+        assert ctypes.CDLL(path).omp_pause_resource_all(2) == 0  # omp_pause_hard
 
 
 class Forked(subprocess.Popen):

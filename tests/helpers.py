@@ -1,17 +1,12 @@
 """What many tests need: the command line in a process of its own, a small corpus, a run's numbers."""
 
-import atexit
 import json
-import logging
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +19,6 @@ from windlass import Recipe
 from windlass.errors import UserError
 from windlass.run import Run
 
-FORK = multiprocessing.get_context("fork")
 TINY = {
     "model.layers": 2,
     "model.heads": 2,
@@ -63,46 +57,6 @@ def windlass(
     shown = f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert code is None or done.returncode == code, shown
     return done
-
-
-def windlass_forked(
-    *arguments: str | Path,
-    code: int = 0,
-    cwd: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 120,
-) -> subprocess.CompletedProcess[str]:
-    """As `windlass`, in a fork of this process, which has imported most of it already."""
-    words = ["windlass", *map(str, arguments)]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        files = (out.fileno(), error.fileno())
-        process = FORK.Process(target=_call, args=(words, files, cwd, dict(env or {})))
-        process.start()
-        process.join(timeout)
-        process.kill()
-        process.join()
-        texts = [(file.seek(0), file.read())[1] for file in (out, error)]
-    assert process.exitcode == code, f"exit code {process.exitcode}\n{texts[0]}\n{texts[1]}"
-    return subprocess.CompletedProcess(words, code, *texts)
-
-
-def _call(words: list[str], files: tuple[int, int], cwd: Path | None, env: dict[str, str]) -> None:
-    """Call the command line as if this process had been started for it."""
-    atexit._clear()  # what the parent does at its end
-    warnings.resetwarnings()  # pytest makes errors of them
-    logging.root.handlers.clear()
-    for number, file in enumerate(files, 1):
-        os.dup2(file, number)
-    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
-    os.environ |= env
-    os.chdir(cwd or ".")
-    sys.argv = words
-    from windlass.cli import main
-
-    try:
-        main()
-    finally:
-        atexit._run_exitfuncs()
 
 
 def start(

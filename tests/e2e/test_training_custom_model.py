@@ -611,7 +611,7 @@ def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_voc
         measured = evaluate(run, model=model, data=data).results["loss"]
         assert measured["loss"] == pytest.approx(losses[-1], rel=1e-6)
     assert evaluate(run, model=model, data=Rows(17, 9)).results["loss"]["tokens"] == 40 * 16
-    with refused("data of your own", "data="):
+    with refused("your data", "data="):
         evaluate(run, model=model)
     with refused("the data is not what"):  # other validation data
         train(small, model, (Rows(17), Rows(17, 8)), extend_to=9)

@@ -16,9 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from helpers import TINY, overrides, refused, tiny_recipe
-from helpers import windlass as started
-from helpers import windlass_forked as windlass
+from helpers import TINY, command, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import VERBS, main, models
 from windlass.cli import train as train_verbs
@@ -106,7 +104,9 @@ NAMES = [name for verbs in VERBS.values() for name in verbs]
 
 
 def test_the_help_fits_80_columns_with_a_line_for_each_verb() -> None:
-    text = started("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": ""}).stdout
+    environment = {**os.environ, "COLUMNS": "80", "TERMINAL_WIDTH": ""}
+    # No fork: the order of the panels is the order of this process's imports.
+    text = subprocess.run(command("--help"), env=environment, capture_output=True, text=True).stdout
     assert max(map(len, text.splitlines())) <= 80
     assert re.findall(r"^╭─ (\w+) ─", text, re.M) == ["Options", *VERBS]
     lines = re.findall(r"^│ ([a-z]+) +([A-Z].*\.) +│$", text, re.M)
@@ -156,7 +156,7 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
     fault = "raise RuntimeError('no fonts here')"
     (tmp_path / "broken" / "jinja2" / "__init__.py").write_text(fault)
     path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
-    error = started("train", tmp_path / "run", env={"PYTHONPATH": path}).stderr
+    error = windlass("train", tmp_path / "run", env={"PYTHONPATH": path}).stderr
     assert "no report: RuntimeError: no fonts here" in error and "windlass report" in error
 
 

@@ -15,7 +15,7 @@ from data_fixtures import (
     reference_split,
     texts_of,
 )
-from helpers import windlass_forked as windlass
+from helpers import windlass
 from windlass.data.describe import describe, lines, warnings
 from windlass.data.open import Data, open_data
 

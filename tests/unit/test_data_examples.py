@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from data_fixtures import counted, recipe_for
-from helpers import refused
-from helpers import windlass_forked as windlass
+from helpers import refused, windlass
 from windlass.data import sources, suite
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder

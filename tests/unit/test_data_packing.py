@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, documents, jsonl, recipe_for, text_hash
-from helpers import refused
-from helpers import windlass_forked as windlass
+from helpers import refused, windlass
 from windlass.data.describe import describe, lines
 from windlass.data.documents import BestFitSamples, best_fit
 from windlass.data.loader import Loader

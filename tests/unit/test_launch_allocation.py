@@ -10,8 +10,7 @@ from functools import partial
 
 import pytest
 
-from helpers import command, programs, refused
-from helpers import windlass_forked as windlass
+from helpers import command, programs, refused, windlass
 from windlass.cli import main
 from windlass.launch import allocation
 from windlass.launch.allocation import (

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, wait_for, write_corpus, write_ledger
-from helpers import windlass_forked as windlass
+from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import render

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import windlass
-from helpers import windlass_forked as run_windlass
+from helpers import windlass as run_windlass
 
 
 def test_no_other_file_names_a_schedulers_variables_or_commands():

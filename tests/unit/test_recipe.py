@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import refused
-from helpers import windlass_forked as windlass
+from helpers import refused, windlass
 from windlass.errors import UserError
 from windlass.estimate.calendar import occurrences, optimal_steps
 from windlass.recipe import (

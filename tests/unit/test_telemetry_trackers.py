@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import refused
-from helpers import windlass_forked as windlass
+from helpers import refused, windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
