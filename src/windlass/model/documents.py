@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from windlass.model.dropout import dropout_mask, masked_attention
+from windlass.model.dropout import draws_bits, dropout_mask, masked_attention
 
 HALF = (torch.float16, torch.bfloat16)
 MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (docs/LOG.md)
@@ -43,7 +43,7 @@ def attend(
 ) -> Tensor:
     """`scaled_dot_product_attention` of [B, H, T, E] to [B, K, S, E], for K heads or fewer."""
     masked = type(mask) is Tensor  # not torch's `CausalBias`
-    if dropout and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if dropout and draws_bits(q):
         keep = dropout_mask((*q.shape[:3], k.shape[2]), dropout, q)
         return masked_attention(q, k, v, keep, mask if masked else None)
     if repeats_heads(q.shape[1], k.shape[1], q.device.type, q.dtype, masked):

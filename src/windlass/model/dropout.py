@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def draws_bits(x: Tensor) -> bool:
+    """Whether Windlass draws the dropout masks of a tensor: on a CPU, outside compiled code."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def dropped(x: Tensor, rate: float) -> Tensor:
     """Dropout; it costs nothing at rate 0."""
-    return x * dropout_mask(x.shape, rate, x) if rate else x
+    if not rate:
+        return x
+    return x * dropout_mask(x.shape, rate, x) if draws_bits(x) else F.dropout(x, rate)
 
 
 def dropout_mask(shape: Sequence[int], rate: float, like: Tensor) -> Tensor:
@@ -24,7 +31,7 @@ def dropout_mask(shape: Sequence[int], rate: float, like: Tensor) -> Tensor:
     Torch draws a mask on a CPU by one Bernoulli number for each element. 16 random bits for each
     take a sixth of the time, and change the rate by less than 1e-5.
     """
-    if like.device.type != "cpu" or torch.compiler.is_compiling():
+    if not draws_bits(like):
         return F.dropout(like.new_ones(shape), rate)
     count, lowest = math.prod(shape), -(1 << 15)
     words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
