@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import gather_shard
 from windlass.model.build import build_model

@@ -91,7 +91,7 @@ def save(kind: str, directory: Path, dtype: torch.dtype = torch.float32, **chang
 
 def save_tokenizer(texts: list[str], directory: Path, vocab: int = VOCAB) -> Path:
     """Byte pairs trained on the texts, as a `tokenizer.json` whose end of text is id 0."""
-    from windlass.data.vocabulary import train_bpe
+    from windlass.data.locate import train_bpe
 
     train_bpe(texts, vocab).save(directory)
     shutil.copy(directory / "tokenizer" / "tokenizer.json", directory)

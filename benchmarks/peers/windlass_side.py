@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from windlass.cli import main
-from windlass.data.vocabulary import named_tokenizer
+from windlass.data.locate import named_tokenizer
 from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import alone

@@ -16,8 +16,8 @@ from slurm_cluster import Cluster, log_of
 from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for
 from windlass.fileio import read_json
+from windlass.launch.batch import cancel
 from windlass.launch.job import Job, Site
-from windlass.launch.queue import cancel
 from windlass.launch.submit import Resources, submit
 from windlass.recipe import Recipe
 from windlass.run import Run

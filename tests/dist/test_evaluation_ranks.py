@@ -14,15 +14,14 @@ from harness import Join, recipe, run_ranks
 
 from rows import Rows
 from windlass.data.examples import Question
-from windlass.data.vocabulary import byte_tokenizer
+from windlass.data.locate import byte_tokenizer
 from windlass.evaluation import likelihood
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.source import alone
-from windlass.evaluation.squad import evaluate_squad
-from windlass.evaluation.suites import Suites
+from windlass.evaluation.suites import Suites, evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks

@@ -8,7 +8,7 @@ from harness import Join, recipe, run_ranks
 from torch.distributed.tensor import DTensor
 
 from windlass.model.build import build_model
-from windlass.model.float8 import Float8Linear
+from windlass.model.frozen import Float8Linear
 from windlass.model.gpt import initialise
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import autocast, parallelize, sync_gradients, unwrap

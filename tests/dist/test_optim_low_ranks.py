@@ -20,8 +20,8 @@ from windlass.checkpoint.state_dict import named_state
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.model.share import Cut, Peers, with_cut
+from windlass.optim.adamw import places, random_bits
 from windlass.optim.build import build_optimizer, set_lr
-from windlass.optim.rounding import places, random_bits
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Recipe
 from windlass.recipe.settings import OptimSettings

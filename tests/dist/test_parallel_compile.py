@@ -14,16 +14,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import hf_fixtures
+from windlass.data.locate import byte_tokenizer
 from windlass.data.samples import positions_of
-from windlass.data.vocabulary import byte_tokenizer
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.documents import Documents, edges_of
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
+from windlass.model.size import CHUNK_BYTES
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import autocast, parallelize, unwrap

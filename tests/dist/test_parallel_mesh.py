@@ -10,8 +10,8 @@ from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.model.loss import Objective, Piece, cross_entropy_sum, head_logits
 from windlass.model.share import Peers
-from windlass.parallel.autograd import Copy
 from windlass.parallel.collectives import max_async, sum_async, sum_over_ranks
+from windlass.parallel.context import Copy
 from windlass.parallel.mesh import LOSS_DIMENSIONS, Mesh
 from windlass.parallel.tensor import gather_logits
 from windlass.recipe.strategies import STRATEGIES, Sizes

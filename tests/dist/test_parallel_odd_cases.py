@@ -10,7 +10,7 @@ from harness import run_ranks
 
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
-from windlass.training.batch import open_micro_batch
+from windlass.training.setup import open_micro_batch
 
 pytestmark = pytest.mark.dist
 

@@ -28,7 +28,7 @@ from windlass import Callback, evaluate, generate, load_model, train
 from windlass.checkpoint import base as bases
 from windlass.checkpoint.base import frozen_weights
 from windlass.checkpoint.choose import list_checkpoints
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.errors import installed
 from windlass.estimate.subject import subject_of

@@ -197,7 +197,7 @@ def test_quantised_weights_are_refused_by_name(base):
 def test_a_directory_of_older_tokenizer_files_is_read(tmp_path):
     from transformers import AutoTokenizer
 
-    from windlass.data.vocabulary import named_tokenizer
+    from windlass.data.locate import named_tokenizer
 
     hf_fixtures.save("gpt2", tmp_path)
     hf_fixtures.save_tokenizer([TEXT], tmp_path)

@@ -25,7 +25,7 @@ from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Block, initialise
 from windlass.model.size import count, flops_per_token
 from windlass.optim import build
-from windlass.reports.run_charts import charts
+from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.run import STARTS, Run
 from windlass.training import record

@@ -14,8 +14,7 @@ from small_runs import corpus, recipe_of
 import windlass
 from helpers import each_step, refused
 from windlass import Recipe, train
-from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
 from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run

@@ -13,8 +13,8 @@ import hf_fixtures
 from forked import launch
 from helpers import command
 from windlass import load_model
-from windlass.checkpoint.load import open_checkpoint
-from windlass.evaluation.squad import score
+from windlass.checkpoint.format import open_checkpoint
+from windlass.evaluation.suites import score
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.recipe import Recipe

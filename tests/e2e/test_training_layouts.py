@@ -10,7 +10,7 @@ from small_runs import corpus, curve, evaluations, recipe_of, settings
 from helpers import kill_when, windlass
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
 from windlass.training import api

@@ -8,13 +8,13 @@ from small_runs import corpus, recipe_of, stopped, untouched
 
 from helpers import refused
 from windlass import plan, train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.data.mixture import Mixture, Stage
 from windlass.data.open import open_data
-from windlass.reports.run_charts import charts
+from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.telemetry import measures
-from windlass.telemetry.exporter import point
+from windlass.telemetry.trackers import point
 
 __all__ = ["corpus"]
 

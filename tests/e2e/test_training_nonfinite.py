@@ -13,7 +13,7 @@ from small_runs import corpus, curve, recipe_of, stopped
 import forked
 from helpers import each_step, refused
 from windlass import train
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
 from windlass.parallel import parallelize

@@ -23,7 +23,7 @@ from small_runs import (
 from forked import launch
 from helpers import command, each_step, refused
 from windlass import train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
 from windlass.recipe.strategies import NO_LAYOUT

@@ -35,7 +35,7 @@ from forked import Forked, launch
 from helpers import best_step, command, each_step, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped

@@ -18,8 +18,8 @@ from forked import Forked, launch
 from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
 from windlass.checkpoint import commit
-from windlass.checkpoint.lineage import Lineage, write_lineage
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.choose import Lineage, write_lineage
+from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed, UserError
 from windlass.evaluation.source import alone
 from windlass.fileio import Files

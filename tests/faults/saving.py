@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from windlass.checkpoint import choose
+from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import Save
-from windlass.checkpoint.load import open_checkpoint
-from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, divide, shard_of
+from windlass.checkpoint.state_dict import Box, Shard, divide, shard_of
 from windlass.fileio import Files
 from windlass.model.share import Cut, Peers, with_cut
 

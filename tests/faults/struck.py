@@ -21,7 +21,7 @@ PLACES = {
     "start": ("windlass.training.setup", "open_data"),
     "choose": ("windlass.training.directory", "candidate_checkpoints"),
     "load": ("windlass.training.state", "restore"),
-    "read": ("windlass.checkpoint.load", "Checkpoint.read_into"),
+    "read": ("windlass.checkpoint.format", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
     "evaluation": ("windlass.evaluation.likelihood", "max_async"),

@@ -27,8 +27,7 @@ from saving import (
 )
 
 from helpers import wait_for
-from windlass.checkpoint.choose import recover
-from windlass.checkpoint.retention import Policy
+from windlass.checkpoint.choose import Policy, recover
 from windlass.checkpoint.save import Writer
 from windlass.fileio import Files
 

@@ -19,7 +19,7 @@ import pytest
 from saving import GRID, SCENES, hidden, prepared, save, save_all, step_seen, tally
 
 from windlass.checkpoint.choose import choose_checkpoint, recover
-from windlass.checkpoint.load import Checkpoint, checkpoints_in
+from windlass.checkpoint.format import Checkpoint, checkpoints_in
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe

@@ -241,7 +241,7 @@ def test_compiled_code_that_never_lets_go_is_ended_too(run, tmp_path, monkeypatc
     """
     train(run)
     put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
-    code = "import windlass.telemetry.exporter as e; e.WATCH_SECONDS = 0.1; "
+    code = "import windlass.telemetry.trackers as e; e.WATCH_SECONDS = 0.1; "
     command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '5')"]
     pipes = {"stdin": subprocess.PIPE, "capture_output": True}
     done = subprocess.run(command, **pipes, timeout=60, process_group=0)

@@ -8,7 +8,7 @@ import pytest
 
 from helpers import each_step, record_trainers, tiny_recipe
 from windlass import train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe

@@ -77,8 +77,8 @@ def test_the_cache_gives_the_logits_of_the_whole(settings: dict[str, Any], devic
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
-    from windlass.model.chunks import CHUNK_BYTES
     from windlass.model.loss import cross_entropy_sum
+    from windlass.model.size import CHUNK_BYTES
 
     tokens, width, vocab = 32_768, 64, 50_304
     x = torch.randn(tokens, width, device="cuda", requires_grad=True)
@@ -100,7 +100,7 @@ def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("rows", [64, 21])
 def test_float8_multiplies_as_the_emulation_of_the_cpu(device, rows):
-    from windlass.model.float8 import lacks_float8, use_float8
+    from windlass.model.frozen import lacks_float8, use_float8
 
     about = torch.cuda.get_device_properties(device)
     if problem := lacks_float8(about.name, (about.major, about.minor)):

@@ -35,7 +35,7 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     import torch
 
     from windlass import Callback, train
-    from windlass.checkpoint.load import open_checkpoint
+    from windlass.checkpoint.format import open_checkpoint
     from windlass.checkpoint.save import Writer
     from windlass.checkpoint.state_dict import named_state
 

@@ -17,10 +17,10 @@ import hf_fixtures
 import tokenizer_fixtures
 from helpers import refused, write_corpus, write_ledger
 from windlass import evaluate, sample, train
-from windlass.checkpoint.lineage import read_lineage, record
+from windlass.checkpoint.choose import read_lineage, record
 from windlass.data import chat
 from windlass.data.chat import Template
-from windlass.data.vocabulary import (
+from windlass.data.locate import (
     byte_tokenizer,
     char_tokenizer,
     gpt2_tokenizer,

@@ -21,11 +21,10 @@ from windlass import train
 from windlass.data.corpus import Corpus
 from windlass.data.documents import BestFitSamples
 from windlass.data.loader import to_tensor
-from windlass.data.locate import SourceSpec
+from windlass.data.locate import SourceSpec, byte_tokenizer
 from windlass.data.samples import Batch, PackedSamples, Tokens, positions_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
-from windlass.data.vocabulary import byte_tokenizer
 from windlass.model.build import build_model
 from windlass.model.documents import Documents, documents_of, edges_of
 from windlass.model.gpt import initialise

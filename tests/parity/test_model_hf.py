@@ -22,17 +22,17 @@ from harness import train_on_ranks
 import hf_fixtures
 from helpers import curve, refused
 from windlass import train
-from windlass.data.vocabulary import hf_tokenizer
+from windlass.data.locate import hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.evaluation.text import sample
 from windlass.model.build import build_model, materialise
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, open_hf, wrap
 from windlass.model.hf_network import head_form
 from windlass.model.loss import Objective
+from windlass.model.size import CHUNK_BYTES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 

@@ -20,7 +20,7 @@ from windlass import train
 from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.liger import use_liger
+from windlass.model.hf import use_liger
 from windlass.recipe import Recipe, RecipeError
 
 GPU = torch.device("cuda")

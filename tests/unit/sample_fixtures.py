@@ -8,11 +8,10 @@ import numpy as np
 
 from windlass.data.corpus import Corpus
 from windlass.data.documents import ExampleSamples
-from windlass.data.locate import Member, SourceSpec
+from windlass.data.locate import Member, SourceSpec, byte_tokenizer
 from windlass.data.samples import Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import divide
-from windlass.data.vocabulary import byte_tokenizer
 from windlass.recipe import DataSettings
 
 BYTES = byte_tokenizer()

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.checkpoint.format import Chunk, TensorInfo
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import Chunk, TensorInfo, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Box, Shard, boxes_of, divide_rows
+from windlass.checkpoint.state_dict import Box, Shard, boxes_of, divide_rows
 from windlass.model.share import Cut, Peers, with_cut
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes

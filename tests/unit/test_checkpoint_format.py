@@ -18,10 +18,9 @@ import torch
 from helpers import refused
 from windlass.checkpoint import choose
 from windlass.checkpoint import format as format_
-from windlass.checkpoint.format import Damaged
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, Damaged, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 
 Change = Callable[[Any], Any]

@@ -12,10 +12,18 @@ import torch
 
 from helpers import kept, refused
 from windlass import cli
-from windlass.checkpoint.choose import choose_checkpoint, find_checkpoint, list_checkpoints
-from windlass.checkpoint.lineage import LINEAGE, Lineage, lineage_at, read_lineage, write_lineage
+from windlass.checkpoint.choose import (
+    LINEAGE,
+    Lineage,
+    choose_checkpoint,
+    find_checkpoint,
+    lineage_at,
+    list_checkpoints,
+    read_lineage,
+    write_lineage,
+)
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import shard_of
+from windlass.checkpoint.state_dict import shard_of
 from windlass.errors import UserError
 from windlass.fileio import Files
 from windlass.recipe import Recipe

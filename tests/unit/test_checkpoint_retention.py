@@ -7,18 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.checkpoint import retention
-from windlass.checkpoint.lineage import Lineage
-from windlass.checkpoint.retention import (
-    EMERGENCY,
-    FINAL,
-    PERIODIC,
-    Policy,
-    retain,
-)
+from windlass.checkpoint import choose
+from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, Lineage, Policy, retain
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
-from windlass.telemetry.scores import Scores
+from windlass.telemetry.ledger import Scores
 
 
 class Saved(NamedTuple):
@@ -95,7 +88,7 @@ def test_properties(checkpoints, scores, last, keep_best):
 def test_a_policy_with_two_horizons_keeps_what_either_wants() -> None:
     settings = CheckpointSettings(keep_every=0.5, keep_last=3)
     start = Lineage(checkpoint="checkpoints/x", step=4)
-    policy = retention.policy_of(settings, [Horizon(160, 100, 1), Horizon(120, 100, 1)], start)
+    policy = choose.policy_of(settings, [Horizon(160, 100, 1), Horizon(120, 100, 1)], start)
     assert [s for s in range(161) if policy.keep_forever(s)] == [60, 80, 120, 160]
     assert (policy.last, policy.start) == (3, 4)
-    assert retention.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None
+    assert choose.policy_of(settings, [], Lineage(checkpoint="/elsewhere", step=4)).start is None

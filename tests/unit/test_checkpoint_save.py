@@ -17,11 +17,9 @@ from torch import nn
 
 from helpers import refused
 from windlass.checkpoint.commit import RESERVE_BYTES, shortage
-from windlass.checkpoint.format import DTYPES, names_in, read_manifest
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint, read_manifest
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Shard, shard_of
-from windlass.checkpoint.state_dict import gather_shard, restore
+from windlass.checkpoint.state_dict import Shard, gather_shard, restore, shard_of
 from windlass.fileio import Files
 
 
@@ -280,7 +278,7 @@ def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch,
 def test_each_manifest_is_read_once_in_the_writer(tmp_path, monkeypatch):
     read: list[str] = []
     counted = lambda path: (read.append(path.name), read_manifest(path))[1]  # noqa: E731
-    monkeypatch.setattr("windlass.checkpoint.load.read_manifest", counted)
+    monkeypatch.setattr("windlass.checkpoint.format.read_manifest", counted)
     for attempt in ("a", "b"):
         writer = Writer(tmp_path / "checkpoints", attempt=attempt)
         for step in (1, 2, 3):

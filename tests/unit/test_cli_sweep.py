@@ -10,7 +10,7 @@ from helpers import write_ledger
 from windlass.cli.runs import show_study
 from windlass.estimate.calendar import resolve_steps
 from windlass.recipe import Recipe
-from windlass.study.progress import Progress, cells_table
+from windlass.study.runner import Progress, cells_table
 from windlass.study.study import Study
 
 

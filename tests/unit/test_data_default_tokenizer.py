@@ -10,9 +10,9 @@ import pytest
 import hf_fixtures
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import Recipe, train
+from windlass.data.locate import hf_tokenizer
 from windlass.data.open import open_data
 from windlass.data.prepare import prepare
-from windlass.data.vocabulary import hf_tokenizer
 
 RUN = 'preset = "x"\n[data]\ntokenizer = "{}"\n'
 

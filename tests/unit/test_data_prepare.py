@@ -32,11 +32,10 @@ from helpers import refused
 from windlass.data.chat import Template
 from windlass.data.corpus import Stream
 from windlass.data.describe import describe, lines, warnings
-from windlass.data.locate import data_dirs
+from windlass.data.locate import data_dirs, load_tokenizer
 from windlass.data.open import open_data
 from windlass.data.prepare import decide, find_prepared, prepare, unprepared
 from windlass.data.shards import Index
-from windlass.data.vocabulary import load_tokenizer
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
 

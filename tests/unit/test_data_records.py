@@ -29,9 +29,9 @@ from source_helpers import (
 )
 from windlass.data.chat import Template
 from windlass.data.encode import Encoder
+from windlass.data.locate import byte_tokenizer
 from windlass.data.records import BLOCK, text_of
 from windlass.data.sources import describe_source
-from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import UserError
 
 

@@ -13,10 +13,10 @@ import pytest
 from data_fixtures import recipe_for
 from windlass.data import remote
 from windlass.data.corpus import Stream
+from windlass.data.locate import byte_tokenizer
 from windlass.data.open import open_data
 from windlass.data.remote import RemoteFile, list_urls
 from windlass.data.shards import Index, Shard
-from windlass.data.vocabulary import byte_tokenizer
 from windlass.errors import RunFailed, UserError
 
 BLOCK = 1000

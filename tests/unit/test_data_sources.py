@@ -13,9 +13,8 @@ import pytest
 from helpers import refused
 from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
 from windlass import hub
-from windlass.data.files import changes, expand
 from windlass.data.locate import wanted_sources
-from windlass.data.sources import describe_source, download, form_of
+from windlass.data.sources import changes, describe_source, download, expand, form_of
 from windlass.errors import RunFailed, UserError
 from windlass.recipe import Recipe
 

@@ -22,9 +22,9 @@ from data_fixtures import (
 )
 from helpers import refused
 from windlass.data.describe import describe, warnings
+from windlass.data.locate import train_bpe
 from windlass.data.open import open_data
 from windlass.data.split import held_out
-from windlass.data.vocabulary import train_bpe
 
 
 @pytest.fixture(autouse=True)
@@ -380,7 +380,7 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
         seen.extend(texts)
         return real(seen, vocab)
 
-    monkeypatch.setattr("windlass.data.vocabulary.train_bpe", learn)
+    monkeypatch.setattr("windlass.data.locate.train_bpe", learn)
     how, texts = {}, [t for t in documents(200, longest=30) if t]
     if kind in ("many", "few"):
         source = jsonl(tmp_path / "x.jsonl", ["", *texts[: 60 if kind == "few" else 200]])

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 
 import tokenizer_fixtures
 from helpers import refused
-from windlass.data import vocabulary
+from windlass.data import locate
 from windlass.data.chat import Template
-from windlass.data.learn import training_texts
-from windlass.data.locate import SourceSpec
-from windlass.data.records import Item
-from windlass.data.sources import Source
-from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
-from windlass.data.vocabulary import (
+from windlass.data.locate import (
+    SourceSpec,
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
@@ -29,6 +25,10 @@ from windlass.data.vocabulary import (
     named_tokenizer,
     train_bpe,
 )
+from windlass.data.prepare import training_texts
+from windlass.data.records import Item
+from windlass.data.sources import Source
+from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
 from windlass.interop.export import save_tokenizer
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -167,7 +167,7 @@ def unigram(text: str) -> Tokenizer:
 
 def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     """They stop at a number of distinct words, in bytes, whatever the number of texts."""
-    monkeypatch.setattr(vocabulary, "BPE_WORD_BYTES", 5_000)
+    monkeypatch.setattr(locate, "BPE_WORD_BYTES", 5_000)
     read = []
 
     def texts():
@@ -313,13 +313,13 @@ def test_saved_is_loaded_and_wrong_changed_or_damaged_is_refused(kind, tmp_path,
 def test_added_tokens_have_ids_that_only_a_template_writes(kind, tmp_path, data_files):
     text = "The cat sat on the mat.\n"
     make = {
-        "byte": vocabulary.byte_tokenizer,
-        "char": lambda: vocabulary.char_tokenizer(text + "<|x>", True),
-        "gpt2": lambda: vocabulary.gpt2_tokenizer(str(data_files / "gpt2")),
-        "bpe": lambda: vocabulary.train_bpe([text], 300),
+        "byte": locate.byte_tokenizer,
+        "char": lambda: locate.char_tokenizer(text + "<|x>", True),
+        "gpt2": lambda: locate.gpt2_tokenizer(str(data_files / "gpt2")),
+        "bpe": lambda: locate.train_bpe([text], 300),
         "hf": lambda: hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path))),
     }[kind]
-    plain, added = make(), vocabulary.with_tokens(make(), ["<|x|>", "<y>"])
+    plain, added = make(), locate.with_tokens(make(), ["<|x|>", "<y>"])
     new = [plain.vocab, plain.vocab + 1]
     assert [added.special[name] for name in ("<|x|>", "<y>")] == new
     assert added.vocab == plain.vocab + 2 and added.fingerprint != plain.fingerprint

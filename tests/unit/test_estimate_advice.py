@@ -3,10 +3,10 @@
 import pytest
 
 import hf_fixtures
-from windlass.estimate.advice import Planned, advise, savings
 from windlass.estimate.devices import find_device
 from windlass.estimate.plan import plan
 from windlass.estimate.subject import Subject, subject_of
+from windlass.estimate.text import Planned, advise, savings
 from windlass.recipe import Recipe
 
 WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}

@@ -9,7 +9,6 @@ from itertools import accumulate
 import pytest
 import torch
 
-from windlass.estimate.advice import recommend
 from windlass.estimate.devices import USABLE, Device, find_device
 from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import memory
@@ -17,8 +16,9 @@ from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
 from windlass.estimate.subject import Subject, documents_of_row
 from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
+from windlass.estimate.text import recommend
 from windlass.model import loss
-from windlass.model.float8 import use_float8
+from windlass.model.frozen import use_float8
 from windlass.model.gpt import GPT, initialise
 from windlass.model.size import CountedSizes, count
 from windlass.optim import muon, shard

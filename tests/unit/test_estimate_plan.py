@@ -24,8 +24,7 @@ from windlass.estimate.calendar import (
 )
 from windlass.estimate.devices import GIB, find_device, peak_flops
 from windlass.estimate.plan import assemble, plan
-from windlass.estimate.subject import Subject
-from windlass.estimate.time import Speed
+from windlass.estimate.subject import Speed, Subject
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
 

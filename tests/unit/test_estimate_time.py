@@ -17,8 +17,7 @@ from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import Machine
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import compiles, layout_of
-from windlass.estimate.subject import Subject
-from windlass.estimate.time import measured_speed, past_speed, predicted_speed
+from windlass.estimate.subject import Subject, measured_speed, past_speed, predicted_speed
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 

@@ -19,9 +19,8 @@ from launch_fixtures import SAVES, header, job_of, run_job
 from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
-from windlass.launch.batch import render
+from windlass.launch.batch import cancel, queued, render, watch
 from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
-from windlass.launch.queue import cancel, queued, watch
 from windlass.launch.submit import Resources, find_scheduler, read_site, submit_run
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
@@ -736,7 +735,7 @@ def test_watch_shows_the_logs_of_a_studys_last_jobs(tmp_path, monkeypatch):
     over = "echo Job has finished >&2"
     qstat = f"[ $1 = 9.server ] || {{ {over}; exit 35; }}\n{once.format(row)}"
     programs(tmp_path / "tools", monkeypatch, qstat=qstat.replace("&& exit", f"&& {over} && exit"))
-    monkeypatch.setattr("windlass.launch.queue.WATCH_SECONDS", 0)
+    monkeypatch.setattr("windlass.launch.batch.WATCH_SECONDS", 0)
     for number, job in ((1, "8.server"), (2, "9.server")):
         folder = tmp_path / "study" / "jobs" / str(number)
         folder.mkdir(parents=True)

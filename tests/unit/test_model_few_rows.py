@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.model.few_rows import WEIGHTS, FewRows, few_rows
+from windlass.evaluation.generate import WEIGHTS, FewRows, few_rows
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkl.is_available(), reason="needs a torch with MKL"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.model.build import build_model
-from windlass.model.float8 import Float8Linear, lacks_float8, use_float8
+from windlass.model.frozen import Float8Linear, lacks_float8, use_float8
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv

@@ -5,7 +5,7 @@ import torch
 import hf_fixtures
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.cli.recipes import network_of
 from windlass.estimate.plan import plan
 from windlass.estimate.text import _facts

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.loss import (
     Objective,
     SourceSums,
@@ -17,6 +16,7 @@ from windlass.model.loss import (
     head_logits,
     loss_tail,
 )
+from windlass.model.size import CHUNK_BYTES
 
 N, D, V = 37, 12, 101
 

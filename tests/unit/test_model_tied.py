@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT, initialise
 from windlass.model.hf import wrap
 from windlass.model.loss import _Tied, look_up
+from windlass.model.size import CHUNK_BYTES
 from windlass.recipe.network import ModelSettings
 
 VOCAB = 40

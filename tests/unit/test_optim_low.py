@@ -9,20 +9,14 @@ from torch import nn
 
 from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import load_model, train
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.estimate import tensors as planned
 from windlass.model.build import build_model
 from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
+from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
-from windlass.optim.rounding import (
-    BF16_DROPPED,
-    FP8_DROPPED,
-    places,
-    random_bits,
-    rounded,
-)
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.settings import AverageSettings, OptimSettings
 

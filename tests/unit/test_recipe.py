@@ -22,7 +22,7 @@ from windlass.recipe import (
 )
 from windlass.recipe.explain import explain
 from windlass.recipe.keys import other_tools, values
-from windlass.recipe.paths import located
+from windlass.recipe.layers import located
 from windlass.recipe.strategies import NO_LAYOUT, Sizes
 from windlass.recipe.units import epochs_in
 

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers import refused
-from windlass.checkpoint.retention import policy_of
+from windlass.checkpoint.choose import policy_of
 from windlass.cli import main
 from windlass.estimate.calendar import checkpoints_to_come, milestones, resolve_steps
 from windlass.estimate.plan import plan

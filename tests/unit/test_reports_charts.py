@@ -6,13 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit
 
-from windlass.reports.charts import looks, pattern, smoothed
+from windlass.reports.charts import charts, looks, pattern, smoothed
 from windlass.reports.head import fast
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
-from windlass.reports.run_charts import charts
-from windlass.reports.tracks import Track, thin
-from windlass.reports.view import RunView, views
+from windlass.reports.view import RunView, Track, thin, views
 
 
 def described(*views):

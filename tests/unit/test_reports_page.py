@@ -14,9 +14,8 @@ import pytest
 from report_fixtures import NASTY, add_lines, build_run, build_study, edit, stamp
 
 from windlass.cli.train import show_end
-from windlass.reports.contents import Contents
-from windlass.reports.page import page
-from windlass.reports.run_charts import charts
+from windlass.reports.charts import charts
+from windlass.reports.page import Contents, page
 from windlass.reports.view import RunView, views
 from windlass.reports.write import report
 

@@ -7,8 +7,7 @@ import pytest
 from report_fixtures import rows_of
 from scaling_fixtures import build_scaling, phases, worlds
 
-from windlass.reports.contents import Contents
-from windlass.reports.page import page
+from windlass.reports.page import Contents, page
 from windlass.reports.plots import draw
 from windlass.reports.scaling import (
     recommended,

@@ -7,14 +7,12 @@ from report_fixtures import build_run, build_study, edit, loss_at, rows_of
 from rich.console import Console
 
 from windlass.recipe import Recipe
-from windlass.reports.charts import looks
-from windlass.reports.contents import Contents
-from windlass.reports.page import page
+from windlass.reports.charts import charts, looks
+from windlass.reports.page import Contents, page
 from windlass.reports.plots import draw, write_plots
-from windlass.reports.run_charts import charts
 from windlass.reports.study import StudyView, cell_table, heat_map, seed_table, sweep_charts
 from windlass.run import Run
-from windlass.study.progress import cells_table
+from windlass.study.runner import cells_table
 from windlass.study.study import Study
 
 

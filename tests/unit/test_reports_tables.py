@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit, loss_at
 
-from windlass.reports.curve import curve, last_sample
-from windlass.reports.table import Column, Table, markdown_cell
-from windlass.reports.tables import all_settings, comparison, curves, evaluations, results
-from windlass.reports.tracks import Track
-from windlass.reports.view import RunView, views
+from windlass.reports.overview import curve, last_sample
+from windlass.reports.tables import (
+    Column,
+    Table,
+    all_settings,
+    comparison,
+    curves,
+    evaluations,
+    markdown_cell,
+    results,
+)
+from windlass.reports.view import RunView, Track, views
 from windlass.telemetry.terminal import printable
 
 

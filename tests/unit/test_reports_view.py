@@ -49,7 +49,7 @@ def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one, monk
     assert [t.rank for t in one.ranks] == [0, 1] and set(np.unique(track["training"])) == {0.0, 1.0}
     assert np.nanmean(track["util_pct"]) == pytest.approx(93, abs=0.5), "in training steps only"
     # of a large file evenly spread lines are read
-    monkeypatch.setattr("windlass.reports.tracks.MAX_DEVICE_BYTES", 60_000)
+    monkeypatch.setattr("windlass.reports.view.MAX_DEVICE_BYTES", 60_000)
     part = RunView(one.run).ranks[0]
     assert 0.1 < len(part["hours"]) / len(track["hours"]) < 0.9
     assert part["hours"].max() > 0.9 * track["hours"].max()

@@ -20,9 +20,8 @@ from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study import probe, runner
-from windlass.study.progress import Progress
 from windlass.study.results import DONE_STATES, halved
-from windlass.study.runner import RETRIES, Sweep
+from windlass.study.runner import RETRIES, Progress, Sweep
 from windlass.study.scale import create_study
 from windlass.study.study import Study
 

@@ -7,16 +7,16 @@ import math
 import pytest
 from report_fixtures import build_run, edit
 
-from windlass.reports.run_charts import charts
+from windlass.reports.charts import charts
 from windlass.reports.tables import results
 from windlass.reports.view import RunView
 from windlass.reports.write import report
 from windlass.run import Run, decode
 from windlass.telemetry import measures
 from windlass.telemetry.console import Console
-from windlass.telemetry.exporter import point
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import Measure
+from windlass.telemetry.trackers import point
 
 
 @pytest.mark.parametrize(

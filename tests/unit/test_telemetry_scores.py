@@ -3,7 +3,7 @@
 from typing import Any
 
 from windlass.study.results import summarize
-from windlass.telemetry.scores import Scores, scores_by_step, without_improvement
+from windlass.telemetry.ledger import Scores, scores_by_step, without_improvement
 
 NAN, INF = float("nan"), float("inf")
 

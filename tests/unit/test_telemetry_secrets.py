@@ -7,7 +7,7 @@ import pytest
 from report_fixtures import add_lines, build_run
 
 from windlass.recipe import Recipe
-from windlass.reports.run_charts import charts
+from windlass.reports.charts import charts
 from windlass.reports.study import StudyView, sweep_charts
 from windlass.reports.write import report
 from windlass.study.study import Study

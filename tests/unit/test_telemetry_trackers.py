@@ -13,9 +13,8 @@ from helpers import refused, windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
-from windlass.telemetry.exporter import DeviceReader, Follower, point
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import track
+from windlass.telemetry.trackers import DeviceReader, Follower, point, track
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"

@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from helpers import tiny_recipe
 from windlass import Recipe, train
 from windlass.model.build import build_model
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import initialise
+from windlass.model.size import CHUNK_BYTES
 from windlass.training.network import missing_tools
 
 

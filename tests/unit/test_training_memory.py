@@ -23,8 +23,7 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.batch import measured_sizes, open_micro_batch
-from windlass.training.setup import prepare_device
+from windlass.training.setup import measured_sizes, open_micro_batch, prepare_device
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -88,7 +87,7 @@ def test_a_run_counts_the_documents_of_its_rows(tmp_path, monkeypatch):
         counts.append(arguments[-1])
         raise RunFailed("far enough")
 
-    monkeypatch.setattr("windlass.training.batch.open_micro_batch", stop)
+    monkeypatch.setattr("windlass.training.setup.open_micro_batch", stop)
     text = tmp_path / "text.jsonl"
     text.write_text("\n".join([json.dumps({"text": f"a document {i}"}) for i in range(99)]))
     for masked in (True, False):

@@ -19,8 +19,8 @@ from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
 from windlass.errors import RunFailed
 from windlass.model import loss
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT, initialise, seed_generators
+from windlass.model.size import CHUNK_BYTES
 from windlass.optim.build import build_optimizer, set_divisor
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv

@@ -14,8 +14,8 @@ import torch
 from bare_trainer import bare_trainer
 from windlass.data.loader import MicroBatch
 from windlass.data.samples import Batch
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.gpt import GPT
+from windlass.model.size import CHUNK_BYTES
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import checkpoint_activations

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from windlass import hub
-from windlass.checkpoint.format import Base, FileInfo, hash_files
-from windlass.checkpoint.load import MODEL, Checkpoint
+from windlass.checkpoint.format import MODEL, Base, Checkpoint, FileInfo, hash_files
 from windlass.errors import UserError
 from windlass.fileio import Files, read_json, to_json
 from windlass.model import hf_files

@@ -13,19 +13,184 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.checkpoint.format import DIGEST, MANIFEST, STEP_DIR, is_whole, names_in
-from windlass.checkpoint.lineage import Lineage, read_lineage
-from windlass.checkpoint.load import Checkpoint, checkpoints_in, read_checkpoint
-from windlass.checkpoint.retention import policy_of, retain
+from windlass.checkpoint.format import (
+    DIGEST,
+    MANIFEST,
+    STEP_DIR,
+    Checkpoint,
+    checkpoints_in,
+    is_whole,
+    names_in,
+    read_checkpoint,
+)
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
 from windlass.recipe import Horizon
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, last_start
-from windlass.telemetry.scores import scores_by_step
+from windlass.telemetry.ledger import scores_by_step
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
+
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from windlass.checkpoint.format import Count, Manifest
+from windlass.recipe import Recipe
+from windlass.recipe.layers import LINEAGE, RECIPE
+from windlass.recipe.settings import CheckpointSettings
+from windlass.telemetry.ledger import LOSS, Scores
+
+if TYPE_CHECKING:
+    pass
+
+
+# The reason of a checkpoint: it was due; the best so far; the run had to stop; the end of the run.
+PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The settings of retention, as in `[checkpoint]`."""
+
+    last: int = 10
+    best: bool = True
+    keep_forever: Callable[[int], bool] = lambda step: False
+    measure: str = LOSS
+    start: int | None = None  # the step of the lineage's first checkpoint, if it is the run's own
+
+
+def policy_of(
+    settings: CheckpointSettings, horizons: Sequence[Horizon], lineage: Lineage | None = None
+) -> Policy:
+    """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
+    inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
+    return Policy(
+        settings.keep_last,
+        settings.keep_best,
+        lambda step: any(h.due(settings.keep_every, step) for h in horizons),
+        settings.best,
+        lineage.step if lineage and inside and not lineage.skipped else None,
+    )
+
+
+def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
+    """Why each checkpoint stays, by serial number; one with an empty list may be deleted.
+
+    These stay:
+
+    - the newest;
+    - the last `policy.last` that were due or final;
+    - the best, by `scores`: values of `policy.measure` by step;
+    - final ones, because the first end of an extended run is a result;
+    - the steps of `policy.keep_forever`, and the first checkpoint of the current lineage.
+    """
+    newest_first = sorted(checkpoints, key=lambda c: -c.serial)
+    regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
+    last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
+    steps = {c.step for c in newest_first}
+    present = {step: score for step, score in scores.items() if step in steps}
+    best_step = Scores(present, scores.lower).best_step if policy.best else None
+    # An older checkpoint of the same step is another one: only the newest of it has the score.
+    best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
+    why = {}
+    for c in newest_first:
+        reasons = {
+            "last": c.serial in last,
+            "best": c.serial == best_serial,
+            "final": c.reason == FINAL,
+            "every": policy.keep_forever(c.step),
+            "start": c.step == policy.start,
+        }
+        why[c.serial] = [reason for reason, applies in reasons.items() if applies]
+    return why
+
+
+class Lineage(BaseModel):
+    """The checkpoint from which the current steps of a run continue (older steps are abandoned),
+    and the recipe that they are trained with."""
+
+    model_config = ConfigDict(frozen=True)
+    version: Literal[1] = 1
+    checkpoint: str = ""  # its path, relative to the run if it is the run's own; empty: step 0
+    step: Count = 0
+    serial: Count = 0  # of the last commit before the lineage: only later ones belong to it
+    # The job that began the lineage, to recognise its restarts.
+    job: dict[str, str] = Field(default_factory=dict)
+    skipped: list[tuple[int, int]] = []  # samples that rewinds to the checkpoint left out
+    recipe: dict[str, Any] = {}
+    replaced: str = ""  # SHA-256 of the `recipe.toml` before it
+
+
+def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, str]) -> Lineage:
+    """A lineage of the run's recipe that begins now, at a checkpoint of any run, or at step 0."""
+    serial = max((c.serial for c in checkpoints_in(run / "checkpoints")), default=0)
+    before = read_lineage(run) or Lineage()
+    current: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
+    if checkpoint is None:
+        return Lineage(serial=serial, job=dict(job), **current)
+    directory, path = run.resolve(), checkpoint.resolve()
+    path = path.relative_to(directory) if path.is_relative_to(directory) else path
+    current |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    return Lineage(serial=serial, job=dict(job), **current)
+
+
+def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
+    """The samples that rewinds to a checkpoint have left out; later checkpoints know of them."""
+    lineage = read_lineage(run)
+    if lineage is None or (run / lineage.checkpoint).resolve() != checkpoint.resolve():
+        return []
+    return lineage.skipped
+
+
+def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
+    """Record, durably, that the run returns to a checkpoint and leaves out a range of samples."""
+    now = lineage_at(run, checkpoint, step, (read_lineage(run) or Lineage()).job)
+    write_lineage(run, now.model_copy(update={"skipped": [*now.skipped, samples]}), Files())
+
+
+def read_lineage(run: Path) -> Lineage | None:
+    """The run's current lineage; None without a file, when every checkpoint belongs to it.
+
+    UserError if the file is malformed, because a guess could resume from wrong weights.
+    """
+    path = run / LINEAGE
+    try:
+        return Lineage.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValidationError):
+        raise UserError(
+            f"{path}, which says from where the run continues, cannot be read: restore it, "
+            "or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
+        ) from None
+
+
+def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
+    """Replace the run's lineage, durably."""
+    files.replace(run / LINEAGE, lineage.model_dump_json().encode() + b"\n")
+
+
+def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
+
+    Windlass leaves out the path of the run, which may move, and settings of one start.
+    """
+    unset = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
+    path, recipe = run / RECIPE, recipe.replace(unset, {"checkpoint.resume": "latest"})
+    text = recipe.toml().encode()
+    before = path.read_bytes() if path.is_file() else b""
+    replaced = hashlib.sha256(before).hexdigest()
+    lineage = lineage.model_copy(update={"recipe": recipe.tree(), "replaced": replaced})
+    write_lineage(run, lineage, files)
+    files.replace(path, text)
+    if before:  # so that the user can write it again
+        write_lineage(run, lineage.model_copy(update={"replaced": ""}), files)
 
 
 def candidates(

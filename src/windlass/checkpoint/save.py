@@ -26,16 +26,13 @@ from typing import Any
 
 import torch
 
-from windlass.checkpoint.choose import discard
+from windlass.checkpoint.choose import PERIODIC, Policy, discard, read_lineage, retain
 from windlass.checkpoint.commit import Save, explain
-from windlass.checkpoint.format import Base, Manifest, names_in
-from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.load import checkpoints_in
-from windlass.checkpoint.retention import PERIODIC, Policy, retain
-from windlass.checkpoint.shard import TYPE_NAMES, Box, Shard
+from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
+from windlass.checkpoint.state_dict import TYPE_NAMES, Box, Shard
 from windlass.errors import UserError
 from windlass.fileio import PIECE_BYTES, Files, to_json
-from windlass.telemetry.scores import Scores
+from windlass.telemetry.ledger import Scores
 
 POLL_SECONDS = 0.1
 # Of the writer, so that it takes the time that computing threads leave. More would let a program

@@ -175,7 +175,7 @@ def submit(
 
     Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
-    from windlass.launch import queue
+    from windlass.launch import batch
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
     from windlass.study.study import Study
@@ -183,9 +183,9 @@ def submit(
 
     directory = Path(recipe)
     if cancel:
-        typer.echo(f"job {queue.cancel(directory)} was told to save and end")
+        typer.echo(f"job {batch.cancel(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run and queue.is_followed(directory):
+    if watch and not dry_run and batch.is_followed(directory):
         return _watch(directory)
     asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
     how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
@@ -210,8 +210,7 @@ def submit(
 def _watch(directory: Path) -> int:
     """Follow the job of a run or study to its end; the exit code of the training."""
     from windlass.cli.train import show_end
-    from windlass.launch.batch import EXIT_CODE
-    from windlass.launch.queue import watch
+    from windlass.launch.batch import EXIT_CODE, watch
     from windlass.run import Run
     from windlass.study.study import Study
 

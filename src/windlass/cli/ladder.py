@@ -16,7 +16,7 @@ from windlass.errors import DONE, UserError, plural
 
 if TYPE_CHECKING:
     from windlass.study.ladder import Ladder
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
 
 
 def ladder(
@@ -51,7 +51,7 @@ def ladder(
     """
     from windlass.run import Run
     from windlass.study import ladder as ladders
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")

@@ -14,7 +14,7 @@ from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json, say
 from windlass.errors import FAILED, UserError, installed, needs, plural
 
 if TYPE_CHECKING:
-    from windlass.reports.table import Table
+    from windlass.reports.tables import Table
     from windlass.study.study import Study
 
 STYLES = {"running": "green", "failed": "red", "diverged": "red", "damaged": "red"}
@@ -149,7 +149,7 @@ def report(
 
     Example: `windlass report runs/first`
     """
-    from windlass.reports.curve import curve, last_sample
+    from windlass.reports.overview import curve, last_sample
     from windlass.reports.tables import evaluations, results
     from windlass.reports.write import report as write_report
 

@@ -17,7 +17,7 @@ from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
     from windlass.study.study import Study
 
 EPILOG = """Modes, and the quantities that stay as the ranks grow:
@@ -71,7 +71,7 @@ def scale(
     """
     from windlass.launch.submit import Resources, read_site
     from windlass.study import scale as studies
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
     from windlass.study.study import Study
 
     overrides = [*overrides, *set_]

@@ -15,7 +15,7 @@ from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED, plural
 
 if TYPE_CHECKING:
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
     from windlass.study.study import Study
 
 EPILOG = """Axes, which are crossed:
@@ -80,7 +80,7 @@ def sweep(
     Example: `windlass sweep quickstart optim.lr=1e-3,3e-3 --set train.steps=200`
     """
     from windlass.study import runner as studies
-    from windlass.study.progress import Progress
+    from windlass.study.runner import Progress
 
     options: dict[str, Any] = {
         "path": dir_,

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from fractions import Fraction
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from windlass.data.locate import SourceSpec
-from windlass.data.remote import RemoteFile
+from windlass.data.locate import Member, S, SourceSpec
+from windlass.data.progress import Progress
+from windlass.data.remote import RemoteFile, list_urls
 from windlass.data.shards import Index, Shard, bad_shard, on_disk, unknown_id
+from windlass.data.sources import local_files
 from windlass.data.tokenizer import Tokenizer
+from windlass.errors import first_line
+from windlass.recipe import DataSettings
 
 CACHE = "cache"  # of remote shards, in the data directory
 OPEN_FILES = 128
@@ -202,3 +210,144 @@ class Table:
         for document in documents:
             first, last = self._first[document], self._last[document] + 1
             yield starts[first : last + 1], sizes[first:last]
+
+
+FEW = 100  # the first ones of a source decide how validation data is held out (`split.py`)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The first documents of a source that have `most` tokens, or characters; 0: all documents.
+
+    Training reads at least FEW texts, or FEW groups of examples. Separate validation data, which
+    counts characters, needs no minimum.
+    """
+
+    most: int
+    is_val: bool = False  # of separate validation data
+
+    def documents(self, table: Table) -> int | None:
+        """The number of documents that are read; None if the table has too few."""
+        if self.is_val:
+            last = int(np.searchsorted(np.cumsum(table.characters), self.most))
+        else:
+            first = np.sort(np.unique(table.groups, return_index=True)[1])  # of each group
+            few = int(first[FEW - 1]) if len(first) >= FEW else len(table)
+            last = max(few, int(np.searchsorted(table.edges[1:], self.most)))
+        return last + 1 if self.most and last < len(table) else None
+
+
+class Need:
+    """`Limit.documents` while the documents come, one after another."""
+
+    def __init__(self, limit: Limit, table: Table | None = None):
+        """`table` has the documents before."""
+        self._limit, self._characters, self._groups = limit, 0, set[int]()
+        if table is not None:
+            self._characters = int(table.characters.sum())
+            self._groups |= set(np.unique(table.groups)[:FEW].tolist())
+
+    def is_met(self, group: int, characters: int, tokens: int) -> bool:
+        """Whether a document is the last that is needed; `tokens`: of all documents up to it."""
+        self._characters += characters
+        if self._limit.is_val:
+            return 0 < self._limit.most <= self._characters
+        if len(self._groups) < FEW:
+            self._groups.add(group)
+        return len(self._groups) >= FEW and 0 < self._limit.most <= tokens
+
+
+def with_limits(member: Member[S]) -> list[tuple[S, Limit]]:
+    """The sources of a member, training first, with their limits: `data.max_tokens`, and for
+    separate validation data `data.val_fraction` of it, in equal parts."""
+    most = member.data.max_tokens
+    characters = int(most * Fraction(str(member.data.val_fraction)))
+    train, val = len(member.train), len(member.val)
+    of_train = Limit(-(-most // max(1, train)))
+    of_val = Limit(-(-characters // max(1, val)), is_val=True)
+    return list(zip(member.sources, [of_train] * train + [of_val] * val, strict=True))
+
+
+BLOCK_TOKENS = 1 << 21
+LLMC_HEADER_BYTES = 1024
+LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}  # by magic number: GPT-2's tokens, Llama 3's
+# Megatron's `.idx`: 9 bytes, the version (8 bytes), then the code of the type of the `.bin` beside.
+MEGATRON, MEGATRON_TYPES = b"MMIDIDX\x00\x00", {8: "uint16", 4: "uint32"}
+
+
+def scan_source(
+    spec: SourceSpec, data: DataSettings, directory: Path, index: Index, progress: Progress
+) -> Index:
+    """Read the shards of a source `shards:...` once; returns the index as written.
+
+    UserError if there are none, or one of them is not whole or has unknown ids.
+    """
+    is_remote = "://" in spec.path
+    places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
+    read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory / CACHE)
+    with ThreadPoolExecutor(data.workers or None) as pool:
+        for shard in pool.map(read, places):
+            index.shards.append(shard)
+            progress.update(f"shards of {spec.name}", len(index.shards) / len(places))
+    index.complete = True
+    return index.save(directory)
+
+
+def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
+    """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`.
+
+    Windlass reads only the beginning of a URL, and checks its ids when it uses them.
+    """
+    path, is_remote = Path(place), "://" in place
+    file = RemoteFile(place, cache, int(data.cache_gb * 1e9)) if is_remote else LocalFile(path)
+    head = file.pread(LLMC_HEADER_BYTES, 0)
+    magic, _, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype, offset, tokens = "", 0, None  # as the file or its `.idx` names them
+    if path.suffix == ".npy":
+        dtype, offset, tokens = _numpy_header(place, head)
+    elif path.suffix != ".bin":
+        raise bad_shard(place, "is neither .npy nor .bin")
+    elif len(head) == LLMC_HEADER_BYTES and magic in LLMC_TYPES:
+        dtype, offset, tokens = LLMC_TYPES[magic], LLMC_HEADER_BYTES, count
+    elif not is_remote and (index := path.with_suffix(".idx")).is_file():
+        about = LocalFile(index).pread(18, 0)
+        dtype = MEGATRON_TYPES.get(about[-1], "") if about.startswith(MEGATRON) else ""
+        if not dtype:
+            raise bad_shard(place, f"has a {index.name} that is not Megatron's for token ids")
+    guess = "uint16" if vocab <= 1 << 16 else "uint32"
+    kind = on_disk(dtype or (guess if data.shards_dtype == "auto" else data.shards_dtype))
+    tokens = file.size // kind.itemsize if tokens is None else tokens
+    if not tokens or file.size != offset + tokens * kind.itemsize:
+        content = f"{file.size:,} bytes for {tokens:,} tokens of {kind.name}"
+        raise bad_shard(place, f"is truncated or not a shard: {content}")
+    digest, zeros = hashlib.sha256(file.pread(offset, 0)), True
+    for done in range(0, min(tokens, BLOCK_TOKENS) if is_remote else tokens, BLOCK_TOKENS):
+        size = min(BLOCK_TOKENS, tokens - done) * kind.itemsize
+        raw = file.pread(size, offset + done * kind.itemsize)
+        digest.update(raw)
+        block = np.frombuffer(raw, kind)
+        if int(block.max()) >= vocab:
+            raise unknown_id(place, block, vocab, done)
+        zeros = zeros and not block[1::2].any()
+    if zeros and tokens > 1 and kind.itemsize == 2 and not dtype:
+        remedy = 'set data.shards_dtype="uint32"'
+        raise bad_shard(place, f"has 32-bit ids: every second 16 bits are 0; {remedy}")
+    name, content = str(path.resolve()), digest.hexdigest()
+    if isinstance(file, RemoteFile):
+        name, content = place, file.version
+    return Shard(file=name, tokens=tokens, sha256=content, dtype=kind.name, offset=offset)
+
+
+def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:
+    """Type, bytes of header, and number of the ids of a `.npy` file."""
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0
+        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
+    except ValueError as error:
+        raise bad_shard(place, f"is not a whole .npy file: {first_line(error)}") from None
+    if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
+        content = f"{dtype} of shape {shape}, not a row of uint16 or uint32"
+        raise bad_shard(place, f"holds {content}")
+    return dtype.name, file.tell(), shape[0]

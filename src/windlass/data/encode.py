@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data import vocabulary
+from windlass.data import locate
 from windlass.data.chat import Template
-from windlass.data.corpus import Table
+from windlass.data.corpus import Limit, Need, Table
 from windlass.data.examples import encode_example, hash64, unread_keys
-from windlass.data.limits import Limit, Need
 from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
 from windlass.data.records import MARKS, Item, text_of
@@ -171,7 +170,7 @@ def serve() -> None:
     source, out = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         folder, spec = pickle.load(source)
-        encoder = Encoder(spec, vocabulary.load_tokenizer(folder), Template.of_directory(folder))
+        encoder = Encoder(spec, locate.load_tokenizer(folder), Template.of_directory(folder))
         while True:
             out.write(pickle.dumps(encoder(pickle.load(source))))
             out.flush()

@@ -9,14 +9,265 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from windlass.data import vocabulary
+from pydantic import ValidationError
+
+from windlass import hub
+from windlass.data.tokenizer import (
+    DESCRIPTION,
+    END_OF_TEXT,
+    JSON_FILE,
+    Description,
+    Tokenizer,
+    byte_letters,
+    probe_ids,
+)
+from windlass.errors import UserError, first_line, require
+from windlass.fileio import read_json, sha256_of
 from windlass.recipe import DataSettings, Recipe
+from windlass.recipe.load import own_tokenizer
+
+if TYPE_CHECKING:
+    from windlass.recipe import Recipe
+
+
+GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
+OLDER_FILES = (
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("vocab.json", "merges.txt", "vocab.txt"),
+)
+# The end of a text in common tokenizers, for a tokenizer without a configuration.
+END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+# Distinct words from which byte pairs are learned: the library needs about 100 times their bytes.
+BPE_WORD_BYTES, WORD = 5_000_000, re.compile(r"\w+|[^\w\s]+")
+
+
+def is_learned(setting: str) -> bool:
+    """Whether `data.tokenizer` is learned from the corpus."""
+    return setting in ("char", "bpe")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer from `Tokenizer.save`; UserError if it is damaged or has changed."""
+    again = "prepare the data again"
+    try:
+        saved = Description.model_validate_json((folder / DESCRIPTION).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UserError(f"{folder} cannot be read ({first_line(error)}); {again}") from None
+    inner = _read_json(folder / JSON_FILE)
+    tokenizer = Tokenizer(saved.kind, inner, saved.eot, saved.ends, saved.start)
+    if tokenizer.fingerprint != saved.fingerprint:
+        raise UserError(f"{folder / JSON_FILE} was changed after it was saved; {again}")
+    return tokenizer
+
+
+def named_tokenizer(setting: str, key: str = "data.tokenizer") -> Tokenizer:
+    """A tokenizer without corpus: `byte`, `gpt2`, `gpt2:DIR`, `hf:...`; `key`: the setting."""
+    kind, _, place = setting.partition(":")
+    if is_learned(kind):
+        remedy = "prepare the data first, or use another for shards:"
+        raise UserError(f"data.tokenizer: {kind} needs the corpus; {remedy}")
+    if kind == "byte":
+        return byte_tokenizer()
+    return gpt2_tokenizer(place) if kind == "gpt2" else hf_tokenizer(place, key)
+
+
+def with_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
+    """A tokenizer with more special tokens (`data.add_tokens`)."""
+    from tokenizers import AddedToken
+
+    if not texts:
+        return tokenizer
+    inner = tokenizer.inner
+    inner.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+    return Tokenizer(tokenizer.kind, inner, tokenizer.eot, tokenizer.ends, tokenizer.start)
+
+
+def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
+    """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
+
+    Windlass only warns if the weights are not used.
+    """
+    model, own, wanted = recipe.model, own_tokenizer(recipe.model, ""), recipe.data.tokenizer
+    if own in (wanted, ""):
+        return
+    revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
+    try:
+        trained = named_tokenizer(own + revision)
+    except UserError:  # the model has none, or does not exist any more
+        return
+    ids, trained_ids = (t.inner.get_vocab(with_added_tokens=True) for t in (tokenizer, trained))
+    same_probe = probe_ids(tokenizer.inner) == probe_ids(trained.inner)
+    if trained_ids.items() <= ids.items() and same_probe:
+        return  # the same, perhaps with added tokens
+    other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
+    text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
+    remedy = f"which its weights were trained with; leave data.tokenizer out, or write {own}"
+    if not model.from_scratch:
+        raise UserError(f"{text}, {remedy}")
+    notify(f"{text}; its weights are not used, so this may be intended")
+
+
+def tokenizer_files(recipe: Recipe) -> dict[str, str]:
+    """The SHA-256 of each local file of the tokenizer and of `data.chat_template`.
+
+    The paths are as written, so that a run and its data can move.
+    """
+    data, home = recipe.data, f"{recipe.home}/"
+    kind, _, place = data.tokenizer.partition(":")
+    files = [Path(data.chat_template).expanduser()] if data.chat_template else []
+    if place:
+        path = Path(place).expanduser()
+        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
+        if path.is_file():
+            files += [path, *(path.parent / name for name in LAYOUT_FILES)]
+        files += [path / name for name in names]
+    return {str(file).removeprefix(home): sha256_of(file) for file in files if file.is_file()}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8 as ids 0 to 255, and 256 for the end of a text."""
+    inner = _byte_level(byte_letters(), [], cut=False)
+    return Tokenizer("byte", inner, _add_end(inner))
+
+
+def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
+    """One id a character, sorted by code point, then the end of a text if `with_eot`.
+
+    Without an unknown token the exported tokenizer raises on an unknown character, too.
+    """
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Inner
+
+    alphabet = sorted(set("".join(characters).encode("utf-8", "replace").decode()))
+    if not alphabet:
+        raise UserError("a character tokenizer needs a corpus with at least one character")
+    inner = Inner(models.WordLevel(vocab={character: i for i, character in enumerate(alphabet)}))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    return Tokenizer("char", inner, _add_end(inner) if with_eot else None)
+
+
+def gpt2_tokenizer(directory: str = "") -> Tokenizer:
+    """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory, or the Hub."""
+    require("tiktoken", 'data.tokenizer = "gpt2"')
+    if not directory:
+        file = hub.tokenizer_directory(GPT2_NAME) / JSON_FILE
+        return Tokenizer("gpt2", _read_json(file), GPT2_EOT)
+    from tokenizers import models
+
+    try:
+        folder = Path(directory).expanduser()
+        ids, merges = models.BPE.read_file(*(str(folder / name) for name in GPT2_FILES))
+        ids.pop(END_OF_TEXT, None)
+        inner = _byte_level(ids, merges)
+        return Tokenizer("gpt2", inner, _add_end(inner))
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(
+            f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}"
+        ) from None
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text.
+
+    The texts are short, for example `stretches`. For a bounded memory only the first ones are used,
+    up to `BPE_WORD_BYTES` of distinct words.
+    """
+    from tokenizers import trainers
+
+    def first_texts() -> Iterator[str]:
+        words, size = set[str](), 0
+        for text in texts:
+            new = {word for word in WORD.findall(text) if word not in words}
+            words |= new
+            size += sum(len(word.encode("utf-8", "replace")) for word in new)
+            yield text.encode("utf-8", "replace").decode()
+            if size > BPE_WORD_BYTES:
+                return
+
+    inner = _byte_level()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(byte_letters()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(first_texts(), trainer)
+    return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
+
+
+def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`, a directory, or the Hub's `NAME[@REVISION]`."""
+    # The library would warn about a fork after its threads started.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    path = Path(place).expanduser()
+    file = path if path.is_file() else hub.tokenizer_directory(place, key) / JSON_FILE
+    folder = file.parent
+    if (folder / DESCRIPTION).is_file():  # a run's tokenizer, also of bytes and characters
+        return load_tokenizer(folder)
+    ends = read_json(folder / "generation_config.json").get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if not file.is_file():
+        hub.prepare()
+        try:
+            if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
+                # transformers would make an empty one for GPT-2
+                raise FileNotFoundError(f"{path} lacks the files of a tokenizer")
+            from transformers import AutoTokenizer
+
+            whole: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id, ends)
+        except Exception as error:  # of any kind, from the libraries behind it
+            problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
+            raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
+    inner, eos = _read_json(file), list[int]()
+    for config in CONFIG_FILES:
+        token = read_json(folder / config).get("eos_token") or ""
+        i = inner.token_to_id(token["content"] if isinstance(token, dict) else token)
+        eos += [] if i is None else [i]
+    usual = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
+    eot = next(iter([*eos, *usual]), None)
+    start = read_json(folder / "config.json").get("bos_token_id")
+    return Tokenizer("hf", inner, eot, [*eos, *ends], start)
+
+
+def _byte_level(ids: dict[str, int] | None = None, merges: Any = None, cut: bool = True) -> Any:
+    """Byte pairs of the `tokenizers` library; `cut`: no pair crosses a word's end."""
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers
+
+    inner = Inner(models.BPE(vocab=ids, merges=merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _add_end(inner: Any) -> int:
+    from tokenizers import AddedToken
+
+    inner.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return int(inner.token_to_id(END_OF_TEXT))
+
+
+def _read_json(file: Path) -> Any:
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        return Inner.from_file(str(file))
+    except Exception as error:  # the library raises a bare Exception
+        problem = f"{file} is not a tokenizer.json: {first_line(error)}"
+        raise UserError(f"data.tokenizer: {problem}") from None
+
 
 S = TypeVar("S")  # SourceSpec before a source is prepared, then Corpus
 T = TypeVar("T")
@@ -187,7 +438,7 @@ def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     key: dict[str, Any] = {"tokenizer": recipe.as_written.tokenizer}
     if data.add_tokens:
         key["add_tokens"] = data.add_tokens
-    if vocabulary.is_learned(data.tokenizer):
+    if is_learned(data.tokenizer):
         members = wanted_sources(recipe)
         key["train"] = [spec.key for member in members for spec in member.train]
         separate = [spec.key for member in members for spec in member.val]

@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from windlass.model.chunks import CHUNK_BYTES
 from windlass.model.frozen import Linear4bit
-from windlass.model.size import Peaks
+from windlass.model.size import CHUNK_BYTES, Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations
 from windlass.recipe import Recipe
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from windlass.errors import UserError, argument
-from windlass.estimate.advice import recommend
 from windlass.estimate.calendar import (
     TIMED,
     Evaluations,
@@ -27,9 +26,8 @@ from windlass.estimate.calendar import (
 )
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
-from windlass.estimate.subject import Size, Subject, subject_of
-from windlass.estimate.text import print_plan
-from windlass.estimate.time import Speed, past_speed, predicted_speed
+from windlass.estimate.subject import Size, Speed, Subject, past_speed, predicted_speed, subject_of
+from windlass.estimate.text import print_plan, recommend
 from windlass.model.convert import export_note
 from windlass.model.size import flops_per_token
 from windlass.optim.schedule import schedule_horizon

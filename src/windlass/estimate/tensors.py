@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from windlass.estimate.rank import COMPUTE_BYTES, Rank
-from windlass.model.chunks import loss_chunk
+from windlass.model.size import loss_chunk
 
 CHUNK = 2**24
 """Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from windlass.data.open import Data, open_data, own_data
-from windlass.data.suite import suite_sources
+from windlass.data.split import suite_sources
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.suites import HARNESS, Scores, Suites, step_name, write_predictions

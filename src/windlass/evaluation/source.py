@@ -13,11 +13,11 @@ from torch import nn
 from windlass import hub
 from windlass.checkpoint import choose
 from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.load import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.chat import Template
+from windlass.data.locate import load_tokenizer, named_tokenizer
 from windlass.data.tokenizer import FOLDER, Tokenizer
-from windlass.data.vocabulary import load_tokenizer, named_tokenizer
 from windlass.errors import UserError, argument
 from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from windlass import hub
-from windlass.checkpoint.load import MODEL, Checkpoint
+from windlass.checkpoint.format import MODEL, Checkpoint
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument

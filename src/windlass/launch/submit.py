@@ -19,13 +19,12 @@ from windlass.data.prepare import unprepared
 from windlass.errors import UserError
 from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import write_atomic
-from windlass.launch.batch import EXIT_CODE, SUBMITTED, render
+from windlass.launch.batch import EXIT_CODE, SUBMITTED, queued, render, run_program
 from windlass.launch.job import GRACE_SECONDS, TIME, Job, Site, seconds_of, stop_lead
-from windlass.launch.queue import queued, run_program
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
-from windlass.recipe.paths import from_here
+from windlass.recipe.layers import from_here
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 

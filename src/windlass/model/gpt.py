@@ -23,8 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.documents import Documents, attend
-from windlass.model.dropout import dropped
+from windlass.model.documents import Documents, attend, dropped
 from windlass.model.loss import (
     PLAIN,
     Piece,

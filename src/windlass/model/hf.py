@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError
-from windlass.model import adapters, hf_files, tensor_plan
+from windlass.model import adapters, hf_files, hf_network
 from windlass.model.documents import Documents, edges_of
 from windlass.model.frozen import Linear4bit, quantise_linear, raised
 from windlass.model.gpt import multiplied
@@ -357,7 +359,7 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     if settings.neftune_alpha and not model._takes_rows:
         raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
-        tensor_plan.check(model.model, recipe.parallel.tensor)
+        hf_network.check(model.model, recipe.parallel.tensor)
     model.context = settings.context
     added = recipe.data.add_tokens
     table: Any = model.model.get_input_embeddings()  # type: ignore[operator]
@@ -389,3 +391,37 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
     if settings.lora.rank:
         adapters.add_adapters(model, settings.lora, unreached(model))
     return HfModel(model, directory, settings, added)
+
+
+NAME = 'model.kernels = "liger"'
+ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
+"""Liger's kernels compute these, whatever a configuration names."""
+
+
+def use_liger(model: HfModel, device: torch.device, stack: ExitStack) -> None:
+    """Replace the forward passes of a model's parts by Liger's, in place.
+
+    Liger also replaces functions and classes in the files of the architecture. Networks that are
+    built later get the classes of `transformers`, and `stack` restores the functions.
+    UserError without a GPU, or if Liger has no kernels for the architecture.
+    """
+    if device.type != "cuda":
+        raise UserError(f'{NAME} needs a GPU: write "torch"')
+    from liger_kernel.transformers import monkey_patch as liger
+
+    kind, text = model.config.model_type, model.config.get_text_config()
+    activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "")
+    if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN or activation not in ACTIVATIONS:
+        problem = f"Liger has no kernels for {kind} with the activation {activation}"
+        raise UserError(f'{NAME}: {problem}; write "torch"')
+    files = {sys.modules[type(part).__module__] for part in model.model.modules()}
+    before = [(file, dict(vars(file))) for file in files]
+    liger._apply_liger_kernel_to_instance(
+        model=model.model, cross_entropy=False, fused_linear_cross_entropy=False
+    )
+    for file, names in before:
+        for name, value in names.items():
+            if isinstance(value, type):
+                setattr(file, name, value)
+            elif vars(file)[name] is not value:
+                stack.callback(setattr, file, name, value)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from windlass.model.chunks import loss_chunk
+from windlass.model.size import loss_chunk
 from windlass.recipe.settings import IGNORE_INDEX
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
-from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded
+from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded
 from windlass.recipe.settings import AverageSettings
 from windlass.recipe.units import Horizon
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 from windlass.optim import adamw
-from windlass.optim.rounding import BF16_DROPPED, places, random_bits, rounded, rounding_key
+from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded, rounding_key
 
 # From Jordan's post: steepest at 0, and [0, 1] goes to about [0.7, 1.2].
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -23,11 +23,10 @@ from torch import Tensor, nn
 
 from windlass.model.frozen import in_autocast, raised
 from windlass.model.gpt import GPT
+from windlass.model.hf_network import ROWS, SHARED, check
 from windlass.model.loss import Piece
 from windlass.model.share import Cut, Peers, become
-from windlass.model.tensor_plan import ROWS, SHARED, check
-from windlass.parallel.autograd import Copy, Gather, Scatter, Sum, gather
-from windlass.parallel.context import DividedBlock, DividedGPT
+from windlass.parallel.context import Copy, DividedBlock, DividedGPT, Gather, Scatter, Sum, gather
 
 GPT_PLAN = {
     "attn.qkv": "qkv_colwise",

@@ -30,14 +30,16 @@ from windlass.recipe.layers import (
     check_preset,
     dotted,
     flatten,
+    from_here,
+    home_of,
     layers,
+    located,
     merge,
     presets,
     recorded,
     typed,
 )
 from windlass.recipe.network import Frozen, ModelSettings, Section, describe
-from windlass.recipe.paths import from_here, home_of, located
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 

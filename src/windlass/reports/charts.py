@@ -10,17 +10,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from windlass.reports.tracks import Numbers
-from windlass.reports.view import Restart, RunView
+from windlass.errors import plural
+from windlass.reports.tables import slug
+from windlass.reports.view import Numbers, Restart, RunView, Track, interpolate, thin
+from windlass.study.results import BITS, common_measure, diverged
+from windlass.telemetry.ledger import LOSS
+from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-FEW = 4  # lines of a chart in colour; of more lines the best BEST are in colour, the rest in grey
-BEST = 3
+FEW = (
+    4  # lines of a chart in colour; of more lines the COLOURED best are in colour, the rest in grey
+)
+COLOURED = 3
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -90,11 +96,13 @@ class Chart:
         """The chart in words, for people who do not see it."""
         parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
         named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
-        for one in named[:BEST]:
+        for one in named[:COLOURED]:
             good = one.y[np.isfinite(one.y)]
             ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
             parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
-        parts += [f"{len(named) - BEST} more lines are in the numbers"] * (len(named) > BEST)
+        parts += [f"{len(named) - COLOURED} more lines are in the numbers"] * (
+            len(named) > COLOURED
+        )
         return ". ".join(parts) + "."
 
     def ceiling(self, first_step: float = -math.inf) -> float | None:
@@ -137,7 +145,7 @@ def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
     for run, view in enumerate(views):
         rank = ranks[run]
         place = rank if many else run
-        chosen.append(Look(view.label, place, rank, many and rank >= BEST, view.restarts))
+        chosen.append(Look(view.label, place, rank, many and rank >= COLOURED, view.restarts))
     return chosen
 
 
@@ -170,3 +178,220 @@ def smoothed(y: Numbers, weight: float) -> Numbers:
     total = decayed(values) + decayed(values[::-1])[::-1] - values
     norm = decayed(good * 1.0) + decayed(good[::-1] * 1.0)[::-1] - 1
     return np.divide(total, norm, out=np.full(len(y), math.nan), where=good)
+
+
+POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
+RANK_POINTS = 400
+FEW_RANKS = 4  # have a line each; more are a mean and a range, with the two extreme ranks
+AXES = ("step", "tokens", "hours")
+
+
+def charts(views: Sequence[RunView]) -> list[Chart]:
+    """The charts for which a run has numbers, the loss first; of several runs one column each."""
+    drawn = [_loss_chart(views), *_source_charts(views), *_suite_charts(views)]
+    logged = [view.logged for view in views]
+    names = (name for track in logged for name in track.columns if name.startswith("log."))
+    for name in dict.fromkeys(names):
+        drawn.append(Chart(slug(name), name, "", _columns(views, logged, {name: name})))
+    for key, measures in by_chart(TRAIN).items():
+        first, trains = measures[0], [view.train for view in views]
+        columns = {measure.name: measure.text for measure in measures}
+        lines = _columns(views, trains, columns, factor=first.scale, smooth=key != "lr")
+        drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
+    for key, measures in by_chart(DEVICE).items():
+        for number, measure in enumerate(measures):
+            series = [x for run in range(len(views)) for x in _ranks(views, run, measure.name)]
+            own = f"{key}-{slug(measure.text)}" if number else key
+            title = measures[0].title + (f", {measure.text}" if len(measures) > 1 else "")
+            drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
+    return [chart for chart in drawn if chart.series]
+
+
+def time_chart(views: Sequence[RunView]) -> Chart | None:
+    """The share of wall time in each phase, a bar for each run; None if no run has times."""
+    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
+    if not timed:
+        return None
+    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PHASES])
+    shares = 100 * spent / spent.sum(axis=0)
+    series = [
+        Series(part.words, shares[i], colour=i, texts=[show(x, part.kind) for x in spent[i]])
+        for i, part in enumerate(PHASES.values())
+        if spent[i].any()
+    ]
+    notes = [f"{share:.1f} %" for share in shares[0]] if len(views) > 1 else [""]
+    axis = Axis(names=[view.label for view in timed], notes=notes)
+    return Chart("time", "Where the time went", "% of wall time", series, "bars", y=axis)
+
+
+def bits_factor(view: RunView) -> float:
+    """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if unknown."""
+    data = view.validation
+    return data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
+
+
+def _loss_chart(views: Sequence[RunView]) -> Chart:
+    """The losses of all runs, in bits per byte if they only compare so."""
+    in_bits = common_measure([view.validation for view in views])[0] == BITS
+    factors = [bits_factor(view) if in_bits else 1.0 for view in views]
+    series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
+    unit, y = "bits per byte" if in_bits else "nats per token", Axis(log=is_spread(series))
+    chart = Chart("loss", "Loss", unit, series, y=y)
+    notes = ["lines: training, points: validation"] * (len(views) > 1)
+    notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
+    return replace(chart, note="; ".join(notes))
+
+
+def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
+    view, several, series = views[run], len(views) > 1, list[Series]()
+    losses, track = view.train["loss"], view.evals.get(LOSS)
+    # also a loss that rose and came down again would stretch the axis of the other runs
+    wild = len(losses) > 0 and diverged(float(losses[0]), float(losses.max()))
+    look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
+    if len(losses):
+        name, colour = (view.label, None) if several else ("training", 0)
+        own: dict[str, Any] = {"name": name, "colour": colour, "smooth": True, "bad": True}
+        series.append(_series(views, view.train, "loss", **own, **look))
+    if track is None or not track.has("loss"):
+        return series
+    if several:
+        name = f"{view.label}, validation"
+        return [*series, _series(views, track, "loss", name=name, points="only", **look)]
+    look["points"] = "line"
+    series.append(_series(views, track, "loss", name="validation", **look | pattern(1)))
+    if track.has("average_loss"):
+        name = "validation, averaged weights"
+        series.append(_series(views, track, "average_loss", name=name, **look | pattern(3)))
+    if track.has("train_loss"):  # without dropout, on the same samples each time
+        name = "a sample of the training data"
+        series.append(_series(views, track, "train_loss", name=name, **look | pattern(2)))
+    return series
+
+
+def _source_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The training and validation loss of a mixture's sources."""
+    drawn, loss = list[Chart](), SOURCE["loss"]
+    every: dict[str, list[Track | None]] = {"training": [view.train for view in views]}
+    every["validation"] = [view.evals.get(LOSS) for view in views]
+    for kind, tracks in every.items():
+        fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
+        losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
+        columns = {name: name.split(".")[1] for name in losses}
+        look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
+        key, title = f"source-{kind}", f"{loss.heading}, {kind}"
+        drawn += _by_column(views, tracks, Chart(key, title, loss.unit, ()), columns, **look)
+    return drawn
+
+
+def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The scores of other suites than the loss; a table alone shows one run's many scores."""
+    drawn = list[Chart]()
+    for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
+        tracks = [view.evals.get(suite) for view in views]
+        names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        if len(views) > 1 or len(names) <= COLOURS:
+            columns = {name: name.replace("_", " ") for name in names}
+            chart = Chart(f"suite-{slug(suite)}", suite, "", ())
+            drawn += _by_column(views, tracks, chart, columns, points="line")
+    return drawn
+
+
+def _by_column(
+    views: Sequence[RunView],
+    tracks: Sequence[Track | None],
+    chart: Chart,
+    columns: Mapping[str, str],
+    **look: Any,
+) -> list[Chart]:
+    """One chart with a line for each column; for several runs a chart for each column."""
+    if len(views) == 1:
+        return [replace(chart, series=_columns(views, tracks, columns, **look))]
+    return [
+        replace(
+            chart,
+            id=f"{chart.id}-{slug(text)}",
+            title=f"{chart.title}, {text}",
+            series=_columns(views, tracks, {name: text}, **look),
+        )
+        for name, text in columns.items()
+    ]
+
+
+def _columns(
+    views: Sequence[RunView],
+    tracks: Sequence[Track | None],
+    columns: Mapping[str, str],
+    **look: Any,
+) -> list[Series]:
+    """A line for each run and column with numbers; for several runs the first column alone."""
+    several, series = len(views) > 1, []
+    for run, (view, track) in enumerate(zip(views, tracks, strict=True)):
+        if track is None:
+            continue
+        present = [column for column in columns if track.has(column)]
+        for index, column in enumerate(present[: 1 if several else None]):
+            own = look | ({"name": view.label} if several else {"name": columns[column]})
+            own |= {} if several else pattern(index)
+            series.append(_series(views, track, column, run=run, minor=index > 0, **own))
+    return series
+
+
+def _series(
+    views: Sequence[RunView], track: Track, column: str, factor: float = 1, **look: Any
+) -> Series:
+    """A column of a track, times `factor`, thinned."""
+    keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
+    at = {axis: track[axis][keep] for axis in AXES}
+    return Series(y=factor * track[column][keep], at=at, **look)
+
+
+def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
+    """A line for each rank of a run, on one grid of time.
+
+    Many ranks are their mean and range, and the ranks with the extreme means. Each of several runs
+    is a mean and a range.
+    """
+    view, several = views[run], len(views) > 1
+    tracks = [track for track in view.ranks if track.has(column)]
+    if not tracks:
+        return []
+    hours, table = _on_grid(tracks, column)
+    steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
+    axes = {"step": steps, "tokens": tokens, "hours": hours}
+    series, chosen = list[Series](), list(range(len(tracks)))
+    if several or len(tracks) > FEW_RANKS:
+        name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
+        mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
+        band = {"low": low, "high": high} if len(tracks) > 1 else {}
+        series.append(Series(name, mean, axes, run, None if several else 0, **band))
+        means = np.nanmean(table, axis=1)
+        chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
+    for i in chosen:
+        look = pattern(len(series))
+        rank = tracks[i].rank
+        place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
+        name = f"rank {rank} ({place})" if place else f"rank {rank}"
+        series.append(Series(name, table[i], axes, run, minor=True, **look))
+    return series
+
+
+def _on_grid(tracks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
+    """The ranks' means in equal spans of time: the spans' middles [spans], values [ranks, spans].
+
+    A span is wider than the time between two samples, so that a late sample leaves no gap.
+    """
+    samples = []
+    for track in tracks:
+        good = np.isfinite(track[column])
+        samples.append((track["hours"][good], track[column][good]))
+    every = np.concatenate([at for at, _ in samples])
+    spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
+    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
+    table = np.full((len(tracks), spans), math.nan)
+    for row, (at, values) in enumerate(samples):
+        span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)
+        count = np.bincount(span, minlength=spans)
+        total = np.bincount(span, weights=values, minlength=spans)
+        np.divide(total, count, out=table[row], where=count > 0)
+    filled = np.isfinite(table).any(axis=0)
+    return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]

@@ -16,8 +16,8 @@ from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS, Line
 from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged
+from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import SETUP, show, title_of
-from windlass.telemetry.scores import LOSS
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"

@@ -11,7 +11,7 @@ import numpy as np
 
 from windlass.errors import UserError
 from windlass.reports.charts import Axis, Chart, Series, pattern
-from windlass.reports.table import Column, Table
+from windlass.reports.tables import Column, Table
 from windlass.run import Run
 from windlass.study.ladder import Ladder, open_ladder
 from windlass.study.law import FAR, FORMS, Law, Observation, effective_tokens

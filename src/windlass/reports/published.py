@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from windlass.errors import UserError, argument, plural
 from windlass.reports.study import StudyView
-from windlass.reports.table import Column, Table, numeric
+from windlass.reports.tables import Column, Table, numeric
 from windlass.reports.view import RunView
 from windlass.study.setups import Setup
 from windlass.study.study import Study

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.errors import by_text, plural
-from windlass.estimate.time import NO_PEAK
+from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import Axis, Chart, Series, pattern
 from windlass.reports.study import Recommendation
-from windlass.reports.table import Column, Table
+from windlass.reports.tables import Column, Table
 from windlass.study.grid import NODES, WORLD
 from windlass.study.setups import Setup, baseline
 from windlass.study.study import Scaling, Study

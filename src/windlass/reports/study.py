@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.errors import by_text
-from windlass.reports.charts import BEST, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
-from windlass.reports.table import Column, Table, numeric
-from windlass.reports.tables import measure_column
+from windlass.reports.charts import COLOURED, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
+from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, read_setups
 from windlass.study.study import Study
+from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show, title_of
-from windlass.telemetry.scores import LOSS
 from windlass.variables import scrub
 
 
@@ -150,7 +149,7 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     """The best score against a setting: a line for each choice of the other settings.
 
-    Of more than FEW lines all but the BEST are grey. Solid points are medians over the seeds, with
+    Of more than FEW lines all but the COLOURED are grey. Solid points are medians over the seeds, with
     a hollow one for each seed.
     """
     names, numbers = short_names(seen.study.keys), numeric(values)
@@ -168,7 +167,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     if len(others) > FEW:
         others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
     for number, (name, groups) in enumerate(others.items()):
-        grey = len(others) > FEW and number >= BEST
+        grey = len(others) > FEW and number >= COLOURED
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -185,7 +184,9 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
                 series.append(replace(line, name="", grey=True, minor=True) if grey else line)
     circles = any(one.points == "only" for one in series)
     notes = ["solid: medians over the seeds, hollow: each seed"] * circles
-    notes += [f"grey: {len(others) - BEST} lines that are not among the best"] * (len(others) > FEW)
+    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * (
+        len(others) > FEW
+    )
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",

@@ -12,12 +12,10 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.contents import Contents
 from windlass.reports.head import text_of
-from windlass.reports.page import cell_page, page
+from windlass.reports.page import Contents, cell_page, page
 from windlass.reports.study import StudyView
-from windlass.reports.table import Column, Table, markdown_cell, slug
-from windlass.reports.tables import settings_table
+from windlass.reports.tables import Column, Table, markdown_cell, settings_table, slug
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study

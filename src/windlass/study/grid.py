@@ -14,7 +14,7 @@ import numpy as np
 
 from windlass.errors import UserError, argument
 from windlass.recipe import NON_SEMANTIC, Recipe, parse_override, plain, typed
-from windlass.recipe.paths import from_here
+from windlass.recipe.layers import from_here
 from windlass.variables import scrub
 
 SEED = "run.seed"

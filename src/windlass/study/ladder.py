@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.retention import LOSS
+from windlass.checkpoint.choose import LOSS
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
 from windlass.estimate.plan import Plan, plan

@@ -20,7 +20,7 @@ from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.scores import LOSS, comparable, scores_by_step
+from windlass.telemetry.ledger import LOSS, comparable, scores_by_step
 from windlass.telemetry.timing import throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line

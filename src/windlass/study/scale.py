@@ -23,8 +23,7 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
-from windlass.study.progress import Progress
-from windlass.study.runner import Sweep
+from windlass.study.runner import Progress, Sweep
 from windlass.study.study import Scaling, Study, load_study
 from windlass.study.submit import submit_study
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.errors import plural
-from windlass.estimate.time import NO_PEAK
+from windlass.estimate.subject import NO_PEAK
 from windlass.estimate.work import flops_of_run, on_cpu
 from windlass.fileio import read_json
 from windlass.recipe import Recipe

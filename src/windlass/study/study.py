@@ -60,7 +60,7 @@ from windlass.study.results import (
     read_result,
     seed_groups,
 )
-from windlass.telemetry.scores import LOSS
+from windlass.telemetry.ledger import LOSS
 
 # The command that trains a winner leaves these out: names, and settings that make a study quick.
 NOT_REPEATED = (

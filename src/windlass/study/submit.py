@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.fileio import locked
-from windlass.launch.batch import SUBMITTED
+from windlass.launch.batch import SUBMITTED, queued_tasks
 from windlass.launch.job import INDEX, Job, Site
-from windlass.launch.queue import queued_tasks
 from windlass.launch.submit import (
     Resources,
     Submitted,

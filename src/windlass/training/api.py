@@ -123,7 +123,7 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
         problem = 'model.kernels = "liger" is for the model of a recipe'
         raise UserError(f'{problem}: apply Liger to your module, and write "torch"')
     if "." in kind:
-        from windlass.optim.library import library_optimizer
+        from windlass.optim.build import library_optimizer
 
         library_optimizer(recipe.optim, divided=layout.tensor > 1)  # raises for a wrong one
 

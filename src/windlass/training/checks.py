@@ -19,7 +19,7 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
-from windlass.training.memory import ran_out_of_memory
+from windlass.training.nonfinite import ran_out_of_memory
 
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.format import Checkpoint
 from windlass.data.describe import Facts, describe, lines
 from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
@@ -25,8 +25,8 @@ from windlass.recipe.load import MEASURED_ON
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.measures import short
-from windlass.training.memory import OUT_OF_MEMORY, is_new_size
 from windlass.training.network import Network
+from windlass.training.nonfinite import OUT_OF_MEMORY, is_new_size
 from windlass.training.record import Recorder
 from windlass.training.start import StartPlan
 

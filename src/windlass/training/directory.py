@@ -17,17 +17,20 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from windlass.checkpoint.choose import candidates, first_undamaged, recover, rename_damaged
-from windlass.checkpoint.lineage import (
+from windlass.checkpoint.choose import (
     Lineage,
+    candidates,
+    first_undamaged,
     leave_out,
     left_out,
     lineage_at,
     read_lineage,
     record,
+    recover,
+    rename_damaged,
     write_lineage,
 )
-from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.format import Checkpoint
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held

@@ -25,8 +25,7 @@ from windlass.model.build import build_model, keeping_modes, own_module, set_tra
 from windlass.model.documents import takes_documents
 from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel
-from windlass.model.liger import use_liger
+from windlass.model.hf import HfModel, use_liger
 from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups

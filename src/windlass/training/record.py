@@ -21,9 +21,8 @@ from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
 from windlass.telemetry.profile import StepProfile, record_memory
-from windlass.telemetry.scores import LOSS, Scores, scores_by_step, without_improvement
 from windlass.telemetry.timing import (
     Goodput,
     StepTimer,

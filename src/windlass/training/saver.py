@@ -11,12 +11,10 @@ from torch import nn
 
 from windlass import processes
 from windlass.checkpoint.base import base_of
+from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
 from windlass.checkpoint.commit import Save, shortage
-from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.retention import EMERGENCY, FINAL, PERIODIC, policy_of
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.shard import Shard
-from windlass.checkpoint.state_dict import gather_shard
+from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.estimate.calendar import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved

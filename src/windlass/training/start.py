@@ -15,10 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.choose import candidates
-from windlass.checkpoint.format import step_dir
-from windlass.checkpoint.lineage import read_lineage
-from windlass.checkpoint.load import checkpoints_in
+from windlass.checkpoint.choose import candidates, read_lineage
+from windlass.checkpoint.format import checkpoints_in, step_dir
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import describe_jump, phases

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.load import Checkpoint
+from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.mixture import (
     MixedSamples,

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from windlass.checkpoint.retention import BEST, FINAL
+from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.order import step_samples
 from windlass.data.samples import Samples
@@ -48,8 +48,7 @@ from windlass.training.callbacks import Callbacks
 from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
-from windlass.training.memory import out_of_memory, ran_out_of_memory
-from windlass.training.nonfinite import BadSteps
+from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.state import (

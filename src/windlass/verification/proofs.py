@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from windlass.checkpoint.choose import choose_checkpoint
-from windlass.checkpoint.load import open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.data.open import open_data
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
