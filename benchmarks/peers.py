@@ -11,8 +11,8 @@ after the warm-up. Peak memory is the process's.
 The peers are not part of this repository. `--peers` is a Python with torch, transformers, peft,
 datasets, accelerate, trl, tiktoken, lightning and litgpt (`pip install --no-deps litgpt`, because it
 asks for an older huggingface_hub), and `--nanogpt` a checkout of karpathy/nanoGPT. `--data` is a
-folder with tinyshakespeare/input.txt, gpt2/ (encoder.json, vocab.bpe, gpt2-tokenizer.json),
-hellaswag/hellaswag_val.jsonl and squad/dev-v1.1.json. No side needs a network.
+folder with tinyshakespeare/input.txt, gpt2/ (encoder.json, vocab.bpe, gpt2-tokenizer.json)
+and squad/dev-v1.1.json. No side needs a network.
 """
 
 from __future__ import annotations
@@ -645,38 +645,6 @@ def generate(bench: Bench) -> Comparison:
     )
 
 
-def hellaswag(bench: Bench) -> Comparison:
-    """Items/s of HellaSwag, GPT-2 124M, beside one forward pass for each ending."""
-    layers, items = (2, 4) if bench.options.quick else (12, 40)
-    file = bench.data("hellaswag/hellaswag_val.jsonl")
-    words = ("hellaswag", layers, bench.data("gpt2"), file, items)
-    return Comparison(
-        {
-            "Windlass": lambda: bench.own(*words).result,
-            "unbatched": lambda: bench.peer("gpt2.py", *words).result,
-        },
-        [Goal("items/s", "Windlass", "unbatched", 3.0)],
-    )
-
-
-def save(bench: Bench) -> Comparison:
-    """What a background save costs, as a share of a synchronous one (`save_overhead.py`)."""
-    turns, steps = ("2", "2") if bench.options.quick else ("15", "6")
-    words: list[str | Path] = [TOP / "benchmarks" / "save_overhead.py", "shakespeare-char"]
-    words += ["model.vocab=65", "model.context=64", "--micro-batch", "4"]
-    words += ["--rounds", turns, "--steps", steps, "--dir", bench.folder]
-
-    def background() -> Measures:
-        file = bench.folder / f"{next(bench.numbers)}.json"
-        bench.child([sys.executable, *words, "--json", file], GOMP_SPINCOUNT=SPIN)
-        return {"lost time": json.loads(file.read_text())["share"]}
-
-    return Comparison(
-        {"background save": background, "synchronous save": lambda: {"lost time": 1.0}},
-        [Goal("lost time", "background save", "synchronous save", 0.1, at_least=False)],
-    )
-
-
 COMPARISONS: dict[str, Callable[[Bench], Comparison]] = {
     function.__name__: function
     for function in (
@@ -692,8 +660,6 @@ COMPARISONS: dict[str, Callable[[Bench], Comparison]] = {
         tokenize,
         start,
         generate,
-        hellaswag,
-        save,
     )
 }
 
@@ -726,7 +692,7 @@ def rows(
             f"{'≥' if goal.at_least else '≤'} {goal.bound:g}",
             f"{ratio:.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
             *(f"{statistics.median(values):,.4g}" for values in (own, peer)),
-            "noise" if ratio < 0 else "yes" if met else "no",  # a save that made steps faster
+            "yes" if met else "no",
             f"{others:.1f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -765,7 +731,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the command alone")
     parser.add_argument("--peers", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--nanogpt", type=Path, default=Path("nanoGPT"), metavar="DIR")
-    parser.add_argument("--data", default=str(TOP.parent / "shared" / "data"), metavar="DIR")
+    parser.add_argument("--data", default="data", metavar="DIR")
     parser.add_argument(
         "--skip", nargs="*", default=[], metavar="SIDE", help="leave these sides out"
     )

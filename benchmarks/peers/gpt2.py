@@ -1,18 +1,14 @@
-"""GPT-2 with random weights in `transformers`: generation with its cache, and HellaSwag one ending
-after the other.
+"""GPT-2 with random weights in `transformers`: generation with its cache.
 
 python benchmarks/peers/gpt2.py generate LAYERS BATCH TOKENS
-python benchmarks/peers/gpt2.py hellaswag LAYERS GPT2_DIR FILE.jsonl ITEMS
 """
 
-import itertools
 import json
 import sys
 import time
-from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 PROMPT = 16  # tokens
 
@@ -30,31 +26,12 @@ def generate(model: GPT2LMHeadModel, batch: int, tokens: int) -> float:
     return batch * tokens / (time.perf_counter() - began)
 
 
-def hellaswag(model: GPT2LMHeadModel, folder: str, file: str, count: int) -> float:
-    """Items a second, with a forward pass for each ending."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(folder) / "gpt2-tokenizer.json"))
-    with open(file, encoding="utf-8") as lines:
-        items = [json.loads(line) for line in itertools.islice(lines, count)]
-    began, right = time.perf_counter(), 0
-    for item in items:
-        context, scores = tokenizer(item["ctx"])["input_ids"], []
-        for ending in item["endings"]:
-            ids = torch.tensor([context + tokenizer(f" {ending}")["input_ids"]])
-            logits = model(ids).logits[0, len(context) - 1 : -1]
-            scores.append(torch.nn.functional.cross_entropy(logits, ids[0, len(context) :]).item())
-        right += scores.index(min(scores)) == int(item["label"])
-    return count / (time.perf_counter() - began)
-
-
 def main() -> None:
-    what, layers, *rest = sys.argv[1:]
+    layers, batch, tokens = map(int, sys.argv[2:])
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50_304, n_layer=int(layers))).eval()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50_304, n_layer=layers)).eval()
     with torch.inference_mode():
-        if what == "generate":
-            print(json.dumps({"tokens/s": generate(model, *map(int, rest))}))
-        else:
-            print(json.dumps({"items/s": hellaswag(model, rest[0], rest[1], int(rest[2]))}))
+        print(json.dumps({"tokens/s": generate(model, batch, tokens)}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Windlass's side of the comparisons that do not train by the command alone.
 
 python benchmarks/peers/windlass_side.py generate LAYERS BATCH TOKENS
-python benchmarks/peers/windlass_side.py hellaswag LAYERS GPT2_DIR FILE.jsonl ITEMS
 python benchmarks/peers/windlass_side.py overhead TOKENS.bin BLOCK RECIPE KEY=VALUE ...
 """
 
@@ -15,10 +14,7 @@ import numpy as np
 import torch
 
 from windlass.cli import main
-from windlass.data.locate import named_tokenizer
-from windlass.evaluation import likelihood
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.source import alone
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim.build import build_optimizer
@@ -42,15 +38,6 @@ def tokens_per_s(layers: str, batch: str, tokens: str) -> None:
     assert texts and all(len(text) == int(tokens) for text in texts)
     rate = int(batch) * int(tokens) / (time.perf_counter() - began)
     print(json.dumps({"tokens/s": rate}))
-
-
-def items_per_s(layers: str, folder: str, file: str, count: str) -> None:
-    model, tokenizer = gpt2(layers), named_tokenizer(f"gpt2:{folder}")
-    items = likelihood.read_items(file, int(count))
-    began = time.perf_counter()
-    rows = likelihood.continuations(items, tokenizer)
-    likelihood.evaluate_hellaswag(model, items, rows, alone("cpu"))
-    print(json.dumps({"items/s": len(items) / (time.perf_counter() - began)}))
 
 
 def overhead(path: str, block: str, preset: str, *settings: str) -> None:
@@ -106,4 +93,4 @@ def overhead(path: str, block: str, preset: str, *settings: str) -> None:
 
 if __name__ == "__main__":
     what, *rest = sys.argv[1:]
-    {"generate": tokens_per_s, "hellaswag": items_per_s, "overhead": overhead}[what](*rest)
+    {"generate": tokens_per_s, "overhead": overhead}[what](*rest)
