@@ -3,7 +3,7 @@
     python benchmarks/published_memory.py [--only TEXT]
 
 Sources: torchtune's README at bd2a0fc7 (GiB), litgpt's config_hub/finetune/README.md at 26857050 (GB).
-Each row has the recipe that is nearest to theirs: weights, adapters and moments in bf16. The
+Each row has the recipe that is nearest to theirs: weights, adapters, moments and stream in bf16. The
 networks are built from their sizes, so nothing is downloaded.
 """
 
@@ -82,7 +82,7 @@ def planned(row: Published, folder: Path) -> Memory:
     (folder / "text.txt").write_text("text")
     own = [f"model.name={folder}", f"model.context={row.tokens}", f"data.source={folder}/text.txt"]
     own += [f"train.micro_batch={row.batch}", f"train.global_batch={row.batch}", "train.steps=100"]
-    own += ["train.precision=bf16", "train.master=bf16", "data.format=text"]
+    own += ["train.precision=bf16", "train.master=bf16", "train.stream=bf16", "data.format=text"]
     recipe = Recipe.load("chat-lora", [*own, "model.lora.rank=0", *row.settings])
     subject = with_sizes(subject_of(recipe, device="A100-80GB"), activations=True)
     assert subject.counted, subject.hf_reason

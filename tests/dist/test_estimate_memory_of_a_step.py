@@ -134,27 +134,28 @@ def test_a_pipeline(chunks, accumulation):
 
 
 @pytest.mark.parametrize(
-    ("lora", "files"),
+    ("lora", "files", "settings"),
     [
-        pytest.param(0, "float32", marks=pytest.mark.full),
-        pytest.param(8, "float32", marks=pytest.mark.full),
-        (8, "bfloat16"),
+        pytest.param(0, "float32", {}, marks=pytest.mark.full),
+        pytest.param(8, "float32", {}, marks=pytest.mark.full),
+        (8, "bfloat16", {}),
+        (8, "bfloat16", {"train__stream": "bf16", "train__precision": "bf16"}),
     ],
 )
-def test_the_states_of_a_model_of_transformers(lora, files, tmp_path):
+def test_the_states_of_a_model_of_transformers(lora, files, settings, tmp_path):
     """Weights and optimizer state at rest; with adapters the frozen weights have none, and bf16
     files stay bf16.
     """
     sizes = {"vocab": 2000, "n_embd": 128, "n_layer": 6, "n_head": 4, "n_positions": 128}
     hf_fixtures.save("gpt2", tmp_path, getattr(torch, files), **sizes)
     batch = {"train__micro_batch": 2, "train__global_batch": 2, "model__lora__rank": lora}
-    r = recipe(model__kind="hf", model__name=str(tmp_path), model__context=128, **batch)
+    r = recipe(model__kind="hf", model__name=str(tmp_path), model__context=128, **batch, **settings)
     (rest, peak), *_ = run_ranks(measured, 1, r, 2000, 2, 1)
     sizes = read_sizes(r)
     layout = layout_of(r, 1)
     predicted = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert predicted.parameters + predicted.optimizer == pytest.approx(rest, rel=0.01)
     assert predicted.total < peak
-    sizes = replace(sizes, peaks=measure_peaks(build_model(r, 2000), r, "fp32", 2))
+    sizes = replace(sizes, peaks=measure_peaks(build_model(r, 2000), r, layout.precision, 2))
     whole = memory(sizes, sizes.vocab, layout, r.optim.kind)
     assert whole.total == pytest.approx(peak, rel=0.04), whole

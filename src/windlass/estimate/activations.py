@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from windlass.model.frozen import Linear4bit
 from windlass.model.size import CHUNK_BYTES, Peaks
-from windlass.parallel.parallelize import LOW, checkpoint_activations
+from windlass.parallel.parallelize import LOW, checkpoint_activations, lower_stream
 from windlass.recipe import Recipe
 
 FLASH = 1  # of `torch.nn.attention.SDPBackend`
@@ -44,6 +44,8 @@ def measure_peaks(
     `network` is on the meta device, as `build_model` returns it. It cannot be used afterwards.
     """
     model: Any = network.train()
+    if recipe.train.stream == "bf16":
+        lower_stream(model, precision)
     checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
     matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
     chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])

@@ -225,13 +225,24 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
 
 
 def lower_stream(model: nn.Module, precision: str) -> None:
-    """Keep the residual stream of a GPT in bf16, as the arithmetic; UserError for other models."""
+    """Keep the residual stream in bf16, as the arithmetic; UserError for a user's own model."""
     if precision != "bf16":
         return
-    if not isinstance(model, GPT):
+    if isinstance(model, GPT):
+        model.low_stream = True
+    elif isinstance(model, HfModel):  # its blocks add to the tensor that the first one gets
+        model.blocks()[0].register_forward_pre_hook(_lower_first, with_kwargs=True)
+    else:
         problem = f"{type(model).__name__} has its own residual stream"
         raise UserError(f'train.stream: {problem}: cast it there, and write "fp32"')
-    model.low_stream = True
+
+
+def _lower_first(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Cast the hidden states, a block's first argument, in a pass with autocast."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    return (hidden, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}
 
 
 def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cut], set[str]]:

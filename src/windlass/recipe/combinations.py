@@ -307,9 +307,6 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
 def stream(r: Any) -> Problems:
     if r.train.stream == "fp32":
         return
-    if r.model.kind == "hf":
-        problem = "a model of transformers has its own residual stream"
-        yield "train.stream", f'{problem}: write "fp32"'
     if r.train.precision not in ("auto", "bf16"):
         problem = f'the stream is bf16 only with train.precision="bf16", not "{r.train.precision}"'
         yield "train.stream", f'{problem}: write "fp32"'

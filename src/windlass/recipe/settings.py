@@ -93,7 +93,7 @@ class TrainSettings(Section):
     weight instead of 16, with `precision = "bf16"`. Updates are computed in float32 and rounded
     stochastically (arXiv 2010.06192), so that small ones count in the mean."""
     stream: Literal["fp32", "bf16"] = "fp32"
-    """With bf16 arithmetic: precision of the residual stream and the norms of Windlass's own GPT.
+    """With bf16 arithmetic: precision of the residual stream and of the norms' results.
     `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
     tf32: bool = False
     """On a GPU: round the inputs of float32 matrix products to TF32 (10 bits): much faster."""
