@@ -95,7 +95,7 @@ class Template:
         return replace(self, source="".join([*defaults, source]))
 
     def describe(self, data: DataSettings, name: str) -> str:
-        """The layout in words; `name`: of the tokenizer, as in the recipe."""
+        """The layout in words; `name`: the tokenizer's, as in the recipe."""
         if not self.source:
             return f"{PLAIN_LAYOUT} ({name} has no chat template)"
         return f"the chat template of {data.chat_template or name}"
@@ -289,8 +289,7 @@ def _mark(special: re.Match[str]) -> str:
 
 
 def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
-    """The first character of a message in the text up to it: after its prompt, or after the lines
-    and special tokens of the prompt that the text also has."""
+    """The first character of a message in the text, after the part of its prompt that both have."""
     whole = written(place + 1)
     if whole.startswith(prompt):
         return len(prompt)

@@ -32,8 +32,6 @@ OPEN_FILES = 128
 
 @dataclass(frozen=True)
 class Corpus:
-    """One prepared source."""
-
     directory: Path
     index: Index
     spec: SourceSpec
@@ -180,13 +178,12 @@ class Table:
         return np.concatenate(fields)
 
     def field(self, name: str) -> np.ndarray:
-        """A field of each document: `text` (uint64), or of examples `group`, `tail`, `reach`,
-        `marked`."""
+        """A field of each document."""
         return self._rows(name)[self._last]
 
     @property
     def groups(self) -> np.ndarray:
-        """The hash that decides whether each document is held out, uint64 [documents]."""
+        """The hashes that decide whether each document is held out, uint64 [documents]."""
         return self.field("group" if self._index.masked else "text")
 
     @property
@@ -258,8 +255,7 @@ class Need:
 
 
 def with_limits(member: Member[S]) -> list[tuple[S, Limit]]:
-    """The sources of a member, training first, with their limits: `data.max_tokens`, and for
-    separate validation data `data.val_fraction` of it, in equal parts."""
+    """The sources of a member, training first, with their limits (`data.max_tokens`)."""
     most = member.data.max_tokens
     characters = int(most * Fraction(str(member.data.val_fraction)))
     train, val = len(member.train), len(member.val)
@@ -278,10 +274,7 @@ MEGATRON, MEGATRON_TYPES = b"MMIDIDX\x00\x00", {8: "uint16", 4: "uint32"}
 def scan_source(
     spec: SourceSpec, data: DataSettings, directory: Path, index: Index, progress: Progress
 ) -> Index:
-    """Read the shards of a source `shards:...` once; returns the index as written.
-
-    UserError if there are none, or one of them is not whole or has unknown ids.
-    """
+    """Read the shards of a source `shards:...` once; returns the index as written."""
     is_remote = "://" in spec.path
     places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
     read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory / CACHE)
@@ -294,10 +287,7 @@ def scan_source(
 
 
 def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
-    """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`.
-
-    Windlass reads only the beginning of a URL, and checks its ids when it uses them.
-    """
+    """Read another tool's shard once; of a URL only its beginning."""
     path, is_remote = Path(place), "://" in place
     file = RemoteFile(place, cache, int(data.cache_gb * 1e9)) if is_remote else LocalFile(path)
     head = file.pread(LLMC_HEADER_BYTES, 0)
@@ -339,7 +329,6 @@ def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
 
 
 def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:
-    """Type, bytes of header, and number of the ids of a `.npy` file."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)

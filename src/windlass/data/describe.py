@@ -133,8 +133,7 @@ def _tokens_per_sample(samples: Samples) -> float:
 
 
 def warnings(facts: Facts) -> list[str]:
-    """Warnings about changed sources, items left out, a makeshift chat template, sources from which
-    nothing is used, and sources of a mixture that a run repeats often."""
+    """Warnings about the sources of a recipe."""
     texts, template = [*facts.get("changed", ())], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
         texts += [f"conversations are written as {template}; a model trained to chat has its own"]

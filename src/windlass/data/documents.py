@@ -44,7 +44,6 @@ class DocumentSamples:
 
     @property
     def valid_tokens(self) -> int:
-        """The labels in an epoch that count in the loss."""
         return self.real_tokens
 
     def width(self, samples: np.ndarray) -> int:
@@ -131,10 +130,7 @@ class ExampleSamples(DocumentSamples):
     def mean_width(
         self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
     ) -> float:
-        """Positions of a row in its micro-batch, padding included: the mean over an epoch.
-
-        `batch`: the samples of a step, which `length_buckets` sorts by length.
-        """
+        """The mean over an epoch of a row's positions in its micro-batch, padding included."""
         steps = max(1, len(self) // batch)
         sizes = self.sizes[sample_indices(np.arange(steps * batch), len(self), order, seed)]
         sizes = sizes.reshape(steps, batch)
@@ -161,8 +157,7 @@ class ExampleSamples(DocumentSamples):
 
 
 def length_statistics(sizes: np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of the lengths of whole items, how many exceed the `used` tokens, and by how
-    many tokens in all."""
+    """Percentiles of lengths, the items over `used` tokens, and how many tokens these lose."""
     if not len(sizes):
         return {}
     over = sizes[sizes > used] - used
@@ -227,10 +222,7 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class BestFitSamples:
-    """Rows of `context` tokens, each with whole items from the longest to the shortest.
-
-    `documents` of a batch numbers the items of a row; the padding at its end is one more.
-    """
+    """Rows of whole items; `documents` of a batch numbers them, and the padding is one more."""
 
     document_mask = True
 
@@ -259,7 +251,6 @@ class BestFitSamples:
         return len(self._order) / max(1, len(self))
 
     def items_of(self, index: int) -> list[int]:
-        """The numbers of a row's items."""
         return list(self._order[self._edges[index] : self._edges[index + 1]].tolist())
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:

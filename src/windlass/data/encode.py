@@ -43,8 +43,6 @@ LEFT_OUT = "left-out.txt"
 
 
 class Job(NamedTuple):
-    """An item for a worker."""
-
     number: int
     item: Item
     before: str | None = None  # the end of the text that it continues; None: it begins a text
@@ -52,15 +50,11 @@ class Job(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """An item that cannot be read."""
-
     item: int
     problem: str
 
 
 class Encoder:
-    """Turns items into rows."""
-
     def __init__(self, spec: SourceSpec, tokenizer: Tokenizer, template: Template):
         self.spec, self.tokenizer, self.template = spec, tokenizer, template
 
@@ -106,8 +100,7 @@ class Encoder:
         return np.array([*head, *tokenizer.encode_marked([(one, 0) for one in rest])[0]], np.int64)
 
     def remark(self, items: Sequence[Item]) -> str:
-        """What the first items of a source have that is not read as it may be meant: keys, or marks
-        between documents; empty if there is nothing."""
+        """What Windlass does not read as it may be meant in the first items, or ''."""
         spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
         if spec.format != "text":
             keys = ", ".join(unread_keys(items, spec))
@@ -134,10 +127,7 @@ def starts_with(ids: np.ndarray, first: Sequence[int]) -> bool:
 def worker_processes(
     directory: Path, spec: SourceSpec, count: int
 ) -> Iterator[Callable[[list[Job]], list[Row | Bad]]]:
-    """A function that encodes in one of `count` processes, which end with this one.
-
-    Those of `multiprocessing` would run a user's script again, and outlive a killed parent.
-    """
+    """Gives a function that encodes in one of `count` processes, which end with this one."""
     words = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
     free = SimpleQueue[Any]()
 
@@ -217,10 +207,7 @@ def encode(
     workers: int,
     note: Callable[[str], None],
 ) -> Generator[tuple[list[Row | Bad], Batch], None, None]:
-    """The rows of a source from item `first` on, in order, with their batch.
-
-    Two batches for each worker are read ahead.
-    """
+    """The rows of a source from item `first` on, in order, with their batch."""
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
     if remark := encoder.remark([job.item for job in head[0].jobs]):
@@ -255,8 +242,7 @@ def write_source(
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after the full ones of `index`, as far as the limit; returns the
-    index as written."""
+    """Write the shards of a source after the full ones of `index`, as far as the limit."""
     spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
     index = writer.index
     listing = directory / LEFT_OUT

@@ -87,8 +87,6 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a paragraph."""
-
     id: str
     question: str
     context: str
@@ -117,8 +115,7 @@ def hash64(*texts: str) -> int:
 def encode_example(
     item: Item, spec: SourceSpec, tokenizer: Tokenizer, template: Template
 ) -> list[Row]:
-    """The tokens of an item: a row, or a row for each answer if the template writes earlier answers
-    in another way. UserError with the item's place if it is bad. Depends on nothing else."""
+    """The tokens of an item, in one row or a row for each answer; UserError if it is bad."""
     example = example_of(item, spec)
     if isinstance(example, Question):
         return [_encode_question(example, tokenizer)]
@@ -149,8 +146,7 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
 
 
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
-    """The record of an item, its keys renamed by `data.columns`, and the shape of its conversation;
-    no shape for a question."""
+    """The record of an item as `data.columns` renames it, and its shape; '' for a question."""
     record = record_of(item)
     named = {name: record[column] for name, column in spec.columns if column in record}
     record = {k: v for k, v in record.items() if k not in dict(spec.columns).values()} | named
@@ -219,7 +215,6 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
 
 
 def _message(turn: Any, where: str) -> Message:
-    """A turn as a message; errors as `_conversation`."""
     if not isinstance(turn, dict):
         raise ValueError(f"{where} is {kind_of(turn)}, not an object")
     calls = turn.get("tool_calls")
@@ -267,8 +262,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 def _encode_conversation(
     talk: Conversation, spec: SourceSpec, tokenizer: Tokenizer, template: Template
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and marks of each row. A prompt and a completion are two texts, then the end-of-text
-    token."""
+    """Tokens and marks of each row."""
     learns_all = spec.answers == "everything"
     if talk.pair:
         if spec.special_tokens:
@@ -307,7 +301,6 @@ def _question(record: dict[str, Any]) -> Question:
 
 
 def _encode_question(question: Question, tokenizer: Tokenizer) -> Row:
-    """A question's prompt and answer. The answer and the end-of-text token are marked."""
     if tokenizer.eot is None:
         problem = "data.tokenizer lacks an end-of-text token to end an answer"
         raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")

@@ -37,8 +37,6 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's samples of one optimizer step."""
-
     step: int  # the step about to be done, counted from 1
     first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
@@ -117,11 +115,7 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
-        """Stop reading ahead; may be called again.
-
-        Waits up to `patience` seconds for the thread to finish its read; None: until it has,
-        because a source may not support two readers.
-        """
+        """Stop reading ahead, and wait up to `patience` seconds (None: as long as it takes)."""
         self._stop.set()
         if self._prefetch:
             with self._changed:
@@ -173,7 +167,6 @@ class Loader(Iterator[StepBatch]):
         return self._order.pop(step)
 
     def _read_ahead(self, step: int) -> None:
-        """Read `prefetch` steps ahead until the loader is closed; an error is the last item."""
         try:
             if self.device.type == "cuda":
                 # A thread starts on device 0, and pinning would open a context there.
@@ -201,10 +194,7 @@ def to_tensor(field: np.ndarray) -> Tensor:
 def eval_batches(
     samples: Samples, data_rank: int, data_world: int, micro_batch: int, first: int, stop: int
 ) -> Iterator[Batch[Tensor]]:
-    """The samples from `first` to `stop`, each once over all data ranks.
-
-    Every rank gets the same number of batches; rows past the last sample are masked.
-    """
+    """The samples from `first` to `stop`, once over all data ranks, which get equal counts."""
     for turn in range(-(-(stop - first) // (micro_batch * data_world))):
         k = turn * data_world + data_rank
         wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)

@@ -93,10 +93,7 @@ def with_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
-    """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
-
-    Windlass only warns if the weights are not used.
-    """
+    """Reject a tokenizer with other ids than the one that the model's weights were trained with."""
     model, own, wanted = recipe.model, own_tokenizer(recipe.model, ""), recipe.data.tokenizer
     if own in (wanted, ""):
         return
@@ -118,10 +115,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
 
 
 def tokenizer_files(recipe: Recipe) -> dict[str, str]:
-    """The SHA-256 of each local file of the tokenizer and of `data.chat_template`.
-
-    The paths are as written, so that a run and its data can move.
-    """
+    """The SHA-256 of the local files of tokenizer and template, by their paths as written."""
     data, home = recipe.data, f"{recipe.home}/"
     kind, _, place = data.tokenizer.partition(":")
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
@@ -141,10 +135,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
-    """One id a character, sorted by code point, then the end of a text if `with_eot`.
-
-    Without an unknown token the exported tokenizer raises on an unknown character, too.
-    """
+    """One id a character, sorted by code point, then the end of a text if `with_eot`."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
@@ -305,7 +296,6 @@ class SourceSpec:
 
     @property
     def path(self) -> str:
-        """The place without its kind."""
         return self.place if self.kind == "files" else self.place.partition(":")[2]
 
     @property
@@ -351,13 +341,12 @@ class Member(Generic[S]):
         return [*self.train, *self.val]
 
     def opened(self, sources: list[T]) -> Member[T]:
-        """The member with its sources opened."""
         count = len(self.train)
         return Member(self.name, self.data, sources[:count], sources[count:])
 
 
 def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
-    """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
+    """The sources of a recipe; with `only_val` its separate validation data alone, if any."""
     members, written = list[Member[SourceSpec]](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
         data, located = written.part(number), recipe.data.part(number)

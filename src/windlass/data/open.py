@@ -45,7 +45,6 @@ class Data:
     division: Division | None = field(default=None, repr=False)
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
         if self.tokenizer is not None:
             self.tokenizer.save(directory)
             if self.template is not None:
@@ -61,11 +60,7 @@ def open_data(
     resuming: bool = False,
     only_val: bool = False,
 ) -> Data:
-    """The data of a recipe, prepared if necessary, with every file checked; arguments as `prepare`.
-
-    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
-    is too small.
-    """
+    """The data of a recipe, prepared and checked; arguments as `prepare`."""
     how: dict[str, Any] = {"tokenizer": tokenizer, "template": template}
     prepared = prepare(recipe, ranks, **how, resuming=resuming, only_val=only_val)
     rows = recipe.model.vocab
@@ -76,10 +71,7 @@ def open_data(
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
-    """Prepared data, divided and cut by `data.packing` and `model.context`.
-
-    Without training data (`only_val`) `train` is None.
-    """
+    """Prepared data, divided and cut; `train` is None without training data (`only_val`)."""
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
     division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
@@ -112,7 +104,6 @@ def _too_few(samples: Samples, which: str, prepared: Prepared, context: int) -> 
 def _samples(
     data: DataSettings, parts: Sequence[Part], tokenizer: Tokenizer, context: int, is_val: bool
 ) -> Samples | None:
-    """The samples of a member's training or validation data; None without parts."""
     if not parts:
         return None
     tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]

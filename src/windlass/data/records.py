@@ -54,10 +54,7 @@ class Item(NamedTuple):
 def read_files(
     spec: SourceSpec, files: list[Path], sizes: list[int], start: int = 0
 ) -> Iterator[Item]:
-    """The items of files from document number `start` on.
-
-    If a file cannot be read to its end, its last item is the error.
-    """
+    """The items of files from document number `start` on; an unreadable file ends in an error."""
     number, before, total = 0, 0, max(1, sum(sizes))
     for path, size in zip(files, sizes, strict=True):
         if number < start and is_text(path, spec) and not spec.separator:
@@ -73,7 +70,7 @@ def read_files(
 
 
 def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[tuple[Item, float]]:
-    """The items of a file of `size` bytes, the last one perhaps an error, and the bytes before."""
+    """The items of a file, the last one perhaps an error, and the bytes before each."""
     place = shown(path)
     try:
         with path.open("rb") as file:
@@ -126,7 +123,6 @@ def is_text(path: Path, spec: SourceSpec) -> bool:
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
-    """The uncompressed bytes of a file."""
     codec = suffixes(path)[1]
     if codec == ".zst":
         import pyarrow as pa  # unlike zstandard's stream, it rejects a truncated last frame
@@ -155,10 +151,7 @@ def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
 
 
 def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
-    """The documents of a text, in blocks: one, or those between separators.
-
-    With a separator their outer line breaks and empty documents are left out.
-    """
+    """The documents of a text (without empty ones, if it has separators), in blocks."""
     rest, continues, most = "", False, BLOCK - READ
     edges = "\r\n" if separator else ""
     for piece in pieces:
@@ -272,7 +265,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def column_value(value: Any, key: str) -> Any:
-    """A record, or the value of the column `key`, which is a record again if it is not text."""
+    """A record, or the value of the column `key`; a record again if it is not text."""
     return value if isinstance(value, str | dict | None) else {key: value}
 
 
@@ -324,7 +317,6 @@ def record_of(item: Item) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value, in words."""
     return KINDS.get(type(value), "a number")
 
 

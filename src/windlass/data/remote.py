@@ -51,11 +51,7 @@ class RemoteFile:
         self._name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
 
     def pread(self, count: int, offset: int) -> bytes:
-        """The bytes from `offset` on, fewer than `count` at the end of the file.
-
-        Raises RunFailed or UserError if the file has changed since it was opened, or cannot be
-        read.
-        """
+        """The bytes from `offset` on, fewer than `count` at the end of the file."""
         parts, stop = list[bytes](), min(offset + count, self.size)
         while offset < stop:
             number, begin = divmod(offset, BLOCK_BYTES)
@@ -66,7 +62,6 @@ class RemoteFile:
         return b"".join(parts)
 
     def _place(self, number: int) -> tuple[Path, int]:
-        """A block's path in the cache, and its length."""
         length = min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
         return self._cache / f"{self._name}-{number:06d}", length
 
@@ -114,7 +109,6 @@ class RemoteFile:
         return block
 
     def _state(self) -> tuple[int, str]:
-        """Size and version of the file now."""
         if not self.url.startswith("hf:"):  # whose listing would count against its rate limit
             self._files.invalidate_cache()
         info: dict[str, Any] = self._files.info(self._path)
@@ -124,10 +118,7 @@ class RemoteFile:
 
 
 def make_room(cache: Path, allowed: int) -> bool:
-    """Delete blocks until at most `allowed` bytes are left; False if that is not possible.
-
-    The caller holds the lock of the cache.
-    """
+    """Delete the oldest blocks until at most `allowed` bytes are left, if possible."""
     blocks = list[tuple[int, int, str]]()
     for entry in os.scandir(cache):
         if entry.name.endswith(".new"):  # of a process that was killed
@@ -145,10 +136,7 @@ def make_room(cache: Path, allowed: int) -> bool:
 
 
 def list_urls(pattern: str) -> list[str]:
-    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself.
-
-    UserError if none matches.
-    """
+    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself."""
     if "*" not in pattern and "[" not in pattern:
         return [pattern]
     files, path = _file_system(pattern)
@@ -159,7 +147,6 @@ def list_urls(pattern: str) -> list[str]:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the file's path in it."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -174,10 +161,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _retried(url: str, action: Callable[[], Value]) -> Value:
-    """The result of an action on the network, in several attempts.
-
-    Raises UserError for an answer that will not change, RunFailed after the last attempt.
-    """
+    """The result of an action; UserError for a final answer, RunFailed after the last attempt."""
     for seconds in (*RETRY_SECONDS, 0.0):
         try:
             return action()

@@ -32,14 +32,10 @@ class Batch(NamedTuple, Generic[A]):
     sources: A | None = None  # [B], the number of each row's source in a mixture
 
     def map(self, convert: Callable[[A], Any]) -> Batch[Any]:
-        """The same batch with every field that it has converted."""
         return Batch(*(None if field is None else convert(field) for field in self))
 
     def to(self, device: Any) -> Batch[Any]:
-        """The same batch of tensors on a device, except `documents`.
-
-        The host reads these, because they decide what it launches.
-        """
+        """The same batch on a device, except `documents`: the host decides by them."""
         moved = self.map(lambda field: field.to(device, non_blocking=True))  # type: ignore[attr-defined]
         return moved._replace(documents=self.documents)
 

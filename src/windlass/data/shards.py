@@ -55,8 +55,6 @@ EXAMPLE_ROW = np.dtype(
 
 
 class Shard(BaseModel):
-    """One file of tokens."""
-
     model_config = ConfigDict(frozen=True)
 
     file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
@@ -96,8 +94,6 @@ class Shard(BaseModel):
 
 
 class Index(BaseModel):
-    """The content of a data directory."""
-
     key: dict[str, Any]  # what determines the tokens; the directory's name has a hash of it
     source: dict[str, Any]  # `Source.description`
     tokenizer: Description
@@ -135,7 +131,6 @@ class Index(BaseModel):
         return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
 
     def before_more(self) -> Index:
-        """The index of the full shards, after which more of the source follows."""
         parts = {"shards": self.full_shards, "complete": False, "left_out": self.resume[2]}
         return self.model_copy(update=parts)
 
@@ -143,7 +138,6 @@ class Index(BaseModel):
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
     def save(self, directory: Path) -> Index:
-        """Write `index.json`; returns the index as written."""
         index = self.model_copy(update={"checksum": self._checksum()})
         Files().replace(directory / INDEX, index.model_dump_json(indent=1).encode())
         return index
@@ -201,8 +195,6 @@ def on_disk(dtype: str) -> np.dtype[Any]:
 
 
 class Row(NamedTuple):
-    """A document, or a part of a long one, as tokens."""
-
     item: int  # number of the item in its source
     tokens: np.ndarray  # int64 [n]
     marks: np.ndarray | None = None  # bool [n], whether a token counts in the loss; None: text
@@ -304,7 +296,6 @@ class ShardWriter:
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
-        """Commit the last shard and save the index; `complete`: that is the whole source."""
         if self._open:
             self._commit()
         self.index.complete = complete
@@ -315,10 +306,7 @@ class ShardWriter:
 
 
 def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size.
-
-    By the newest index, because another process may extend the last shard meanwhile.
-    """
+    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     newest = Index.load(directory) or index
     for shard in newest.shards:
@@ -338,11 +326,7 @@ def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
 def verify(
     directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
 ) -> None:
-    """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
-
-    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
-    fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
-    """
+    """Check each shard that changed since the last check; the ranks of a host divide them."""
     rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
     verified, problem = read_json(directory / VERIFIED), ""
     try:
@@ -367,6 +351,5 @@ def verify(
 
 
 def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    """Store the states of verified files; in a read-only directory each start verifies."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

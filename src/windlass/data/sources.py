@@ -49,10 +49,7 @@ HASHED_BYTES = 64_000_000  # files up to this total are compared by content, oth
 
 
 def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
-    """The files of a source, each real file once, and a note on the others in its directory.
-
-    UserError if there are none.
-    """
+    """The files of a source, each real file once, and a note on the others in its directory."""
     top, setting = Path(spec.path).expanduser(), spec.setting
     if spec.kind == "hf":
         return [path for _, files in folders(top) for path in files or ()], ""
@@ -93,7 +90,6 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
 
 
 def _has_items(path: Path, spec: SourceSpec) -> bool:
-    """Whether a `.json` file begins with an item of the source's format."""
     with suppress(UserError, StopIteration):
         record = record_of(next(read_files(spec, [path], [1])))
         if spec.format == "chat":
@@ -103,11 +99,7 @@ def _has_items(path: Path, spec: SourceSpec) -> bool:
 
 
 def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
-    """The visible directories in `top` with their files: each real one once, linked ones last.
-
-    A link to a directory above `top` is not followed. A run, a study or prepared data of Windlass
-    has None instead of files.
-    """
+    """The visible directories in `top`, each once, with their files; None for Windlass's own."""
     waiting, seen = deque([top]), {str(above) for above in top.resolve().parents}
     while waiting:
         folder = waiting.popleft()
@@ -169,10 +161,7 @@ def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """The differences of two descriptions of a source, as a part of a sentence; empty if none.
-
-    Paths count from the directory that all files share, so that moved data are the same.
-    """
+    """The differences of two descriptions by relative path, as a part of a sentence; or ''."""
     old, new = _by_path(then), _by_path(now)
     parts = [
         f"its {key} is {now[key]}, and was {then[key]}"
@@ -205,8 +194,6 @@ Notify = Callable[[str], None]
 
 @dataclass
 class Source:
-    """A source that exists."""
-
     spec: SourceSpec
     description: dict[str, Any]  # when it was opened, for the index; shows a changed source
     # The items from a document number (default 0) on; the blocks of one text count once.
@@ -242,10 +229,7 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
 
 
 def form_of(source: str, setting: str) -> dict[str, str]:
-    """The settings of `data` that fit the first item of a source: its format, perhaps its text_key.
-
-    Empty for the web and the Hub. UserError if this machine does not have the files.
-    """
+    """The settings of `data` that fit a local source's first item; empty for remote ones."""
     spec = SourceSpec(source, source, setting=setting)
     if spec.kind in ("https", "hf") or "://" in spec.path:
         return {}
@@ -342,10 +326,7 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
 
 
 def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
-    """A split (perhaps `train[:1%]`) of a data set, and the commit that the Hub names, or ''.
-
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files.
-    """
+    """A split (perhaps `train[:1%]`) of a data set, and the commit that the Hub names, or ''."""
     folder, split = Path(place).expanduser(), spec.split
     what = f"{spec.setting}: hf:{place}, split {split!r}"
     require("datasets", f"{spec.setting}: hf:{place}")
@@ -372,7 +353,6 @@ def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
 
 
 def _open_dataset(spec: SourceSpec) -> Source:
-    """A data set of `datasets`, or SQuAD of the Hub."""
     place = "rajpurkar/squad" if spec.kind == "squad" else spec.path
     try:
         table, commit = _load_table(spec, place)

@@ -121,8 +121,7 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
 
 
 def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
-    """The random number of each text by its hash, both uint64 [n]; a choice of texts takes the
-    lowest ones."""
+    """The random numbers that choose texts by their hashes, both uint64 [n]."""
     key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
     return splitmix(hashes ^ key)
 
@@ -155,7 +154,6 @@ class Pieces:
 
 
 def sizes_of(ranges: np.ndarray) -> np.ndarray:
-    """The tokens of each document, int64 [documents]."""
     return ranges[:, 1] - ranges[:, 0]
 
 
@@ -165,10 +163,6 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool) -> Pieces:
-    """The documents of a source up to its limit, before any is held out.
-
-    An end-of-text token does not begin a single text that is the only source (`is_lone`).
-    """
     index, stream, table = corpus.index, corpus.stream, corpus.stream.table
     edges, texts = stream.edges, np.zeros(0, np.uint64)
     if len(table):
@@ -183,7 +177,6 @@ def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool) -> Pieces:
 
 
 def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of a member up to its limit, divided into training and validation data."""
     data, sources = member.data, member.val if limit.is_val else member.train
     pieces = _pieces_of(corpus, limit, is_lone=len(sources) == 1)
     if limit.is_val:
@@ -319,7 +312,6 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
 
 
 def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:
-    """Keep `size` documents, chosen by the purpose with its seed, and the hashes of their texts."""
     draws = [draws_of(hashes, purpose) for hashes in texts]
     present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
     flat = np.concatenate([np.zeros(0, np.uint64), *present])
@@ -331,7 +323,6 @@ def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpos
 
 
 def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
-    """The part of a set that has the `ranges` of a source's documents."""
     numbers = np.flatnonzero(sizes_of(ranges) > 0)
     start, stop = ranges[numbers].T
     begins = np.append(True, start[1:] != stop[:-1])[: len(start)]
@@ -387,8 +378,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
 
 def suite_sources(recipe: Recipe) -> list[str]:
-    """`eval.squad_file`, `data.eval_source`, or SQuAD's validation set; empty if the suite's
-    questions are held out from the training questions."""
+    """The separate sources of the suite's questions; empty if they are held out from training."""
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
@@ -400,6 +390,5 @@ def suite_sources(recipe: Recipe) -> list[str]:
 
 
 def squad_parts(data: DataSettings) -> list[DataSettings]:
-    """The settings of the sources that have questions."""
     parts = [data.part(number) for number in range(len(data.mix) or 1)]
     return [part for part in parts if part.format == "squad"]

@@ -41,8 +41,6 @@ PROBE = (
 
 
 class Description(BaseModel):
-    """The description beside a saved `tokenizer.json`, and in the index of the data."""
-
     kind: str
     fingerprint: str
     vocab: int
@@ -158,7 +156,6 @@ class Tokenizer:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        """The bytes of each id for bytes, characters and GPT-2, int64 [V]."""
         return np.array([len(piece) for piece in self._bytes or ()], np.int64)
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
@@ -261,10 +258,7 @@ class Tokenizer:
         return self.encode("\n").tolist()[:1] if has_line_feed else [0]
 
     def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of prompt and answer after `begin`, and how many of them are not the answer's.
-
-        Both are encoded as one text if this leaves the prompt's own tokens unchanged.
-        """
+        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
         alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
         if both[: len(alone)] != alone or len(both) == len(alone):
             both = alone + self.encode(answer, before=prompt or "a").tolist()
@@ -342,7 +336,6 @@ class Tokenizer:
         return copy, texts, [copy.token_to_id(text) for text in texts.values()]
 
     def save(self, directory: Path) -> None:
-        """Write the folder `directory/tokenizer`, for `load_tokenizer`."""
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))

@@ -115,7 +115,7 @@ def evaluate(
 def _settings(
     source: Source, changes: Collection[str], suites: list[str], world: int
 ) -> dict[str, Any]:
-    """The settings for measuring a saved model; it is sharded if its training divided it."""
+    """The settings for measuring; the model is sharded if its training divided it."""
     recipe = source.recipe
     divided = source.run is not None and source.run.recipe.parallel.model_ranks > 1
     sharded = world > 1 and (divided or recipe.strategy(1).shards_parameters)

@@ -126,10 +126,7 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates.
-
-    An empty text of a new model begins as its documents, and of a pretrained one with its BOS.
-    """
+    """The tokens from which a model generates; an empty text begins as the model's documents."""
     model = unwrap(model)
     bos, settings = getattr(model, "bos", None), getattr(model, "settings", None)
     if not text and not tokenizer.begin:
@@ -159,10 +156,7 @@ def generate(
     progress: Callable[[int, int], object] | None = None,
     **how: Any,
 ) -> list[list[int]] | None:
-    """The tokens after each prompt, without the stop token; None if `poll` asks to stop.
-
-    Arguments as `generate_events`; `progress` gets the numbers of complete and of all texts.
-    """
+    """The tokens after each prompt, without the stop token; arguments as `generate_events`."""
     done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
     events = generate_events(model, prompts, sampling, *arguments, **how)
     while True:
@@ -301,11 +295,7 @@ class _Texts:
 
 
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
-    """The prompts continued together, of similar lengths, so that few columns wait.
-
-    If a window may slide, they have one length, so that the place at which it slides depends on the
-    text alone.
-    """
+    """Prompts of similar lengths together; of one length if the window may slide."""
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         longer = bool(groups) and lengths[place] > lengths[groups[-1][0]]

@@ -104,10 +104,7 @@ def evaluate_loss(
 
 
 def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The fields of a mixture's losses from loss and labels of one source after another.
-
-    A source without labels has none.
-    """
+    """The losses of a mixture's sources; a source without labels has none."""
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
 

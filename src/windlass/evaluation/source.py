@@ -37,8 +37,6 @@ AS_READ = {"train.compile": False}  # lengths vary from pass to pass
 
 @dataclass(frozen=True)
 class Source:
-    """A saved model, before its weights are read."""
-
     name: str
     recipe: Recipe
     tokenizer: Tokenizer  # None for a run on a user's data without one

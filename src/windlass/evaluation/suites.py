@@ -93,11 +93,7 @@ def evaluate_squad(
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, and `items`; and predictions by question id.
-
-    Answers are greedy, up to a token of `stop` or `max_tokens` (0: about 160 characters). A
-    prompt that leaves no space for an answer in the context loses the end of its paragraph.
-    """
+    """Exact Match and F1 in percent, and `items`; and predictions by question id."""
     model = unwrap(model)
     if not max_tokens:
         texts = [question.question + " " + question.context for question in questions[:64]]
@@ -244,20 +240,18 @@ class Suites:
 
 
 def averaged_losses(scores: Scores) -> Scores:
-    """The losses among the scores of the averaged weights, under names of their own."""
     names = {"loss": "average_loss", "full_loss": "full_average_loss"}
     return {new: scores[name] for name, new in names.items() if name in scores}
 
 
 def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items; other scores are not comparable."""
+    """Eight hexadecimal digits, equal for the same items."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
 def write_predictions(
     folder: Path, step: int | None, predictions: Mapping[str, str], weights: str = "raw"
 ) -> Path:
-    """Write SQuAD's predictions, question id → answer, to a file in `folder`; OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{step_name(step, weights)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"
