@@ -62,7 +62,7 @@ def opened(
 ) -> tuple[ExampleSamples, ExampleSamples]:
     """The training and validation samples of examples."""
     data = DataSettings(format="chat", val_fraction=val_fraction)
-    division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])], BYTES)
+    division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])])
     train, val = (
         ExampleSamples(Tokens(parts[0]), context, pad=255)
         for parts in (division.train, division.val)

@@ -73,7 +73,7 @@ def open_data(
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     """Prepared data, divided and cut; `train` is None without training data (`only_val`)."""
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
-    division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
+    division = divide(members, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
     for is_val, parts in ((False, division.train), (True, division.val)):
         opened = dict[str, Samples]()

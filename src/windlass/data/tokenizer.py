@@ -1,9 +1,6 @@
-"""Text to token ids and back, and the tokens at the edges of a text.
-
-Every kind (bytes, characters, GPT-2, byte pairs, `tokenizer.json`) is an object of the `tokenizers`
-library, saved as a `tokenizer.json` that `transformers` reads too. numpy and `tiktoken` encode
-bytes, characters and GPT-2, with the same ids and faster. The text of a special token is plain
-text, so `encode` never returns the end-of-text token.
+"""Text to token ids and back, and the tokens at the edges of a text. Every kind is an object of the
+`tokenizers` library; numpy and `tiktoken` encode bytes, characters and GPT-2 with the same ids,
+faster. The text of a special token is plain text, so `encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -59,19 +56,12 @@ class Tokenizer:
         begin: The ids before every text: the BOS of the post-processor; `encode` omits them.
         ends: The ids that end a generated text.
         start: The id before an empty prompt by the model's configuration, without `begin`.
-        vocab: Number of ids, including the special ones.
         fingerprint: Equal for tokenizers that give the same ids for every document.
         special: Ids of the special tokens by text; only a chat template writes them.
-        dtype: The type of ids in shards.
     """
 
     def __init__(
-        self,
-        kind: str,
-        inner: Any,
-        eot: int | None,
-        ends: Iterable[Any] = (),
-        start: Any = None,
+        self, kind: str, inner: Any, eot: int | None, ends: Iterable[Any] = (), start: Any = None
     ):
         self.kind, self.inner, self.eot = kind, inner, eot
         inner.no_padding()
@@ -93,7 +83,7 @@ class Tokenizer:
         self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
-        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"
+        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"  # of ids in shards
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -176,18 +166,19 @@ class Tokenizer:
             return ids
         parts, before = [np.zeros(0, np.int64)], before.encode("utf-8", "replace").decode()
         for part in stretches(text.encode("utf-8", "replace").decode()):
-            parts.append(self._ids_after(before, part))
+            # the ids of a stretch that continues the text before
+            if before and self.kind != "gpt2" and self._marks_start:
+                for head in (before[-TAIL:], "a", "\n"):
+                    alone, both = self._stretch_ids(head), self._stretch_ids(head + part)
+                    if np.array_equal(both[: len(alone)], alone):
+                        parts.append(both[len(alone) :])
+                        break
+                else:
+                    parts.append(self._stretch_ids(part))
+            else:
+                parts.append(self._stretch_ids(part))
             before = part
         return np.concatenate(parts)
-
-    def _ids_after(self, before: str, text: str) -> np.ndarray:
-        """The ids of a stretch that continues the text `before`."""
-        if before and self.kind != "gpt2" and self._marks_start:
-            for head in (before[-TAIL:], "a", "\n"):
-                alone, both = self._stretch_ids(head), self._stretch_ids(head + text)
-                if np.array_equal(both[: len(alone)], alone):
-                    return both[len(alone) :]
-        return self._stretch_ids(text)
 
     def _stretch_ids(self, text: str) -> np.ndarray:
         if self.kind == "gpt2":
@@ -222,13 +213,13 @@ class Tokenizer:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
-            sizes[:] = [len(piece) for piece in self._bytes]
+            sizes[:] = self._sizes
         else:
             # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
             state = json.loads(self.inner.to_str())
             decoder = json.dumps(state["decoder"], ensure_ascii=False)
-            pre_tokenizer = json.dumps(state["pre_tokenizer"])
-            letters = byte_letters() if '"ByteLevel"' in decoder + pre_tokenizer else {}
+            is_byte_level = '"ByteLevel"' in decoder + json.dumps(state["pre_tokenizer"])
+            letters = byte_letters() if is_byte_level else {}
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 if letters and letters.keys() >= set(piece):
@@ -260,6 +251,7 @@ class Tokenizer:
     def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
         """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
         alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
+        # one text, if this leaves the prompt's own tokens unchanged
         if both[: len(alone)] != alone or len(both) == len(alone):
             both = alone + self.encode(answer, before=prompt or "a").tolist()
         return both, len(alone)
@@ -346,11 +338,8 @@ class Tokenizer:
 
 
 def stretches(text: str) -> Iterator[str]:
-    """A text in parts of at most STRETCH characters, cut where `encode` gives the same ids.
-
-    A stretch ends after a line, else after a word. A run of STRETCH characters without such a place
-    is cut anyway, which can change the tokens there.
-    """
+    """A text in parts of at most STRETCH characters, cut where `encode` gives the same ids; a run of
+    STRETCH characters without such a place is cut anyway."""
     start = 0
     while len(text) - start > STRETCH:
         stop = cut_place(text, start, start + STRETCH)
