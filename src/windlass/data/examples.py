@@ -75,10 +75,8 @@ class Conversation:
         return list(self.pair or (m["content"] for m in self.messages if m["content"]))
 
     def trained(self, answers: str) -> list[int]:
-        """The places of the answers with a loss, by `data.answers`.
-
-        In a completion of several turns these are the assistant's, and TRL learns all turns.
-        """
+        """The places of the answers with a loss, by `data.answers`: in a completion of several turns
+        the assistant's (TRL learns all turns)."""
         first = self.prompt if answers == "auto" else 0
         places = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         places = places[-1:] if answers == "last" else places
@@ -116,15 +114,26 @@ def encode_example(
     item: Item, spec: SourceSpec, tokenizer: Tokenizer, template: Template
 ) -> list[Row]:
     """The tokens of an item, in one row or a row for each answer; UserError if it is bad."""
-    example = example_of(item, spec)
+    example, rows = example_of(item, spec), list[Row]()
     if isinstance(example, Question):
-        return [_encode_question(example, tokenizer)]
-    digest, rows = example.group, list[Row]()
+        if tokenizer.eot is None:
+            problem = "data.tokenizer lacks an end-of-text token to end an answer"
+            raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
+        answer = example.answers[0]
+        both, prompt = tokenizer.encode_pair(example.prompt, f" {answer}")
+        context = example.context[: example.context.index(answer) + len(answer)]
+        reach = len(tokenizer.prompt(QUESTION.format(question=example.question, context=context)))
+        ids = np.array([*both, tokenizer.eot], np.int64)
+        row = Row(0, ids, np.arange(len(ids)) >= prompt, example.hash, group=example.group)
+        tail = len(ids) - prompt + _answer_mark(example, tokenizer)
+        return [row._replace(tail=tail, reach=reach)]
+    digest = example.group
     try:
         for tokens, marks in _encode_conversation(example, spec, tokenizer, template):
             marks[:1] = False  # no token predicts the first one
-            reach = int(marks.argmax()) + 1
-            rows += [Row(0, tokens, marks, digest, group=digest, reach=reach)] * bool(marks.any())
+            if marks.any():
+                reach = int(marks.argmax()) + 1
+                rows.append(Row(0, tokens, marks, digest, group=digest, reach=reach))
     except UserError as error:
         raise UserError(f"{item.place}: {error}") from None
     if not rows:
@@ -167,7 +176,18 @@ def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
     """An item as a conversation or question; UserError with its place if it is neither."""
     record, shape = _shape(item, spec)
     try:
-        return _conversation(record, shape) if shape else _question(record)
+        if shape:
+            return _conversation(record, shape)
+        answers = tuple(str(answer["text"]) for answer in record["answers"])
+        name, context, question = str(record["id"]), record["context"], record["question"]
+        if not isinstance(context, str) or not isinstance(question, str):
+            raise ValueError("question and context are texts")
+        if not answers or not answers[0]:
+            raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
+        if answers[0] not in context:
+            raise ValueError(f"its answer {answers[0]!r} is not in its context")
+        group = hash64(str(record.get("title") or context))
+        return Question(name, question.strip(), context, answers, group)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         advice = f"; the item has the shape {shape}: {SHAPES[shape][1]}" if shape else ""
@@ -186,10 +206,8 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         answer = answers[0] if answers and isinstance(answers, list) else answers
         turns = []
         for asked, replied in (*(record.get("history") or ()), (request, answer)):
-            turns += [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": replied},
-            ]
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": replied})
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -199,8 +217,13 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         turns, prompt = [*before, *answer], len(before)
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"a conversation is a list of turns, not {kind_of(turns)}")
-    messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
-    untrained = {i for i, turn in enumerate(turns) if _is_untrained(turn, messages[i])}
+    messages, untrained = list[Message](), set[int]()
+    for place, turn in enumerate(turns):
+        message = _message(turn, f"turn {place + 1}")
+        messages.append(message)
+        is_empty = not message.get("tool_calls") and not message["content"].strip()
+        if is_empty or 0 in (turn.get("weight"), turn.get("train")):
+            untrained.add(place)
     if (system := record.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}, "system"))
         prompt, untrained = prompt + bool(prompt), {place + 1 for place in untrained}
@@ -240,23 +263,14 @@ def _message(turn: Any, where: str) -> Message:
     left_out = ("from", "value", "weight", "train")
     message = {k: v for k, v in turn.items() if v is not None and k not in left_out}
     if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = []
+    for call in calls or ():
+        function = dict(call.get("function", call))
+        if isinstance(function.get("arguments"), str):  # JSON for OpenAI, an object for templates
+            function["arguments"] = json.loads(function["arguments"])
+        whole = {**call, "function": function} if "function" in call else function
+        message["tool_calls"].append(whole)
     return {**message, "role": role, "content": content}
-
-
-def _is_untrained(turn: dict[str, Any], message: Message) -> bool:
-    """Whether a message is empty, or its turn says that it does not count in the loss."""
-    is_empty = not message.get("tool_calls") and not message["content"].strip()
-    return is_empty or 0 in (turn.get("weight"), turn.get("train"))
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object for templates; OpenAI has JSON in a string."""
-    function = call.get("function", call)
-    if not isinstance(function.get("arguments"), str):
-        return call
-    function = {**function, "arguments": json.loads(function["arguments"])}
-    return {**call, "function": function} if "function" in call else function
 
 
 def _encode_conversation(
@@ -264,14 +278,13 @@ def _encode_conversation(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens and marks of each row."""
     learns_all = spec.answers == "everything"
-    if talk.pair:
+    if talk.pair:  # two texts, then the end-of-text token
         if spec.special_tokens:
             parts = [(part, i) for i in (0, 1) for part in tokenizer.pieces(talk.pair[i])]
             both, counts = tokenizer.encode_marked(parts)
-            begin = (
-                [] if tuple(both[: len(tokenizer.begin)]) == tokenizer.begin else tokenizer.begin
-            )
-            both, prompt = [*begin, *both], len(begin) + len(both) - sum(counts)
+            has_begin = tuple(both[: len(tokenizer.begin)]) == tokenizer.begin
+            both = [*(() if has_begin else tokenizer.begin), *both]
+            prompt = len(both) - sum(counts)
         else:
             both, prompt = tokenizer.encode_pair(*talk.pair)
         end = [] if tokenizer.eot in (None, *both[-1:]) else [tokenizer.eot]
@@ -285,39 +298,6 @@ def _encode_conversation(
 
 
 # -- questions
-
-
-def _question(record: dict[str, Any]) -> Question:
-    answers = tuple(str(answer["text"]) for answer in record["answers"])
-    name, context, question = str(record["id"]), record["context"], record["question"]
-    if not isinstance(context, str) or not isinstance(question, str):
-        raise ValueError("question and context are texts")
-    if not answers or not answers[0]:
-        raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
-    if answers[0] not in context:
-        raise ValueError(f"its answer {answers[0]!r} is not in its context")
-    group = hash64(str(record.get("title") or context))
-    return Question(name, question.strip(), context, answers, group)
-
-
-def _encode_question(question: Question, tokenizer: Tokenizer) -> Row:
-    if tokenizer.eot is None:
-        problem = "data.tokenizer lacks an end-of-text token to end an answer"
-        raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
-    answer = question.answers[0]
-    both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")
-    context = question.context[: question.context.index(answer) + len(answer)]
-    first = QUESTION.format(question=question.question, context=context)
-    tokens = np.array([*both, tokenizer.eot], np.int64)
-    return Row(
-        0,
-        tokens,
-        np.arange(len(tokens)) >= prompt,
-        question.hash,
-        group=question.group,
-        tail=len(tokens) - prompt + _answer_mark(question, tokenizer),
-        reach=len(tokenizer.prompt(first)),
-    )
 
 
 def _answer_mark(question: Question, tokenizer: Tokenizer) -> int:

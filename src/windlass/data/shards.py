@@ -68,13 +68,9 @@ class Shard(BaseModel):
     mask: str = ""  # SHA-256 of its mask; empty: no mask
 
     @property
-    def is_remote(self) -> bool:
-        return "://" in self.file
-
-    @property
     def identity(self) -> str:
         """What tells its tokens from others, in any directory."""
-        return f"{self.file} {self.sha256}" if self.is_remote else self.sha256
+        return f"{self.file} {self.sha256}" if "://" in self.file else self.sha256
 
     def beside(self, ending: str) -> str:
         """The file of the shard's table (`.documents`) or mask (`.mask`)."""
@@ -82,7 +78,7 @@ class Shard(BaseModel):
 
     def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
         """Size and SHA-256 of each of its files on this machine, by name."""
-        if self.is_remote:
+        if "://" in self.file:
             return {}
         size = self.offset + self.tokens * on_disk(self.dtype).itemsize
         files = {self.file: (size, self.sha256)}
@@ -129,10 +125,6 @@ class Index(BaseModel):
     def full_shards(self) -> list[Shard]:
         """The shards that more text of the source does not change."""
         return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
-
-    def before_more(self) -> Index:
-        parts = {"shards": self.full_shards, "complete": False, "left_out": self.resume[2]}
-        return self.model_copy(update=parts)
 
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
@@ -211,12 +203,10 @@ class ShardWriter:
     block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
-        """Continue after the full shards of `index`.
-
-        Saves the index without a short last shard first, because a kill may leave that one replaced.
-        """
         self.directory, self.dtype = directory, dtype
-        self.index = index.before_more().save(directory)
+        # Continue after the full shards: a kill may leave a short last one replaced.
+        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume[2]}
+        self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         # of the item being written: its number, and its tokens in the full shards, which come again
         self._item, self._skip, _ = index.resume
