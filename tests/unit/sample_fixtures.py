@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from windlass.data.corpus import Corpus
-from windlass.data.documents import ExampleSamples
 from windlass.data.locate import Member, SourceSpec, byte_tokenizer
-from windlass.data.samples import Tokens
+from windlass.data.samples import ExampleSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import divide
 from windlass.recipe import DataSettings

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data.chat import PLAIN_LAYOUT
-from windlass.data.documents import BestFitSamples, DocumentSamples, ExampleSamples
 from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.samples import Samples, masks_documents, real_tokens
+from windlass.data.samples import (
+    BestFitSamples,
+    DocumentSamples,
+    ExampleSamples,
+    Samples,
+    masks_documents,
+    real_tokens,
+)
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:

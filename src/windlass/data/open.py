@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data import chat
-from windlass.data.documents import (
+from windlass.data.mixture import MixedSamples
+from windlass.data.prepare import Prepared, prepare
+from windlass.data.samples import (
+    Batch,
     BestFitSamples,
     DocumentSamples,
     ExampleSamples,
+    PackedSamples,
+    Samples,
     TextSamples,
+    Tokens,
 )
-from windlass.data.mixture import MixedSamples
-from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import Batch, PackedSamples, Samples, Tokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
