@@ -19,6 +19,7 @@ from windlass.data.samples import (
     masks_documents,
     real_tokens,
 )
+from windlass.errors import plural
 from windlass.recipe.settings import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -45,43 +46,30 @@ def describe(data: Data) -> Facts:
     """
     facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
-        facts |= _prepared_facts(data)
-    for name, samples in (("train", data.train), ("val", data.val)):
-        facts[name] = None if samples is None else _present(_split(name, samples, data))
-    return _present(facts)
-
-
-def _present(facts: Facts) -> Facts:
-    return {key: value for key, value in facts.items() if value is not None}
-
-
-def _prepared_facts(data: Data) -> Facts:
-    assert data.prepared is not None and data.division is not None
-    members = data.prepared.members
-    corpora = list({corpus.directory: corpus for corpus in data.prepared.corpora}.values())
-    names = [corpus.spec.name for member in members for corpus in member.train]
-    indexes = [corpus.index for corpus in corpora]
-    files = {file["file"] for index in indexes for file in index.source.get("files", ())}
-    units = {UNITS[member.data.format] for member in members}
-    commits = (index.source.get("commit") for index in indexes)
-    template = next((index.template for index in indexes if index.template), None)
-    chats = [index for index in indexes if index.template]
-    rows = sum(index.documents for index in chats)
-    if rows > (read := sum(index.items - index.left_out for index in chats)):
-        template = f"{template}; it changes earlier answers: {read:,} conversations, {rows:,} rows"
-        units = {"rows"}
-    facts: Facts = {
-        "source": names[0] if len(names) == 1 else names,
-        "files": len(files),
-        "items": units.pop() if len(units) == 1 else "items",
-        "tokenizer": members[0].data.tokenizer,
-        "changed": list(data.prepared.changed) or None,
-        "shared": data.division.shared or None,
-        "unreadable": sum(index.left_out for index in indexes) or None,
-        "revision": next(filter(None, commits), None),
-        "template": template,
-    }
-    if len(data.prepared.corpora) > 1:
+        assert data.division is not None
+        members, all_corpora = data.prepared.members, data.prepared.corpora
+        indexes = [c.index for c in {corpus.directory: corpus for corpus in all_corpora}.values()]
+        names = [corpus.spec.name for member in members for corpus in member.train]
+        files = {file["file"] for index in indexes for file in index.source.get("files", ())}
+        units = {UNITS[member.data.format] for member in members}
+        commits = (index.source.get("commit") for index in indexes)
+        chats = [index for index in indexes if index.template]
+        template = chats[0].template if chats else None
+        rows = sum(index.documents for index in chats)
+        if rows > (read := sum(index.items - index.left_out for index in chats)):
+            more = f"it changes earlier answers: {read:,} conversations, {rows:,} rows"
+            template, units = f"{template}; {more}", {"rows"}
+        facts |= {
+            "source": names[0] if len(names) == 1 else names,
+            "files": len(files),
+            "items": units.pop() if len(units) == 1 else "items",
+            "tokenizer": members[0].data.tokenizer,
+            "changed": list(data.prepared.changed) or None,
+            "shared": data.division.shared or None,
+            "unreadable": sum(index.left_out for index in indexes) or None,
+            "revision": next(filter(None, commits), None),
+            "template": template,
+        }
         train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))
         facts["sources"] = [
             {
@@ -91,23 +79,40 @@ def _prepared_facts(data: Data) -> Facts:
                 "train": sum(part.tokens for part in train if part.corpus is corpus),
                 "val": sum(part.tokens for part in val if part.corpus is corpus),
             }
-            for corpus in data.prepared.corpora
-        ]
-    return facts
+            for corpus in (all_corpora if len(all_corpora) > 1 else ())
+        ] or None
+    for name, samples in (("train", data.train), ("val", data.val)):
+        facts[name] = None if samples is None else _present(_split(name, samples, data))
+    return _present(facts)
+
+
+def _present(facts: Facts) -> Facts:
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def _split(name: str, samples: Samples, data: Data) -> Facts:
     split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
     tokens = real_tokens(samples)
-    if per_sample := tokens / len(samples) if tokens else _tokens_per_sample(samples):
+    if tokens:
+        per_sample = tokens / len(samples)
+    else:  # the mean over some samples of the user's set, as the loader counts them
+        last, number = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
+        places = np.unique(np.linspace(0, last, number).astype(np.int64))
+        if length := getattr(samples, "length", None):
+            sizes = list(map(length, places.tolist()))
+        else:
+            labels = (samples.read(np.array([place]))[1] for place in places)
+            sizes = [int((part != IGNORE_INDEX).sum()) for part in labels]
+        per_sample = sum(sizes) / max(1, len(places))
+    if per_sample:
         split["tokens_per_sample"] = round(per_sample, 3)
     split["tokens"] = getattr(samples, "tokens", tokens)
     if masks_documents(samples) and hasattr(samples, "attended"):
         split["attended"] = round(samples.attended, 3)
     items: Any = samples
     if isinstance(samples, BestFitSamples):
-        items, places = samples.items, len(samples) * samples.context
-        split["fill"] = round(samples.real_tokens / places, 6)
+        items, places_in_rows = samples.items, len(samples) * samples.context
+        split["fill"] = round(samples.real_tokens / places_in_rows, 6)
         split["items_per_sample"] = round(samples.documents_per_row, 3)
     if data.division is None:
         return split
@@ -126,25 +131,13 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
     return split
 
 
-def _tokens_per_sample(samples: Samples) -> float:
-    """The mean over some samples of the user's set, as the loader counts them."""
-    last, count = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
-    places = np.unique(np.linspace(0, last, count).astype(np.int64))
-    if length := getattr(samples, "length", None):
-        tokens = sum(map(length, places.tolist()))
-    else:
-        labels = (samples.read(np.array([place]))[1] for place in places)
-        tokens = sum(int((part != IGNORE_INDEX).sum()) for part in labels)
-    return tokens / max(1, len(places))
-
-
 def warnings(facts: Facts) -> list[str]:
     """Warnings about the sources of a recipe."""
     texts, template = [*facts.get("changed", ())], facts.get("template", "")
     if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
         texts += [f"conversations are written as {template}; a model trained to chat has its own"]
     if shared := facts.get("shared"):
-        shown = count(shared, facts["items"])
+        shown = plural(shared, facts["items"].removesuffix("s"))
         texts.append(f"{shown} of data.source left out, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
         texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
@@ -194,14 +187,26 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         if "fill" in split
     ]:
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
-    if cuts := [text for split in splits if (text := _cut(split, unit))]:
+    cuts = list[str]()  # what each split lost to the context
+    for split in splits:
+        parts = []
+        if cut := split.get("cut", 0):
+            lost, items = split["cut_tokens"], plural(split["items"], unit.removesuffix("s"))
+            fraction = lost / (split["tokens"] + lost)
+            parts.append(f"{cut:,} of {items} cut, {lost:,} tokens lost ({fraction:.1%})")
+        if left_out := split.get("left_out", 0):
+            items = plural(left_out, unit.removesuffix("s"))
+            parts.append(f"{items} left out: they have nothing left to learn")
+        cuts += [", ".join(parts)] * bool(parts)
+    if cuts:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
 
 
 def _in_words(split: Facts, facts: Facts) -> str:
     items = split.get("items") if "source" in facts else split["samples"]
-    parts = [count(items, facts.get("items", "samples"))] if items else []
+    unit = facts.get("items", "samples").removesuffix("s")
+    parts = [plural(items, unit)] if items else []
     tokens, labels = split.get("tokens"), split.get("label_tokens")
     if tokens:
         parts.append(f"{tokens:,} tokens")
@@ -237,20 +242,3 @@ def _table(cells: list[tuple[str, ...]]) -> str:
         "  ".join([name.ljust(first), *(n.rjust(w) for n, w in zip(numbers, widths, strict=True))])
         for name, *numbers in cells
     )
-
-
-def count(number: int, items: str) -> str:
-    """`1 document`, `2 documents`."""
-    return f"{number:,} {items if number != 1 else items.removesuffix('s')}"
-
-
-def _cut(split: Facts, unit: str) -> str:
-    """What a split lost to the context, in words; empty if nothing."""
-    parts = []
-    if cut := split.get("cut", 0):
-        lost, items = split["cut_tokens"], count(split["items"], unit)
-        fraction = lost / (split["tokens"] + lost)
-        parts.append(f"{cut:,} of {items} cut, {lost:,} tokens lost ({fraction:.1%})")
-    if left_out := split.get("left_out", 0):
-        parts.append(f"{count(left_out, unit)} left out: they have nothing left to learn")
-    return ", ".join(parts)

@@ -127,10 +127,8 @@ def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> lis
 
 
 def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
-    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's.
-
-    Stages differ after a branch with other weights, or if a longer run moves a stage.
-    """
+    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's
+    (a branch has other weights, or a longer run moves a stage)."""
     if not past:
         return list(planned)
     stages = [stage for stage in past if stage.start < at]
@@ -282,19 +280,14 @@ class MixedSamples:
         back = np.argsort(np.concatenate(groups), kind="stable")
         apart = any(batch.documents is not None for batch in batches)
         width = max(batch.tokens.shape[1] for batch in batches)
-        fields = zip(*(padded(batch, width, apart) for batch in batches), strict=True)
-        joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
-        return Batch(*joined)._replace(sources=sources)
-
-
-def padded(batch: Batch[np.ndarray], width: int, apart: bool) -> Batch[np.ndarray]:
-    """The rows with masked padding up to `width`; with `apart` each has `documents`."""
-    missing = (0, 0), (0, width - batch.tokens.shape[1])
-    tokens = np.pad(batch.tokens, missing)
-    labels = np.pad(batch.labels, missing, constant_values=IGNORE_INDEX)
-    if not apart:
-        return Batch(tokens, labels)
-    documents = np.zeros_like(tokens)
-    if batch.documents is not None:
-        documents = np.pad(batch.documents, missing, "edge")
-    return Batch(tokens, labels, positions_of(documents), documents)
+        columns: list[list[Any]] = [[], [], []]  # tokens, labels, documents
+        for batch in batches:  # masked padding to the same width
+            missing = (0, 0), (0, width - batch.tokens.shape[1])
+            own = np.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+            columns[0].append(np.pad(batch.tokens, missing))
+            columns[1].append(np.pad(batch.labels, missing, constant_values=IGNORE_INDEX))
+            columns[2].append(np.pad(own, missing, "edge"))
+        tokens, labels, documents = (np.concatenate(column)[back] for column in columns)
+        if not apart:
+            return Batch(tokens, labels, sources=sources)
+        return Batch(tokens, labels, positions_of(documents), documents, sources)
