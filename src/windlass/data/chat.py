@@ -315,16 +315,12 @@ def _ended(answer: str, tokenizer: Tokenizer) -> Span:
 
 
 def _cut(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
-    """Spans of a rendered text as texts and special tokens."""
     pieces = list[Piece]()
     for counts, run in groupby(spans, lambda span: span[1]):
         for piece in tokenizer.pieces("".join(text for text, _ in run)):
             own = piece.replace(MARK, "") if isinstance(piece, str) else piece
             pieces.append((own, counts))
     return pieces
-
-
-# -- tokens
 
 
 def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer) -> str:
@@ -358,5 +354,4 @@ def text_tokens(text: str, tokenizer: Tokenizer, ending: str = "") -> tuple[list
 
 
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """The tokens before the assistant's answer."""
     return text_tokens(template.text(messages, tokenizer, ask=True), tokenizer)[0]

@@ -194,9 +194,6 @@ def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
         raise UserError(f"{item.place}: {problem}{advice}") from None
 
 
-# -- conversations
-
-
 def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     """A conversation; ValueError, KeyError, TypeError or AttributeError if it is not one."""
     turns, prompt = record[SHAPES[shape][0][0]], 0
@@ -295,9 +292,6 @@ def _encode_conversation(
     for pieces in template.rows(talk.messages, tokenizer, talk.extra, trained, is_completion):
         tokens, counted = tokenizer.encode_marked(pieces)
         yield np.array(tokens, np.int64), np.array(counted, bool) | learns_all
-
-
-# -- questions
 
 
 def _answer_mark(question: Question, tokenizer: Tokenizer) -> int:

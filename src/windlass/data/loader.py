@@ -86,10 +86,7 @@ class Loader(Iterator[StepBatch]):
         return cast(StepBatch, self.poll(None))
 
     def poll(self, timeout: float | None = 0.0) -> StepBatch | None:
-        """The next batch, or None if it does not come within `timeout` seconds (None: wait).
-
-        Raises an error of the background thread, in every call from then on.
-        """
+        """The next batch, or None if it does not come in `timeout` seconds; the thread's error."""
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
@@ -130,7 +127,22 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        numbers, indices = self._samples_of(step)
+        if step not in self._order:
+            # Several small steps take as long as one. A mixture may end after this one.
+            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
+            steps = range(step, step + max(1, more))
+            all_numbers = [
+                step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps
+            ]
+            joined, n = np.concatenate(all_numbers), len(self.samples)
+            shards = getattr(self.samples, "shard_samples", None)
+            if self.mixture:
+                order = self.mixture.indices(joined)
+            else:
+                order = sample_indices(joined, n, self.kind, self.seed, shards)
+            parts = np.split(order, np.cumsum([len(part) for part in all_numbers[:-1]]))
+            self._order = dict(zip(steps, zip(all_numbers, parts, strict=True), strict=True))
+        numbers, indices = self._order.pop(step)  # of the step's samples
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
@@ -148,23 +160,6 @@ class Loader(Iterator[StepBatch]):
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
         return StepBatch(step, int(numbers[0]), micro, valid, real)
-
-    def _samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of a step's samples, and the samples that have them."""
-        if step not in self._order:
-            # Several small steps take as long as one. A mixture may end after this one.
-            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
-            steps = range(step, step + max(1, more))
-            numbers = [step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps]
-            joined, n = np.concatenate(numbers), len(self.samples)
-            shards = getattr(self.samples, "shard_samples", None)
-            if self.mixture:
-                indices = self.mixture.indices(joined)
-            else:
-                indices = sample_indices(joined, n, self.kind, self.seed, shards)
-            parts = np.split(indices, np.cumsum([len(part) for part in numbers[:-1]]))
-            self._order = dict(zip(steps, zip(numbers, parts, strict=True), strict=True))
-        return self._order.pop(step)
 
     def _read_ahead(self, step: int) -> None:
         try:

@@ -377,9 +377,6 @@ def data_dirs(recipe: Recipe) -> list[Path]:
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
 
 
-# -- keys
-
-
 def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
     """The settings that determine the tokens of a source."""
     key, data = tokenizer_key(recipe) | {"source": spec.key}, recipe.as_written.data

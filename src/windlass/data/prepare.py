@@ -313,8 +313,6 @@ def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer, **how: Any) ->
     return Corpus(directory, index, spec, tokenizer, int(recipe.data.cache_gb * 1e9), **how)
 
 
-# -- one source
-
 Todo = Literal["use", "extend", "renew"]
 
 

@@ -47,7 +47,7 @@ def positions_of(documents: np.ndarray) -> np.ndarray:
 
 
 def masks_documents(samples: object) -> bool:
-    """Whether rows of a set have several documents, of which each attends to itself alone."""
+    """Whether rows of a set have several documents, each of which attends to itself alone."""
     return bool(getattr(samples, "document_mask", False))
 
 
@@ -363,9 +363,6 @@ def length_statistics(sizes: np.ndarray, used: int) -> dict[str, Any]:
     places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
     percentiles = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
     return {"lengths": percentiles, "cut": len(over), "cut_tokens": int(over.sum())}
-
-
-# -- best-fit packing
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

@@ -183,9 +183,6 @@ def on_disk(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-# -- writing
-
-
 class Row(NamedTuple):
     item: int  # number of the item in its source
     tokens: np.ndarray  # int64 [n]
@@ -290,9 +287,6 @@ class ShardWriter:
             self._commit()
         self.index.complete = complete
         return self.index.save(self.directory)
-
-
-# -- checks
 
 
 def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:

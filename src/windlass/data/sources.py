@@ -143,11 +143,8 @@ def _first(paths: list[Path]) -> str:
     return ", ".join(shown(Path(path.name)) for path in paths[:3]) + ", ..." * (len(paths) > 3)
 
 
-# -- their state, which shows a change
-
-
 def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Files for the index: name, size, and the SHA-256; the time of change if they are large."""
+    """Name, size and SHA-256 of files, or the time of change if they are large."""
     stats = [(path, path.stat()) for path in files]
     small = sum(stat.st_size for _, stat in stats) <= HASHED_BYTES
     return [
@@ -254,9 +251,6 @@ def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
         with suppress(UserError, OSError):
             return {"files": describe_files(local_files(spec)[0])}
     return None
-
-
-# -- the standard library, the web, the Hub
 
 
 def _stdlib_modules() -> list[Path]:

@@ -84,9 +84,6 @@ class Division:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-# -- the rules
-
-
 def held_out(
     groups: np.ndarray, characters: np.ndarray, fraction: float, *, are_examples: bool
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -124,9 +121,6 @@ def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
     """The random numbers that choose texts by their hashes, both uint64 [n]."""
     key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
     return splitmix(hashes ^ key)
-
-
-# -- the pieces of a source
 
 
 @dataclass
@@ -227,9 +221,6 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     place = np.clip(end, first, last)  # the end of the held-out tokens of each document
     pieces.val, pieces.train = np.stack([first, place], axis=1), np.stack([place, last], axis=1)
     pieces.cut[(first < place) & (place < last)] = 1
-
-
-# -- the division
 
 
 def divide(

@@ -95,8 +95,6 @@ class Tokenizer:
         """The ids after a document: the end of a text, unless it stands before the next one."""
         return () if self.eot is None or self.eot in self.first else (self.eot,)
 
-    # -- texts
-
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Matches unmarked special tokens; the longest one, as `tokenizers` does."""
@@ -232,8 +230,6 @@ class Tokenizer:
                 sizes[i] = len(token.content.encode())
         sizes[list(self.special.values())] = 0
         return sizes
-
-    # -- prompts, answers, conversations
 
     def prompt(self, text: str) -> list[int]:
         """The tokens from which a model generates; never empty.

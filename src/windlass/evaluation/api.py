@@ -212,11 +212,11 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
     if before.get("model") == result.model:  # suites that are not measured again stay
         record |= {key: {**before.get(key, {}), **record[key]} for key in ("results", "measured")}
     write_atomic(path, json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    predictions_path = None
-    if result.predictions:
-        own = folder, result.step, result.predictions, result.weights
-        predictions_path = write_predictions(*own)
-    return replace(result, path=path, predictions_path=predictions_path)
+    result = replace(result, path=path)
+    if not result.predictions:
+        return result
+    place = write_predictions(folder, result.step, result.predictions, result.weights)
+    return replace(result, predictions_path=place)
 
 
 class TextSampler:
