@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from windlass.data.prepare import prepare
     from windlass.errors import RunFailed, Stopped, UserError
     from windlass.estimate.plan import Plan, plan
-    from windlass.evaluation.api import evaluate
+    from windlass.evaluation.api import evaluate, generate, sample
     from windlass.evaluation.source import load_model
-    from windlass.evaluation.text import generate, sample
     from windlass.interop.export import export
     from windlass.recipe import Recipe
     from windlass.reports.write import Report, report
@@ -52,8 +51,7 @@ _NAMES = {
     "errors": "RunFailed Stopped UserError",
     "estimate.plan": "Plan plan",
     "evaluation.source": "load_model",
-    "evaluation.api": "evaluate",
-    "evaluation.text": "generate sample",
+    "evaluation.api": "evaluate generate sample",
     "interop.export": "export",
     "recipe": "Recipe",
     "reports.write": "Report report",

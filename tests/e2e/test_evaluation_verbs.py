@@ -15,9 +15,8 @@ import pytest
 from helpers import tiny_recipe
 from windlass import Run, train
 from windlass.cli import main
-from windlass.evaluation.api import evaluate
+from windlass.evaluation.api import TextSampler, evaluate, generate, sample
 from windlass.evaluation.source import find_source
-from windlass.evaluation.text import TextSampler, generate, sample
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
 

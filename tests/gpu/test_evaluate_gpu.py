@@ -34,8 +34,8 @@ def test_the_validation_loss_is_that_of_the_cpu(run: Any) -> None:
 def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run, device):
     import torch
 
+    from windlass.evaluation.api import TextSampler
     from windlass.evaluation.generate import prompt_ids
-    from windlass.evaluation.text import TextSampler
 
     sampler = TextSampler(run, device, max_tokens=24, temperature=0.0)
     ids = prompt_ids(sampler.model, sampler.source.tokenizer, "def ")

@@ -19,10 +19,9 @@ from helpers import curve, refused
 from rows import Rows
 from windlass import train
 from windlass.data.corpus import Corpus
-from windlass.data.documents import BestFitSamples
 from windlass.data.loader import to_tensor
 from windlass.data.locate import SourceSpec, byte_tokenizer
-from windlass.data.samples import Batch, PackedSamples, Tokens, positions_of
+from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens, positions_of
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.model.build import build_model

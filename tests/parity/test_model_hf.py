@@ -24,8 +24,8 @@ from helpers import curve, refused
 from windlass import train
 from windlass.data.locate import hf_tokenizer
 from windlass.errors import UserError
+from windlass.evaluation.api import sample
 from windlass.evaluation.generate import Sampling, generate, prompt_ids
-from windlass.evaluation.text import sample
 from windlass.model.build import build_model, materialise
 from windlass.model.documents import Documents
 from windlass.model.gpt import initialise

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from windlass.data.corpus import Corpus
-from windlass.data.documents import ExampleSamples
 from windlass.data.locate import Member, SourceSpec, byte_tokenizer
-from windlass.data.samples import Tokens
+from windlass.data.samples import ExampleSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import divide
 from windlass.recipe import DataSettings
@@ -62,7 +61,7 @@ def opened(
 ) -> tuple[ExampleSamples, ExampleSamples]:
     """The training and validation samples of examples."""
     data = DataSettings(format="chat", val_fraction=val_fraction)
-    division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])], BYTES)
+    division = divide([Member("", data, [corpus_of(rows, folder, **more)], [])])
     train, val = (
         ExampleSamples(Tokens(parts[0]), context, pad=255)
         for parts in (division.train, division.val)

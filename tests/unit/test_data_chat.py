@@ -399,7 +399,7 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     assert Template.of_directory(tmp_path).source == "Y"
     assert Template.of_directory(tmp_path / "none") == Template()
     dated = Template("{{ strftime_now('%d %b %Y') }}{{ messages[0]['content'] }}")
-    rendered = dated.render(TALK[:1], BYTES, ask=True)
+    rendered = dated.text(TALK[:1], BYTES, ask=True)
     assert rendered == "26 Jul 2024Be kind."  # on every day
 
 

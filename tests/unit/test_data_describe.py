@@ -16,8 +16,7 @@ from data_fixtures import (
     texts_of,
 )
 from helpers import windlass
-from windlass.data.describe import describe, lines, warnings
-from windlass.data.open import Data, open_data
+from windlass.data.open import Data, describe, lines, open_data, warnings
 
 
 def books(folder: Path, *sizes: int) -> Path:

@@ -9,10 +9,9 @@ from tokenizers import Tokenizer
 import tokenizer_fixtures
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data.describe import describe, lines
 from windlass.data.loader import Loader
 from windlass.data.mixture import MixedSamples
-from windlass.data.open import Data, open_data
+from windlass.data.open import Data, describe, lines, open_data
 from windlass.data.samples import masks_documents
 from windlass.recipe import Recipe, plan_batch
 from windlass.recipe.settings import IGNORE_INDEX

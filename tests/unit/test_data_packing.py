@@ -14,11 +14,9 @@ from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, documents, jsonl, recipe_for, text_hash
 from helpers import refused, windlass
-from windlass.data.describe import describe, lines
-from windlass.data.documents import BestFitSamples, best_fit
 from windlass.data.loader import Loader
-from windlass.data.open import open_data
-from windlass.data.samples import positions_of, real_tokens
+from windlass.data.open import describe, lines, open_data
+from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
 from windlass.recipe import plan_batch
 
 

@@ -31,9 +31,8 @@ from data_fixtures import (
 from helpers import refused
 from windlass.data.chat import Template
 from windlass.data.corpus import Stream
-from windlass.data.describe import describe, lines, warnings
 from windlass.data.locate import data_dirs, load_tokenizer
-from windlass.data.open import open_data
+from windlass.data.open import describe, lines, open_data, warnings
 from windlass.data.prepare import decide, find_prepared, prepare, unprepared
 from windlass.data.shards import Index
 from windlass.errors import RunFailed, UserError

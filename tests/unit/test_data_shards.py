@@ -18,10 +18,9 @@ from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
 from windlass.data import shards
 from windlass.data.corpus import Corpus, Stream
-from windlass.data.documents import TextSamples
 from windlass.data.locate import SourceSpec, byte_tokenizer, char_tokenizer, train_bpe
 from windlass.data.open import open_data
-from windlass.data.samples import PackedSamples, Tokens
+from windlass.data.samples import PackedSamples, TextSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.data.tokenizer import Description

@@ -21,9 +21,8 @@ from data_fixtures import (
     texts_of,
 )
 from helpers import refused
-from windlass.data.describe import describe, warnings
 from windlass.data.locate import train_bpe
-from windlass.data.open import open_data
+from windlass.data.open import describe, open_data, warnings
 from windlass.data.split import held_out
 
 

@@ -108,8 +108,8 @@ def sample(
     Example: `windlass sample runs/first --prompt "def main"`
     """
     import windlass
+    from windlass.evaluation.api import TextSampler
     from windlass.evaluation.source import find_source
-    from windlass.evaluation.text import TextSampler
 
     settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}

@@ -140,11 +140,10 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     Example: `windlass prepare quickstart`
     """
     from windlass.data.chat import show_row
-    from windlass.data.describe import describe, lines, warnings
-    from windlass.data.documents import ExampleSamples
     from windlass.data.encode import LEFT_OUT
-    from windlass.data.open import open_samples
+    from windlass.data.open import describe, lines, open_samples, warnings
     from windlass.data.prepare import prepare as prepare_data
+    from windlass.data.samples import ExampleSamples
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 

@@ -95,7 +95,7 @@ class Template:
         return replace(self, source="".join([*defaults, source]))
 
     def describe(self, data: DataSettings, name: str) -> str:
-        """The layout in words; `name`: of the tokenizer, as in the recipe."""
+        """The layout in words; `name`: the tokenizer's, as in the recipe."""
         if not self.source:
             return f"{PLAIN_LAYOUT} ({name} has no chat template)"
         return f"the chat template of {data.chat_template or name}"
@@ -129,27 +129,19 @@ class Template:
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = places if trained is None else sorted(trained)
         messages = messages[: places[-1] + 1]
-        if not self.source or (GENERATION.search(self.source) and not is_completion):
-            return [_cut(self._block_spans(messages, places, wanted, tokenizer, extra), tokenizer)]
-        rows = self._answer_rows(messages, wanted, tokenizer, extra)
-        return [_cut(row, tokenizer) for row in rows]
-
-    def _block_spans(
-        self,
-        messages: Sequence[Message],
-        places: Sequence[int],
-        wanted: Collection[int],
-        tokenizer: Tokenizer,
-        extra: Extra,
-    ) -> list[Span]:
-        """A conversation whose answers (at `places`) are generation blocks; `wanted` ones count."""
-        render = partial(self.render, tokenizer=tokenizer, extra=extra)
-        rendered, first = render(messages, ask=False), [0]
-        if len(wanted) < len(places):  # the blocks before each answer
-            first = [render(messages[:place], ask=True).count(BEGIN) for place in places]
-        blocks = range(first[0], first[0] + rendered.count(BEGIN))
-        own = [places[bisect_right(first, block) - 1] in wanted for block in blocks]
-        return _blocks(rendered, own)
+        if self.source and (is_completion or not GENERATION.search(self.source)):
+            return self._answer_rows(messages, wanted, tokenizer, extra)
+        first = [0]  # the blocks before each answer
+        if len(wanted) < len(places):
+            befores = (self.text(messages[:n], tokenizer, True, extra, True) for n in places)
+            first = [before.count(BEGIN) for before in befores]
+        before, *blocks = self.text(messages, tokenizer, False, extra, True).split(BEGIN)
+        spans = [(before, False)]
+        for number, block in enumerate(blocks, first[0]):
+            inside, _, after = block.partition(END)
+            counts = places[bisect_right(first, number) - 1] in wanted
+            spans += [(inside, counts), (after, False)]
+        return [_cut(spans, tokenizer)]
 
     def _answer_rows(
         self,
@@ -157,7 +149,7 @@ class Template:
         wanted: Sequence[int],
         tokenizer: Tokenizer,
         extra: Extra,
-    ) -> list[list[Span]]:
+    ) -> list[list[Piece]]:
         """A conversation whose `wanted` answers follow their prompts: one row, or one each."""
 
         @cache
@@ -171,7 +163,8 @@ class Template:
             start, text = len(prompt), prompt + answer
             stop = _shared(whole, text, tokenizer)
             if stop < start or tokenizer.special_pattern.sub("", text[stop:]).strip():
-                return [[(before, False), _ended(own, tokenizer)] for before, own in answers]
+                alone = ([(before, False), _ended(own, tokenizer)] for before, own in answers)
+                return [_cut(row, tokenizer) for row in alone]
             stop = len(whole) if place == len(messages) - 1 else stop
             if not _has_end(text[start:stop], tokenizer):  # the next turn's first token may end it
                 after = tokenizer.special_pattern.match(whole, stop)
@@ -180,7 +173,7 @@ class Template:
             done = stop
         if spans and done == len(whole):
             spans[-1] = _ended(spans[-1][0], tokenizer)
-        return [[*spans, (whole[done:], False)]]
+        return [_cut([*spans, (whole[done:], False)], tokenizer)]
 
     def _answer(
         self, place: int, message: Message, written: Written, tokenizer: Tokenizer
@@ -193,7 +186,13 @@ class Template:
         text, prompt = written(place + 1), ""
         with contextlib.suppress(UserError):  # some templates reject such messages
             prompt = written(place, ask=True) if place else ""
-        prompt = prompt or self._prompt_in(text, tokenizer)
+        if not prompt:  # the text up to the prompt that follows a user's message in this template
+            user = [{"role": "user", "content": "a"}]
+            asked, other = (self.text(user, tokenizer, ask) for ask in (True, False))
+            if prompt := asked[_shared(asked, other, tokenizer) :]:
+                prompt = text[: max(0, text.rfind(prompt))] + prompt
+            elif first := tokenizer.special_pattern.match(text):
+                prompt = first[0]
         answer = text[_answer_start(place, prompt, written, tokenizer) :]
         is_open, is_closed = (prompt.rstrip().endswith(tag) for tag in (THOUGHT, THOUGHT_END))
         is_other = not text.startswith(prompt)
@@ -202,20 +201,15 @@ class Template:
         elif is_open and is_other:
             answer = answer.removeprefix(THOUGHT)
         if THOUGHT_END in self.source and THOUGHT_END not in answer and not is_closed:
-            if thought := _thought(message, tokenizer):
+            thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
+            if not end and (thought := message.get("reasoning_content") or ""):
+                thought, end = f"{thought}\n", f"{THOUGHT_END}\n\n"
+            guarded: str = _guarded(thought, tokenizer)
+            if thought := guarded.lstrip().removeprefix(THOUGHT).lstrip("\n") + end:
                 answer = ("" if is_open else f"{THOUGHT}\n") + thought + answer
             elif is_open and is_other:
                 answer = f"\n{THOUGHT_END}\n\n{answer}"
         return prompt, answer
-
-    def _prompt_in(self, text: str, tokenizer: Tokenizer) -> str:
-        """The part of a text up to the prompt that follows a user's message in this template."""
-        user = [{"role": "user", "content": "a"}]
-        asked, other = (self.text(user, tokenizer, ask) for ask in (True, False))
-        if prompt := asked[_shared(asked, other, tokenizer) :]:
-            return text[: max(0, text.rfind(prompt))] + prompt
-        first = tokenizer.special_pattern.match(text)
-        return first[0] if first else ""
 
     @cached_property
     def _compiled(self) -> Any:
@@ -238,20 +232,15 @@ class Template:
         return environment.from_string(source)
 
     def text(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, ask: bool, extra: Extra = None
-    ) -> str:
-        """The conversation, with marks in what is not a special token."""
-        rendered = self.render(messages, tokenizer, ask, extra)
-        return rendered.replace(BEGIN, "").replace(END, "")
-
-    def render(
         self,
         messages: Sequence[Message],
         tokenizer: Tokenizer,
         ask: bool,
         extra: Extra = None,
+        blocks: bool = False,
     ) -> str:
-        """As `text`, with marks around generation blocks, too."""
+        """The conversation, with marks in what is not a special token, and around the generation
+        `blocks`."""
         extra = extra or {}
         if not self.source and (extra.get("tools") or any(m.get("tool_calls") for m in messages)):
             remedy = "set data.tokenizer to a tokenizer that has one"
@@ -264,7 +253,8 @@ class Template:
         guarded = partial(_guarded, tokenizer=tokenizer)
         try:
             names |= {**guarded(extra), "messages": guarded(messages)}
-            return str(self._compiled.render(names, add_generation_prompt=ask))
+            rendered = str(self._compiled.render(names, add_generation_prompt=ask))
+            return rendered if blocks else rendered.replace(BEGIN, "").replace(END, "")
         except Exception as error:  # a template is a program
             problem = "the tokenizer's chat template rejects this conversation"
             raise UserError(f"{problem}: {error}") from None
@@ -274,7 +264,9 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
     """Values without special tokens, because a mark follows each character of one."""
     if isinstance(value, str):
         text = value if value.isascii() else NONCHARACTERS.sub("", value)
-        return tokenizer.special_pattern.sub(_mark, text)
+        own = (THOUGHT, THOUGHT_END)  # a thought's tags are the answer's own
+        marked = lambda m: m[0] if m[0] in own else MARK.join(m[0]) + MARK  # noqa: E731
+        return tokenizer.special_pattern.sub(marked, text)
     if isinstance(value, Mapping):
         return {_guarded(k, tokenizer): _guarded(part, tokenizer) for k, part in value.items()}
     if isinstance(value, Sequence):
@@ -282,15 +274,8 @@ def _guarded(value: Any, tokenizer: Tokenizer) -> Any:
     return value
 
 
-def _mark(special: re.Match[str]) -> str:
-    """The text of a special token with marks; a thought's tags are the answer's own."""
-    text = special[0]
-    return text if text in (THOUGHT, THOUGHT_END) else MARK.join(text) + MARK
-
-
 def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenizer) -> int:
-    """The first character of a message in the text up to it: after its prompt, or after the lines
-    and special tokens of the prompt that the text also has."""
+    """The first character of a message in the text, after the part of its prompt that both have."""
     whole = written(place + 1)
     if whole.startswith(prompt):
         return len(prompt)
@@ -301,15 +286,6 @@ def _answer_start(place: int, prompt: str, written: Written, tokenizer: Tokenize
             return ends[-1]
     problem = f"turn {place + 1} begins without the generation prompt {prompt[-80:]!r}"
     raise UserError(f"{problem} of the tokenizer's chat template: {REMEDY}")
-
-
-def _thought(message: Message, tokenizer: Tokenizer) -> str:
-    """The thought of an answer with its end; empty if it has none."""
-    thought, end, _ = str(message["content"]).rpartition(THOUGHT_END)
-    if not end and (thought := message.get("reasoning_content") or ""):
-        thought, end = f"{thought}\n", f"{THOUGHT_END}\n\n"
-    text: str = _guarded(thought, tokenizer)
-    return text.lstrip().removeprefix(THOUGHT).lstrip("\n") + end
 
 
 def _shared(text: str, other: str, tokenizer: Tokenizer) -> int:
@@ -338,27 +314,13 @@ def _ended(answer: str, tokenizer: Tokenizer) -> Span:
     return answer, True
 
 
-def _blocks(rendered: str, own: Sequence[bool]) -> list[Span]:
-    """A rendered text in spans; the generation blocks with a true `own` count."""
-    before, *blocks = rendered.split(BEGIN)
-    spans = [(before, False)]
-    for number, block in enumerate(blocks):
-        inside, _, after = block.partition(END)
-        spans += [(inside, own[number]), (after, False)]
-    return spans
-
-
 def _cut(spans: Iterable[Span], tokenizer: Tokenizer) -> list[Piece]:
-    """Spans of a rendered text as texts and special tokens."""
     pieces = list[Piece]()
     for counts, run in groupby(spans, lambda span: span[1]):
         for piece in tokenizer.pieces("".join(text for text, _ in run)):
             own = piece.replace(MARK, "") if isinstance(piece, str) else piece
             pieces.append((own, counts))
     return pieces
-
-
-# -- tokens
 
 
 def show_row(tokens: Iterable[int], marks: Iterable[bool], tokenizer: Tokenizer) -> str:
@@ -392,5 +354,4 @@ def text_tokens(text: str, tokenizer: Tokenizer, ending: str = "") -> tuple[list
 
 
 def prompt_tokens(messages: list[Message], template: Template, tokenizer: Tokenizer) -> list[int]:
-    """The tokens before the assistant's answer."""
     return text_tokens(template.text(messages, tokenizer, ask=True), tokenizer)[0]

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,8 +32,6 @@ OPEN_FILES = 128
 
 @dataclass(frozen=True)
 class Corpus:
-    """One prepared source."""
-
     directory: Path
     index: Index
     spec: SourceSpec
@@ -48,14 +46,18 @@ class Corpus:
 
     def places_of(self, documents: Sequence[int], characters: Sequence[int]) -> Iterator[int]:
         """The token of the source at which each document has reached its number of characters."""
-        parts = self.stream.table.parts(documents)
-        for (places, sizes), limit in zip(parts, characters, strict=True):
+        table = self.stream.table
+        starts = np.append(table.rows("start").view(np.int64), self.index.tokens)
+        all_sizes = table.rows("characters").astype(np.int64)
+        for document, limit in zip(documents, characters, strict=True):
+            first, last = int(table.first[document]), int(table.last[document]) + 1
+            sizes = all_sizes[first:last]  # of the parts of the document
             ends = np.cumsum(sizes)
             part = int(np.searchsorted(ends, limit, side="right"))
             if part == len(sizes):
-                yield int(places[-1])
+                yield int(starts[last])
                 continue
-            start, stop = places[part : part + 2].tolist()
+            start, stop = starts[first + part : first + part + 2].tolist()
             start += len(self.tokenizer.first) if part == 0 else 0
             yield self._place(start, stop, limit - int(ends[part] - sizes[part]))
 
@@ -100,7 +102,7 @@ class Stream:
             count, dtype = end - begin, on_disk(shard.dtype)
             offset, size = shard.offset + begin * dtype.itemsize, count * dtype.itemsize
             ids = np.frombuffer(self._pread(shard.file, size, offset, shard.sha256), dtype)
-            if shard.is_remote and int(ids.max()) >= self.index.tokenizer.vocab:
+            if "://" in shard.file and int(ids.max()) >= self.index.tokenizer.vocab:
                 raise unknown_id(shard.file, ids, self.index.tokenizer.vocab, begin)
             out[done : done + count] = ids
             done += count
@@ -130,26 +132,24 @@ class Stream:
             start, place = start + end - begin, place + 1
 
     def _pread(self, name: str, count: int, offset: int, version: str = "") -> bytes:
-        file = self._open.get(name) or self._opened(name, version)
+        if (file := self._open.get(name)) is None:
+            with self._lock:
+                local = [key for key, one in self._open.items() if isinstance(one, LocalFile)]
+                if len(local) >= OPEN_FILES:  # a remote file does not have a descriptor
+                    self._open.pop(local[0])
+                try:
+                    if "://" in name:
+                        cache = self._directory / CACHE
+                        file = RemoteFile(name, cache, self._cache_bytes, version)
+                    else:
+                        file = LocalFile(self._directory / name)
+                except OSError as error:
+                    raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
+                self._open[name] = file
         raw = file.pread(count, offset)
         if len(raw) != count:
             raise bad_shard(name, "ends too early: it was truncated after it was checked")
         return raw
-
-    def _opened(self, name: str, version: str) -> LocalFile | RemoteFile:
-        with self._lock:
-            local = [key for key, file in self._open.items() if isinstance(file, LocalFile)]
-            if len(local) >= OPEN_FILES:  # a remote file does not have a descriptor
-                self._open.pop(local[0])
-            try:
-                if "://" in name:
-                    cache = self._directory / CACHE
-                    self._open[name] = RemoteFile(name, cache, self._cache_bytes, version)
-                else:
-                    self._open[name] = LocalFile(self._directory / name)
-            except OSError as error:
-                raise bad_shard(self._directory / name, f"cannot be read: {error}") from None
-            return self._open[name]
 
     @cached_property
     def table(self) -> Table:
@@ -157,20 +157,23 @@ class Stream:
 
 
 class Table:
-    """The documents of a source; a field is read from the files each time that it is asked for."""
+    """The documents of a source; a field is read from the files each time that it is asked for.
+
+    - `first` and `last`: the rows of the table that each document begins and ends with.
+    """
 
     def __init__(self, directory: Path, index: Index):
         self._directory, self._index = directory, index
-        ends = self._rows("more") == 0
-        self._last = np.flatnonzero(ends)
+        ends = self.rows("more") == 0
+        self.last = np.flatnonzero(ends)
         if index.is_cut and len(index.full_shards) == len(index.shards) and ends[-1]:
-            self._last = self._last[:-1]  # a preparation was killed in this row
-        self._first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self._last)]
+            self.last = self.last[:-1]  # a preparation was killed in this row
+        self.first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self.last)]
 
     def __len__(self) -> int:
-        return len(self._last)
+        return len(self.last)
 
-    def _rows(self, name: str) -> np.ndarray:
+    def rows(self, name: str) -> np.ndarray:
         """A field of all rows."""
         fields, kind = [np.zeros(0, self._index.row[name])], self._index.row
         for shard in self._index.shards:  # one table at a time: a field is a part of it
@@ -180,36 +183,26 @@ class Table:
         return np.concatenate(fields)
 
     def field(self, name: str) -> np.ndarray:
-        """A field of each document: `text` (uint64), or of examples `group`, `tail`, `reach`,
-        `marked`."""
-        return self._rows(name)[self._last]
+        """A field of each document."""
+        return self.rows(name)[self.last]
 
     @property
     def groups(self) -> np.ndarray:
-        """The hash that decides whether each document is held out, uint64 [documents]."""
+        """The hashes that decide whether each document is held out, uint64 [documents]."""
         return self.field("group" if self._index.masked else "text")
 
     @property
     def edges(self) -> np.ndarray:
         """The first token of each document, and the end of the last one, int64 [documents + 1]."""
-        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
-        end = starts[self._last[-1] + 1] if len(self) else 0
-        return np.append(starts[self._first], end)
+        starts = np.append(self.rows("start").view(np.int64), self._index.tokens)
+        end = starts[self.last[-1] + 1] if len(self) else 0
+        return np.append(starts[self.first], end)
 
     @property
     def characters(self) -> np.ndarray:
         """The characters of each document, int64 [documents]."""
-        ends = np.append(0, np.cumsum(self._rows("characters"), dtype=np.int64))
-        return ends[self._last + 1] - ends[self._first]
-
-    def parts(self, documents: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of each document: the first token of each and the end, int64 [parts + 1]; and
-        the characters of each, int64 [parts]."""
-        starts = np.append(self._rows("start").view(np.int64), self._index.tokens)
-        sizes = self._rows("characters").astype(np.int64)
-        for document in documents:
-            first, last = self._first[document], self._last[document] + 1
-            yield starts[first : last + 1], sizes[first:last]
+        ends = np.append(0, np.cumsum(self.rows("characters"), dtype=np.int64))
+        return ends[self.last + 1] - ends[self.first]
 
 
 FEW = 100  # the first ones of a source decide how validation data is held out (`split.py`)
@@ -258,8 +251,7 @@ class Need:
 
 
 def with_limits(member: Member[S]) -> list[tuple[S, Limit]]:
-    """The sources of a member, training first, with their limits: `data.max_tokens`, and for
-    separate validation data `data.val_fraction` of it, in equal parts."""
+    """The sources of a member, training first, with their limits (`data.max_tokens`)."""
     most = member.data.max_tokens
     characters = int(most * Fraction(str(member.data.val_fraction)))
     train, val = len(member.train), len(member.val)
@@ -278,10 +270,7 @@ MEGATRON, MEGATRON_TYPES = b"MMIDIDX\x00\x00", {8: "uint16", 4: "uint32"}
 def scan_source(
     spec: SourceSpec, data: DataSettings, directory: Path, index: Index, progress: Progress
 ) -> Index:
-    """Read the shards of a source `shards:...` once; returns the index as written.
-
-    UserError if there are none, or one of them is not whole or has unknown ids.
-    """
+    """Read the shards of a source `shards:...` once; returns the index as written."""
     is_remote = "://" in spec.path
     places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
     read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory / CACHE)
@@ -294,10 +283,7 @@ def scan_source(
 
 
 def scan(place: str, vocab: int, data: DataSettings, cache: Path) -> Shard:
-    """Read another tool's shard once; UserError if it is truncated or has an id >= `vocab`.
-
-    Windlass reads only the beginning of a URL, and checks its ids when it uses them.
-    """
+    """Read another tool's shard once; of a URL only its beginning."""
     path, is_remote = Path(place), "://" in place
     file = RemoteFile(place, cache, int(data.cache_gb * 1e9)) if is_remote else LocalFile(path)
     head = file.pread(LLMC_HEADER_BYTES, 0)
@@ -342,12 +328,10 @@ def _numpy_header(place: str, head: bytes) -> tuple[str, int, int]:
     """Type, bytes of header, and number of the ids of a `.npy` file."""
     file = io.BytesIO(head)
     try:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0
-        shape, _, dtype = (read if version == (1, 0) else np.lib.format.read_array_header_2_0)(file)
+        np.lib.format.read_magic(file)
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     except ValueError as error:
         raise bad_shard(place, f"is not a whole .npy file: {first_line(error)}") from None
     if dtype.str not in ("<u2", "<u4") or len(shape) != 1:
-        content = f"{dtype} of shape {shape}, not a row of uint16 or uint32"
-        raise bad_shard(place, f"holds {content}")
+        raise bad_shard(place, f"holds {dtype} of shape {shape}, not a row of uint16 or uint32")
     return dtype.name, file.tell(), shape[0]

@@ -1,8 +1,6 @@
-"""Items of a source -> tokens -> shards, in parallel and resumable.
-
-The shards are a pure function of source, tokenizer and `shard_tokens`: neither the number of
-workers nor any number of kills changes a byte. The tokenizers release Python's lock, so threads
-encode text. Templates of conversations are Python code, so processes encode them.
+"""Items of a source -> tokens -> shards, in parallel and resumable: a pure function of source,
+tokenizer and `shard_tokens`. Threads encode text, because tokenizers release Python's lock;
+processes encode conversations, because their templates are Python code.
 """
 
 from __future__ import annotations
@@ -43,38 +41,30 @@ LEFT_OUT = "left-out.txt"
 
 
 class Job(NamedTuple):
-    """An item for a worker."""
-
     number: int
     item: Item
     before: str | None = None  # the end of the text that it continues; None: it begins a text
     text: int | None = None  # hash of the whole text up to here; None: of this item alone
 
 
-class Bad(NamedTuple):
-    """An item that cannot be read."""
-
-    item: int
-    problem: str
-
-
 class Encoder:
-    """Turns items into rows."""
+    """Turns items into rows, or into a problem if an item cannot be read."""
 
     def __init__(self, spec: SourceSpec, tokenizer: Tokenizer, template: Template):
         self.spec, self.tokenizer, self.template = spec, tokenizer, template
 
-    def __call__(self, jobs: list[Job]) -> list[Row | Bad]:
-        return [row for job in jobs for row in self._rows(job)]
-
-    def _rows(self, job: Job) -> Sequence[Row | Bad]:
-        try:
-            if self.spec.format == "text":
-                return self._text_rows(job)
-            rows = encode_example(job.item, self.spec, self.tokenizer, self.template)
-            return [row._replace(item=job.number) for row in rows]
-        except UserError as error:
-            return [Bad(job.number, str(error))]
+    def __call__(self, jobs: list[Job]) -> list[Row | str]:
+        rows = list[Row | str]()
+        for job in jobs:
+            try:
+                if self.spec.format == "text":
+                    rows += self._text_rows(job)
+                else:
+                    own = encode_example(job.item, self.spec, self.tokenizer, self.template)
+                    rows += [row._replace(item=job.number) for row in own]
+            except UserError as error:
+                rows.append(str(error))
+        return rows
 
     def _text_rows(self, job: Job) -> list[Row]:
         """A text as rows of at most `STRETCH` characters; none of an empty text."""
@@ -85,29 +75,26 @@ class Encoder:
         if not parts and not begins and not job.item.more:
             parts = [""]  # the end of a text, after its last block
         for number, part in enumerate(parts):
-            ids = self._ids(part, before)
+            if self.spec.special_tokens and tokenizer.special_pattern.search(part):
+                head, *rest = tokenizer.pieces(part)
+                begin = [head] if isinstance(head, int) else tokenizer.encode(head, before).tolist()
+                marked, _ = tokenizer.encode_marked([(one, 0) for one in rest])
+                ids = np.array([*begin, *marked], np.int64)
+            else:
+                ids = tokenizer.encode(part, before)
             last = number == len(parts) - 1 and not job.item.more
-            if begins and not number and not starts_with(ids, tokenizer.first):
-                ids = np.concatenate([np.array(tokenizer.first, np.int64), ids])
-            if last and not starts_with(ids[::-1], tokenizer.last[::-1]):
-                ids = np.concatenate([ids, np.array(tokenizer.last, np.int64)])
+            first, end = tokenizer.first * (begins and not number), tokenizer.last * last
+            if tuple(ids[: len(first)].tolist()) != first:
+                ids = np.concatenate([np.array(first, np.int64), ids])
+            if tuple(ids[len(ids) - len(end) :].tolist()) != end:
+                ids = np.concatenate([ids, np.array(end, np.int64)])
             row = Row(job.number, ids, text=digest if last else 0)
             rows.append(row._replace(characters=len(part), more=not last))
             before = (before + part)[-BEFORE:]
         return rows
 
-    def _ids(self, text: str, before: str) -> np.ndarray:
-        """The ids of a part of a text, with special tokens by `data.special_tokens`."""
-        tokenizer = self.tokenizer
-        if not self.spec.special_tokens or not tokenizer.special_pattern.search(text):
-            return tokenizer.encode(text, before)
-        first, *rest = tokenizer.pieces(text)
-        head = [first] if isinstance(first, int) else tokenizer.encode(first, before).tolist()
-        return np.array([*head, *tokenizer.encode_marked([(one, 0) for one in rest])[0]], np.int64)
-
     def remark(self, items: Sequence[Item]) -> str:
-        """What the first items of a source have that is not read as it may be meant: keys, or marks
-        between documents; empty if there is nothing."""
+        """What Windlass does not read as it may be meant in the first items, or ''."""
         spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
         if spec.format != "text":
             keys = ", ".join(unread_keys(items, spec))
@@ -126,27 +113,20 @@ class Encoder:
         return ""
 
 
-def starts_with(ids: np.ndarray, first: Sequence[int]) -> bool:
-    return tuple(ids[: len(first)].tolist()) == tuple(first)
-
-
 @contextlib.contextmanager
 def worker_processes(
     directory: Path, spec: SourceSpec, count: int
-) -> Iterator[Callable[[list[Job]], list[Row | Bad]]]:
-    """A function that encodes in one of `count` processes, which end with this one.
-
-    Those of `multiprocessing` would run a user's script again, and outlive a killed parent.
-    """
+) -> Iterator[Callable[[list[Job]], list[Row | str]]]:
+    """Gives a function that encodes in one of `count` processes, which end with this one."""
     words = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
     free = SimpleQueue[Any]()
 
-    def encode_in_process(jobs: list[Job]) -> list[Row | Bad]:
+    def encode_in_process(jobs: list[Job]) -> list[Row | str]:
         process = free.get()
         try:
             process.stdin.write(pickle.dumps(jobs))
             process.stdin.flush()
-            rows: list[Row | Bad] = pickle.load(process.stdout)
+            rows: list[Row | str] = pickle.load(process.stdout)
             return rows
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             ended = f"a process that tokenizes ended with code {process.wait()}"
@@ -216,17 +196,14 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row | Bad], Batch], None, None]:
-    """The rows of a source from item `first` on, in order, with their batch.
-
-    Two batches for each worker are read ahead.
-    """
+) -> Generator[tuple[list[Row | str], Batch], None, None]:
+    """The rows of a source from item `first` on, in order, with their batch."""
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
     if remark := encoder.remark([job.item for job in head[0].jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
-    waiting = deque[tuple[Future[list[Row | Bad]], Batch]]()
+    waiting = deque[tuple[Future[list[Row | str]], Batch]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
@@ -255,8 +232,7 @@ def write_source(
     workers: int,
     progress: Progress,
 ) -> Index:
-    """Write the shards of a source after the full ones of `index`, as far as the limit; returns the
-    index as written."""
+    """Write the shards of a source after the full ones of `index`, as far as the limit."""
     spec, writer = source.spec, ShardWriter(directory, index, encoder.tokenizer.dtype)
     index = writer.index
     listing = directory / LEFT_OUT
@@ -269,12 +245,12 @@ def write_source(
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:
             for row in rows:
-                if isinstance(row, Bad):
+                if isinstance(row, str):
                     if spec.on_bad_item == "stop":
                         advice = 'data.on_bad_item="skip" leaves such items out'
-                        raise UserError(f"{row.problem} ({advice})")
+                        raise UserError(f"{row} ({advice})")
                     writer.index.left_out += 1
-                    left_out.write(" ".join(row.problem.split()) + "\n")
+                    left_out.write(" ".join(row.split()) + "\n")
                     left_out.flush()
                     continue
                 writer.add(row)

@@ -75,10 +75,8 @@ class Conversation:
         return list(self.pair or (m["content"] for m in self.messages if m["content"]))
 
     def trained(self, answers: str) -> list[int]:
-        """The places of the answers with a loss, by `data.answers`.
-
-        In a completion of several turns these are the assistant's, and TRL learns all turns.
-        """
+        """The places of the answers with a loss, by `data.answers`: in a completion of several turns
+        the assistant's (TRL learns all turns)."""
         first = self.prompt if answers == "auto" else 0
         places = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         places = places[-1:] if answers == "last" else places
@@ -87,8 +85,6 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a paragraph."""
-
     id: str
     question: str
     context: str
@@ -117,17 +113,27 @@ def hash64(*texts: str) -> int:
 def encode_example(
     item: Item, spec: SourceSpec, tokenizer: Tokenizer, template: Template
 ) -> list[Row]:
-    """The tokens of an item: a row, or a row for each answer if the template writes earlier answers
-    in another way. UserError with the item's place if it is bad. Depends on nothing else."""
-    example = example_of(item, spec)
+    """The tokens of an item, in one row or a row for each answer; UserError if it is bad."""
+    example, rows = example_of(item, spec), list[Row]()
     if isinstance(example, Question):
-        return [_encode_question(example, tokenizer)]
-    digest, rows = example.group, list[Row]()
+        if tokenizer.eot is None:
+            problem = "data.tokenizer lacks an end-of-text token to end an answer"
+            raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
+        answer = example.answers[0]
+        both, prompt = tokenizer.encode_pair(example.prompt, f" {answer}")
+        context = example.context[: example.context.index(answer) + len(answer)]
+        reach = len(tokenizer.prompt(QUESTION.format(question=example.question, context=context)))
+        ids = np.array([*both, tokenizer.eot], np.int64)
+        row = Row(0, ids, np.arange(len(ids)) >= prompt, example.hash, group=example.group)
+        tail = len(ids) - prompt + _answer_mark(example, tokenizer)
+        return [row._replace(tail=tail, reach=reach)]
+    digest = example.group
     try:
         for tokens, marks in _encode_conversation(example, spec, tokenizer, template):
             marks[:1] = False  # no token predicts the first one
-            reach = int(marks.argmax()) + 1
-            rows += [Row(0, tokens, marks, digest, group=digest, reach=reach)] * bool(marks.any())
+            if marks.any():
+                reach = int(marks.argmax()) + 1
+                rows.append(Row(0, tokens, marks, digest, group=digest, reach=reach))
     except UserError as error:
         raise UserError(f"{item.place}: {error}") from None
     if not rows:
@@ -149,8 +155,7 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
 
 
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
-    """The record of an item, its keys renamed by `data.columns`, and the shape of its conversation;
-    no shape for a question."""
+    """The record of an item as `data.columns` renames it, and its shape; '' for a question."""
     record = record_of(item)
     named = {name: record[column] for name, column in spec.columns if column in record}
     record = {k: v for k, v in record.items() if k not in dict(spec.columns).values()} | named
@@ -171,14 +176,22 @@ def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
     """An item as a conversation or question; UserError with its place if it is neither."""
     record, shape = _shape(item, spec)
     try:
-        return _conversation(record, shape) if shape else _question(record)
+        if shape:
+            return _conversation(record, shape)
+        answers = tuple(str(answer["text"]) for answer in record["answers"])
+        name, context, question = str(record["id"]), record["context"], record["question"]
+        if not isinstance(context, str) or not isinstance(question, str):
+            raise ValueError("question and context are texts")
+        if not answers or not answers[0]:
+            raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
+        if answers[0] not in context:
+            raise ValueError(f"its answer {answers[0]!r} is not in its context")
+        group = hash64(str(record.get("title") or context))
+        return Question(name, question.strip(), context, answers, group)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         advice = f"; the item has the shape {shape}: {SHAPES[shape][1]}" if shape else ""
         raise UserError(f"{item.place}: {problem}{advice}") from None
-
-
-# -- conversations
 
 
 def _conversation(record: dict[str, Any], shape: str) -> Conversation:
@@ -190,10 +203,8 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         answer = answers[0] if answers and isinstance(answers, list) else answers
         turns = []
         for asked, replied in (*(record.get("history") or ()), (request, answer)):
-            turns += [
-                {"role": "user", "content": asked},
-                {"role": "assistant", "content": replied},
-            ]
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": replied})
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -203,8 +214,13 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         turns, prompt = [*before, *answer], len(before)
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"a conversation is a list of turns, not {kind_of(turns)}")
-    messages = [_message(turn, f"turn {number}") for number, turn in enumerate(turns, 1)]
-    untrained = {i for i, turn in enumerate(turns) if _is_untrained(turn, messages[i])}
+    messages, untrained = list[Message](), set[int]()
+    for place, turn in enumerate(turns):
+        message = _message(turn, f"turn {place + 1}")
+        messages.append(message)
+        is_empty = not message.get("tool_calls") and not message["content"].strip()
+        if is_empty or 0 in (turn.get("weight"), turn.get("train")):
+            untrained.add(place)
     if (system := record.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}, "system"))
         prompt, untrained = prompt + bool(prompt), {place + 1 for place in untrained}
@@ -219,7 +235,6 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
 
 
 def _message(turn: Any, where: str) -> Message:
-    """A turn as a message; errors as `_conversation`."""
     if not isinstance(turn, dict):
         raise ValueError(f"{where} is {kind_of(turn)}, not an object")
     calls = turn.get("tool_calls")
@@ -245,39 +260,28 @@ def _message(turn: Any, where: str) -> Message:
     left_out = ("from", "value", "weight", "train")
     message = {k: v for k, v in turn.items() if v is not None and k not in left_out}
     if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+        message["tool_calls"] = []
+    for call in calls or ():
+        function = dict(call.get("function", call))
+        if isinstance(function.get("arguments"), str):  # JSON for OpenAI, an object for templates
+            function["arguments"] = json.loads(function["arguments"])
+        whole = {**call, "function": function} if "function" in call else function
+        message["tool_calls"].append(whole)
     return {**message, "role": role, "content": content}
-
-
-def _is_untrained(turn: dict[str, Any], message: Message) -> bool:
-    """Whether a message is empty, or its turn says that it does not count in the loss."""
-    is_empty = not message.get("tool_calls") and not message["content"].strip()
-    return is_empty or 0 in (turn.get("weight"), turn.get("train"))
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with its arguments as an object for templates; OpenAI has JSON in a string."""
-    function = call.get("function", call)
-    if not isinstance(function.get("arguments"), str):
-        return call
-    function = {**function, "arguments": json.loads(function["arguments"])}
-    return {**call, "function": function} if "function" in call else function
 
 
 def _encode_conversation(
     talk: Conversation, spec: SourceSpec, tokenizer: Tokenizer, template: Template
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and marks of each row. A prompt and a completion are two texts, then the end-of-text
-    token."""
+    """Tokens and marks of each row."""
     learns_all = spec.answers == "everything"
-    if talk.pair:
+    if talk.pair:  # two texts, then the end-of-text token
         if spec.special_tokens:
             parts = [(part, i) for i in (0, 1) for part in tokenizer.pieces(talk.pair[i])]
             both, counts = tokenizer.encode_marked(parts)
-            begin = (
-                [] if tuple(both[: len(tokenizer.begin)]) == tokenizer.begin else tokenizer.begin
-            )
-            both, prompt = [*begin, *both], len(begin) + len(both) - sum(counts)
+            has_begin = tuple(both[: len(tokenizer.begin)]) == tokenizer.begin
+            both = [*(() if has_begin else tokenizer.begin), *both]
+            prompt = len(both) - sum(counts)
         else:
             both, prompt = tokenizer.encode_pair(*talk.pair)
         end = [] if tokenizer.eot in (None, *both[-1:]) else [tokenizer.eot]
@@ -288,43 +292,6 @@ def _encode_conversation(
     for pieces in template.rows(talk.messages, tokenizer, talk.extra, trained, is_completion):
         tokens, counted = tokenizer.encode_marked(pieces)
         yield np.array(tokens, np.int64), np.array(counted, bool) | learns_all
-
-
-# -- questions
-
-
-def _question(record: dict[str, Any]) -> Question:
-    answers = tuple(str(answer["text"]) for answer in record["answers"])
-    name, context, question = str(record["id"]), record["context"], record["question"]
-    if not isinstance(context, str) or not isinstance(question, str):
-        raise ValueError("question and context are texts")
-    if not answers or not answers[0]:
-        raise ValueError("it gives no answer, as some questions of SQuAD 2.0; remove it")
-    if answers[0] not in context:
-        raise ValueError(f"its answer {answers[0]!r} is not in its context")
-    group = hash64(str(record.get("title") or context))
-    return Question(name, question.strip(), context, answers, group)
-
-
-def _encode_question(question: Question, tokenizer: Tokenizer) -> Row:
-    """A question's prompt and answer. The answer and the end-of-text token are marked."""
-    if tokenizer.eot is None:
-        problem = "data.tokenizer lacks an end-of-text token to end an answer"
-        raise UserError(f"{problem}; use byte, bpe, gpt2 or hf:")
-    answer = question.answers[0]
-    both, prompt = tokenizer.encode_pair(question.prompt, f" {answer}")
-    context = question.context[: question.context.index(answer) + len(answer)]
-    first = QUESTION.format(question=question.question, context=context)
-    tokens = np.array([*both, tokenizer.eot], np.int64)
-    return Row(
-        0,
-        tokens,
-        np.arange(len(tokens)) >= prompt,
-        question.hash,
-        group=question.group,
-        tail=len(tokens) - prompt + _answer_mark(question, tokenizer),
-        reach=len(tokenizer.prompt(first)),
-    )
 
 
 def _answer_mark(question: Question, tokenizer: Tokenizer) -> int:

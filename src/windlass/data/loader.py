@@ -37,8 +37,6 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's samples of one optimizer step."""
-
     step: int  # the step about to be done, counted from 1
     first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
@@ -88,10 +86,7 @@ class Loader(Iterator[StepBatch]):
         return cast(StepBatch, self.poll(None))
 
     def poll(self, timeout: float | None = 0.0) -> StepBatch | None:
-        """The next batch, or None if it does not come within `timeout` seconds (None: wait).
-
-        Raises an error of the background thread, in every call from then on.
-        """
+        """The next batch, or None if it does not come in `timeout` seconds; the thread's error."""
         if self._error is not None:
             raise self._error
         if self._stop.is_set():
@@ -117,11 +112,7 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
-        """Stop reading ahead; may be called again.
-
-        Waits up to `patience` seconds for the thread to finish its read; None: until it has,
-        because a source may not support two readers.
-        """
+        """Stop reading ahead, and wait up to `patience` seconds (None: as long as it takes)."""
         self._stop.set()
         if self._prefetch:
             with self._changed:
@@ -136,7 +127,22 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        numbers, indices = self._samples_of(step)
+        if step not in self._order:
+            # Several small steps take as long as one. A mixture may end after this one.
+            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
+            steps = range(step, step + max(1, more))
+            all_numbers = [
+                step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps
+            ]
+            joined, n = np.concatenate(all_numbers), len(self.samples)
+            shards = getattr(self.samples, "shard_samples", None)
+            if self.mixture:
+                order = self.mixture.indices(joined)
+            else:
+                order = sample_indices(joined, n, self.kind, self.seed, shards)
+            parts = np.split(order, np.cumsum([len(part) for part in all_numbers[:-1]]))
+            self._order = dict(zip(steps, zip(all_numbers, parts, strict=True), strict=True))
+        numbers, indices = self._order.pop(step)  # of the step's samples
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
@@ -155,25 +161,7 @@ class Loader(Iterator[StepBatch]):
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
         return StepBatch(step, int(numbers[0]), micro, valid, real)
 
-    def _samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of a step's samples, and the samples that have them."""
-        if step not in self._order:
-            # Several small steps take as long as one. A mixture may end after this one.
-            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
-            steps = range(step, step + max(1, more))
-            numbers = [step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps]
-            joined, n = np.concatenate(numbers), len(self.samples)
-            shards = getattr(self.samples, "shard_samples", None)
-            if self.mixture:
-                indices = self.mixture.indices(joined)
-            else:
-                indices = sample_indices(joined, n, self.kind, self.seed, shards)
-            parts = np.split(indices, np.cumsum([len(part) for part in numbers[:-1]]))
-            self._order = dict(zip(steps, zip(numbers, parts, strict=True), strict=True))
-        return self._order.pop(step)
-
     def _read_ahead(self, step: int) -> None:
-        """Read `prefetch` steps ahead until the loader is closed; an error is the last item."""
         try:
             if self.device.type == "cuda":
                 # A thread starts on device 0, and pinning would open a context there.
@@ -201,10 +189,7 @@ def to_tensor(field: np.ndarray) -> Tensor:
 def eval_batches(
     samples: Samples, data_rank: int, data_world: int, micro_batch: int, first: int, stop: int
 ) -> Iterator[Batch[Tensor]]:
-    """The samples from `first` to `stop`, each once over all data ranks.
-
-    Every rank gets the same number of batches; rows past the last sample are masked.
-    """
+    """The samples from `first` to `stop`, once over all data ranks, which get equal counts."""
     for turn in range(-(-(stop - first) // (micro_batch * data_world))):
         k = turn * data_world + data_rank
         wanted = first + np.arange(k * micro_batch, (k + 1) * micro_batch, dtype=np.int64)

@@ -1,8 +1,5 @@
-"""The sources that a recipe names, and the directory that has the tokens of each.
-
-The name of a directory has a hash of its key. The key has all settings that determine the tokens:
-the source, how Windlass reads its items, and the tokenizer. `prepare.py` compares the state of the
-files, which is not in the key.
+"""The tokenizers and sources that a recipe names, and the directory that has a source's tokens: its
+name has a hash of all settings that determine the tokens, except for the state of the files.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -34,11 +31,7 @@ from windlass.fileio import read_json, sha256_of
 from windlass.recipe import DataSettings, Recipe
 from windlass.recipe.load import own_tokenizer
 
-if TYPE_CHECKING:
-    from windlass.recipe import Recipe
-
-
-GPT2_FILES, GPT2_NAME, GPT2_EOT = ("encoder.json", "vocab.bpe"), "openai-community/gpt2", 50256
+GPT2_FILES, GPT2_NAME = ("encoder.json", "vocab.bpe"), "openai-community/gpt2"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
 OLDER_FILES = (
@@ -93,10 +86,7 @@ def with_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
-    """Raise UserError if `tokenizer` gives other ids than the tokenizer of the model's weights.
-
-    Windlass only warns if the weights are not used.
-    """
+    """Reject a tokenizer with other ids than the one that the model's weights were trained with."""
     model, own, wanted = recipe.model, own_tokenizer(recipe.model, ""), recipe.data.tokenizer
     if own in (wanted, ""):
         return
@@ -118,10 +108,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
 
 
 def tokenizer_files(recipe: Recipe) -> dict[str, str]:
-    """The SHA-256 of each local file of the tokenizer and of `data.chat_template`.
-
-    The paths are as written, so that a run and its data can move.
-    """
+    """The SHA-256 of the local files of tokenizer and template, by their paths as written."""
     data, home = recipe.data, f"{recipe.home}/"
     kind, _, place = data.tokenizer.partition(":")
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
@@ -141,10 +128,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def char_tokenizer(characters: Iterable[str], with_eot: bool) -> Tokenizer:
-    """One id a character, sorted by code point, then the end of a text if `with_eot`.
-
-    Without an unknown token the exported tokenizer raises on an unknown character, too.
-    """
+    """One id a character, sorted by code point, then the end of a text if `with_eot`."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
@@ -161,8 +145,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
     """GPT-2's 50,256 pieces, from `vocab.bpe` and `encoder.json` in a directory, or the Hub."""
     require("tiktoken", 'data.tokenizer = "gpt2"')
     if not directory:
-        file = hub.tokenizer_directory(GPT2_NAME) / JSON_FILE
-        return Tokenizer("gpt2", _read_json(file), GPT2_EOT)
+        return Tokenizer("gpt2", _read_json(hub.tokenizer_directory(GPT2_NAME) / JSON_FILE), 50256)
     from tokenizers import models
 
     try:
@@ -170,18 +153,16 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
         ids, merges = models.BPE.read_file(*(str(folder / name) for name in GPT2_FILES))
         ids.pop(END_OF_TEXT, None)
         inner = _byte_level(ids, merges)
-        return Tokenizer("gpt2", inner, _add_end(inner))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(
-            f"data.tokenizer: no vocab.bpe and encoder.json in {directory}: {first_line(error)}"
-        ) from None
+        problem = f"no vocab.bpe and encoder.json in {directory}: {first_line(error)}"
+        raise UserError(f"data.tokenizer: {problem}") from None
+    return Tokenizer("gpt2", inner, _add_end(inner))
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text.
+    """Byte pairs learned from short texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text.
 
-    The texts are short, for example `stretches`. For a bounded memory only the first ones are used,
-    up to `BPE_WORD_BYTES` of distinct words.
+    For a bounded memory only the first `BPE_WORD_BYTES` of distinct words are used.
     """
     from tokenizers import trainers
 
@@ -195,13 +176,9 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
             if size > BPE_WORD_BYTES:
                 return
 
-    inner = _byte_level()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(byte_letters()),
-        show_progress=False,
-    )
+    inner, letters = _byte_level(), sorted(byte_letters())
+    how: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=letters, **how)
     inner.train_from_iterator(first_texts(), trainer)
     return Tokenizer("bpe", inner, inner.token_to_id(END_OF_TEXT))
 
@@ -236,9 +213,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
         i = inner.token_to_id(token["content"] if isinstance(token, dict) else token)
         eos += [] if i is None else [i]
     usual = (i for i in map(inner.token_to_id, END_TOKENS) if i is not None)
-    eot = next(iter([*eos, *usual]), None)
     start = read_json(folder / "config.json").get("bos_token_id")
-    return Tokenizer("hf", inner, eot, [*eos, *ends], start)
+    return Tokenizer("hf", inner, next(iter([*eos, *usual]), None), [*eos, *ends], start)
 
 
 def _byte_level(ids: dict[str, int] | None = None, merges: Any = None, cut: bool = True) -> Any:
@@ -305,7 +281,6 @@ class SourceSpec:
 
     @property
     def path(self) -> str:
-        """The place without its kind."""
         return self.place if self.kind == "files" else self.place.partition(":")[2]
 
     @property
@@ -324,10 +299,11 @@ class SourceSpec:
             "answers": self.format == "chat",
             "on_bad_item": kind not in ("stdlib", "shards"),
         }
-        settings = {name: getattr(self, name) for name, is_used in applies.items() if is_used}
-        changed = {k: value for k, value in settings.items() if value != getattr(SourceSpec, k)}
-        python = {"python": platform.python_version()} if kind == "stdlib" else {}
-        return {"name": self.name, "format": self.format, **changed, **python}
+        key: dict[str, Any] = {"name": self.name, "format": self.format}
+        for name, is_used in applies.items():
+            if is_used and getattr(self, name) != getattr(SourceSpec, name):
+                key[name] = getattr(self, name)
+        return key | ({"python": platform.python_version()} if kind == "stdlib" else {})
 
     @property
     def slug(self) -> str:
@@ -351,53 +327,37 @@ class Member(Generic[S]):
         return [*self.train, *self.val]
 
     def opened(self, sources: list[T]) -> Member[T]:
-        """The member with its sources opened."""
         count = len(self.train)
         return Member(self.name, self.data, sources[:count], sources[count:])
 
 
 def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[SourceSpec]]:
-    """The sources of a recipe; with `only_val` its validation data alone, if that is separate."""
+    """The sources of a recipe; with `only_val` its separate validation data alone, if any."""
     members, written = list[Member[SourceSpec]](), recipe.as_written.data
     for number in range(len(written.mix) or 1):
+        # the names as written, and the places with absolute paths
         data, located = written.part(number), recipe.data.part(number)
-        train, val = _specs(data, located, root_of(recipe) / DOWNLOADS)
+        same = ("format", "text_key", "streaming", "separator", "special_tokens", "answers")
+        shared: dict[str, Any] = {key: getattr(data, key) for key in (*same, "on_bad_item")}
+        shared["columns"] = tuple(data.columns.items())
+        shared["downloads"] = root_of(recipe) / DOWNLOADS
+        own = {key: getattr(data, key) for key in ("split", "revision", "sha256")}
+        names = zip(data.sources, located.sources, strict=True)
+        train = [SourceSpec(name, place, **own, **shared) for name, place in names]
+        shared["setting"] = "data.eval_source"
+        if any(data.eval_sources):
+            shared["split"] = data.eval_split or data.split
+            names = zip(data.eval_sources, located.eval_sources, strict=True)
+            val = [SourceSpec(name, place, **shared) for name, place in names]
+        elif data.eval_split and data.sources[0].startswith("hf:"):
+            how: dict[str, Any] = {"split": data.eval_split, "setting": "data.eval_split"}
+            val = [replace(spec, sha256="", **how) for spec in train]
+        else:
+            questions = [spec for spec in train if spec.name == "squad"]
+            val = [SourceSpec(q.name, q.place, split="validation", **shared) for q in questions]
         name = written.mix[number].name if written.mix else ""
         members.append(Member(name, data, [] if only_val and val else train, val))
     return members
-
-
-def _specs(
-    data: DataSettings, located: DataSettings, downloads: Path
-) -> tuple[list[SourceSpec], list[SourceSpec]]:
-    """The training sources and the separate validation sources of settings, which `located` has
-    with absolute paths."""
-    shared: dict[str, Any] = {
-        "format": data.format,
-        "text_key": data.text_key,
-        "streaming": data.streaming,
-        "separator": data.separator,
-        "special_tokens": data.special_tokens,
-        "columns": tuple(data.columns.items()),
-        "answers": data.answers,
-        "on_bad_item": data.on_bad_item,
-        "downloads": downloads,
-    }
-    own: dict[str, Any] = {"split": data.split, "revision": data.revision, "sha256": data.sha256}
-    names = zip(data.sources, located.sources, strict=True)
-    train = [SourceSpec(name, place, **own, **shared) for name, place in names]
-    shared["setting"] = "data.eval_source"
-    if any(data.eval_sources):
-        shared["split"] = data.eval_split or data.split
-        names = zip(data.eval_sources, located.eval_sources, strict=True)
-        return train, [SourceSpec(name, place, **shared) for name, place in names]
-    if data.eval_split and data.sources[0].startswith("hf:"):
-        setting = "data.eval_split"
-        return train, [
-            replace(spec, split=data.eval_split, sha256="", setting=setting) for spec in train
-        ]
-    questions = [spec for spec in train if spec.name == "squad"]
-    return train, [SourceSpec(q.name, q.place, split="validation", **shared) for q in questions]
 
 
 def root_of(recipe: Recipe) -> Path:
@@ -415,9 +375,6 @@ def data_dirs(recipe: Recipe) -> list[Path]:
     """The directories of all sources of a recipe, prepared or not."""
     specs = [spec for member in wanted_sources(recipe) for spec in member.sources]
     return list(dict.fromkeys(directory_of(spec, recipe) for spec in specs))
-
-
-# -- keys
 
 
 def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:

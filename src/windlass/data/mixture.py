@@ -51,8 +51,7 @@ class Block(NamedTuple):
 
 @lru_cache(maxsize=16)
 def layout(seed: int, start: int, counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The source of each place of a whole block, and its number among the block's samples of that
-    source, both int64 [BLOCK]."""
+    """The source of each place of a block, and its number among these, both int64 [BLOCK]."""
     sources = np.repeat(np.arange(len(counts)), counts)
     order = permute(np.arange(BLOCK), BLOCK, f"windlass/mixture/{seed}/{start}")
     sources, numbers = sources[order], np.empty(BLOCK, np.int64)
@@ -128,10 +127,8 @@ def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> lis
 
 
 def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) -> list[Stage]:
-    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's.
-
-    Stages differ after a branch with other weights, or if a longer run moves a stage.
-    """
+    """The stages of a run that continues at sample `at`: the past ones before it, then the plan's
+    (a branch has other weights, or a longer run moves a stage)."""
     if not past:
         return list(planned)
     stages = [stage for stage in past if stage.start < at]
@@ -163,10 +160,7 @@ class Mixture:
             return self._ends[-1]
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source of each sample number (int64), and the sample's number in its source.
-
-        UserError if the sources end before a number (`epochs`).
-        """
+        """The source of each sample number, and the sample's number in it, both int64."""
         if numbers.size and (end := self._lay(int(numbers.max()))) <= numbers.max():
             raise UserError(f"data.mix: every source has reached its epochs after {end:,} samples")
         sources, own = np.empty_like(numbers), np.empty_like(numbers)
@@ -226,8 +220,7 @@ class Mixture:
 def shares_of_run(
     mixture: Mixture, horizon: Horizon, skipped: Sequence[tuple[int, int]] = ()
 ) -> list[dict[str, Any]]:
-    """A mixture's sources over a whole run: `name`, `weights` (of each stage, as shares), `samples`
-    and `tokens` that are read, and `epochs`."""
+    """What a whole run reads of each source; `weights` are the shares in each stage."""
     samples, rows = mixture.samples, list[dict[str, Any]]()
     counts = mixture.read(horizon.steps, horizon.samples_per_step, skipped).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
@@ -270,14 +263,12 @@ class MixedSamples:
         return sum(getattr(part, "valid_tokens", 0) for part in self.parts)
 
     def length(self, index: int) -> int:
-        """The tokens of a row, without padding."""
         index = index if self._order is None else int(self._order[index])
         source = bisect.bisect_right(self.starts, index) - 1
         part: Any = self.parts[source]
         return int(part.length(index - int(self.starts[source])))
 
     def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        """The rows, with the source of each."""
         indices = indices if self._order is None else self._order[indices]
         sources = np.searchsorted(self.starts, indices, side="right") - 1
         present = np.unique(sources).tolist()
@@ -289,22 +280,14 @@ class MixedSamples:
         back = np.argsort(np.concatenate(groups), kind="stable")
         apart = any(batch.documents is not None for batch in batches)
         width = max(batch.tokens.shape[1] for batch in batches)
-        fields = zip(*(padded(batch, width, apart) for batch in batches), strict=True)
-        joined: list[Any] = [None if f[0] is None else np.concatenate(f)[back] for f in fields]
-        return Batch(*joined)._replace(sources=sources)
-
-
-def padded(batch: Batch[np.ndarray], width: int, apart: bool) -> Batch[np.ndarray]:
-    """The same rows with masked padding at their ends, so that they have `width` positions.
-
-    With `apart` rows without `documents` get them, as one document each.
-    """
-    missing = (0, 0), (0, width - batch.tokens.shape[1])
-    tokens = np.pad(batch.tokens, missing)
-    labels = np.pad(batch.labels, missing, constant_values=IGNORE_INDEX)
-    if not apart:
-        return Batch(tokens, labels)
-    documents = np.zeros_like(tokens)
-    if batch.documents is not None:
-        documents = np.pad(batch.documents, missing, "edge")
-    return Batch(tokens, labels, positions_of(documents), documents)
+        columns: list[list[Any]] = [[], [], []]  # tokens, labels, documents
+        for batch in batches:  # masked padding to the same width
+            missing = (0, 0), (0, width - batch.tokens.shape[1])
+            own = np.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+            columns[0].append(np.pad(batch.tokens, missing))
+            columns[1].append(np.pad(batch.labels, missing, constant_values=IGNORE_INDEX))
+            columns[2].append(np.pad(own, missing, "edge"))
+        tokens, labels, documents = (np.concatenate(column)[back] for column in columns)
+        if not apart:
+            return Batch(tokens, labels, sources=sources)
+        return Batch(tokens, labels, positions_of(documents), documents, sources)

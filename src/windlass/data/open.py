@@ -1,4 +1,6 @@
-"""The data of a run: prepared tokens, divided and cut into samples, or the user's samples."""
+"""The data of a run: prepared tokens, divided and cut into samples, or the user's samples; and
+what they are in numbers, for `windlass prepare`, a run's start and its ledger.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from windlass.data import chat
-from windlass.data.documents import (
+from windlass.data.mixture import MixedSamples
+from windlass.data.prepare import Prepared, prepare
+from windlass.data.samples import (
+    Batch,
     BestFitSamples,
     DocumentSamples,
     ExampleSamples,
+    PackedSamples,
+    Samples,
     TextSamples,
+    Tokens,
 )
-from windlass.data.mixture import MixedSamples
-from windlass.data.prepare import Prepared, prepare
-from windlass.data.samples import Batch, PackedSamples, Samples, Tokens
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError
@@ -27,6 +32,23 @@ from windlass.recipe import DataSettings, Recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
+
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from windlass.data.chat import PLAIN_LAYOUT
+from windlass.data.mixture import MANY_EPOCHS
+from windlass.data.samples import (
+    masks_documents,
+    real_tokens,
+)
+from windlass.errors import plural
+from windlass.recipe.settings import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True)
@@ -45,29 +67,15 @@ class Data:
     division: Division | None = field(default=None, repr=False)
 
     def save_tokenizer(self, directory: Path) -> None:
-        """Write tokenizer and template to `directory/tokenizer`, for sampling without the data."""
         if self.tokenizer is not None:
             self.tokenizer.save(directory)
             if self.template is not None:
                 self.template.save(directory / FOLDER)
 
 
-def open_data(
-    recipe: Recipe,
-    ranks: Ranks | None = None,
-    *,
-    tokenizer: Tokenizer | None = None,
-    template: chat.Template | None = None,
-    resuming: bool = False,
-    only_val: bool = False,
-) -> Data:
-    """The data of a recipe, prepared if necessary, with every file checked; arguments as `prepare`.
-
-    Raises as `prepare`, and UserError if there are too few tokens for one sample or `model.vocab`
-    is too small.
-    """
-    how: dict[str, Any] = {"tokenizer": tokenizer, "template": template}
-    prepared = prepare(recipe, ranks, **how, resuming=resuming, only_val=only_val)
+def open_data(recipe: Recipe, ranks: Ranks | None = None, **how: Any) -> Data:
+    """The data of a recipe, prepared and checked; arguments as `prepare`."""
+    prepared = prepare(recipe, ranks, **how)
     rows = recipe.model.vocab
     if recipe.model.kind == "gpt" and rows and prepared.tokenizer.vocab > rows:
         ids = f"the tokenizer {recipe.data.tokenizer} has {prepared.tokenizer.vocab:,} ids"
@@ -76,12 +84,9 @@ def open_data(
 
 
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
-    """Prepared data, divided and cut by `data.packing` and `model.context`.
-
-    Without training data (`only_val`) `train` is None.
-    """
+    """Prepared data, divided and cut; `train` is None without training data (`only_val`)."""
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
-    division = divide(members, tokenizer, (data.train_size, data.eval_size), recipe.run.seed)
+    division = divide(members, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
     for is_val, parts in ((False, division.train), (True, division.val)):
         opened = dict[str, Samples]()
@@ -91,7 +96,11 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
                 opened[member.name] = samples
             elif samples is not None and not (data.mix and is_val):
                 which = ", ".join(filter(None, ("val" if is_val else "train", member.name)))
-                raise _too_few(samples, which, prepared, recipe.model.context)
+                problem = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
+                if isinstance(samples, DocumentSamples) and samples.left_out:
+                    problem = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
+                places, size = ", ".join(map(str, prepared.directories)), recipe.model.context + 1
+                raise UserError(f"{places}: {problem} for a sample of model.context + 1 = {size:,}")
         mixed = MixedSamples(opened, spread=is_val) if data.mix and opened else None
         sets.append(mixed or opened.get(""))
     train, val = sets
@@ -101,18 +110,9 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     return Data(train, val, tokenizer, *numbers, template, prepared, division)  # type: ignore[arg-type]
 
 
-def _too_few(samples: Samples, which: str, prepared: Prepared, context: int) -> UserError:
-    problem = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
-    if isinstance(samples, DocumentSamples) and samples.left_out:
-        problem = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
-    places = ", ".join(map(str, prepared.directories))
-    return UserError(f"{places}: {problem} for one sample of model.context + 1 = {context + 1:,}")
-
-
 def _samples(
     data: DataSettings, parts: Sequence[Part], tokenizer: Tokenizer, context: int, is_val: bool
 ) -> Samples | None:
-    """The samples of a member's training or validation data; None without parts."""
     if not parts:
         return None
     tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
@@ -198,3 +198,222 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
         sets.append(samples)
     train, val = sets
     return Data(train, val, None, digest.hexdigest()[:16], largest + 1)  # type: ignore[arg-type]
+
+
+Facts = dict[str, Any]
+MEASURED_SAMPLES = 16
+UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
+
+
+def describe(data: Data) -> Facts:
+    """The facts of opened data, as JSON values, without facts that do not apply.
+
+    - `items`: the kind of item, and for each split their number; `files`: the number of files.
+    - For each split `tokens` in an epoch, without padding, and `label_tokens`, which count in the
+      loss; for `val` `text`, a hash of its text that is equal for every tokenizer.
+    - `shared`: training items left out, because the validation data has them; `unreadable`: items
+      that `data.on_bad_item` left out.
+    - A document a row: `lengths` of whole items in tokens, by percentile; `cut` (items longer than
+      the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+    - Documents apart: `attended`, the mean length of the part of a token's document in its row.
+    - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
+    - A mixture, once the run has a length: `mixture`, from `mixture.shares_of_run`.
+    """
+    facts: Facts = {"vocab": data.vocab}
+    if data.prepared is not None:
+        assert data.division is not None
+        members, all_corpora = data.prepared.members, data.prepared.corpora
+        indexes = [c.index for c in {corpus.directory: corpus for corpus in all_corpora}.values()]
+        names = [corpus.spec.name for member in members for corpus in member.train]
+        files = {file["file"] for index in indexes for file in index.source.get("files", ())}
+        units = {UNITS[member.data.format] for member in members}
+        commits = (index.source.get("commit") for index in indexes)
+        chats = [index for index in indexes if index.template]
+        template = chats[0].template if chats else None
+        rows = sum(index.documents for index in chats)
+        if rows > (read := sum(index.items - index.left_out for index in chats)):
+            more = f"it changes earlier answers: {read:,} conversations, {rows:,} rows"
+            template, units = f"{template}; {more}", {"rows"}
+        facts |= {
+            "source": names[0] if len(names) == 1 else names,
+            "files": len(files),
+            "items": units.pop() if len(units) == 1 else "items",
+            "tokenizer": members[0].data.tokenizer,
+            "changed": list(data.prepared.changed) or None,
+            "shared": data.division.shared or None,
+            "unreadable": sum(index.left_out for index in indexes) or None,
+            "revision": next(filter(None, commits), None),
+            "template": template,
+        }
+        train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))
+        facts["sources"] = [
+            {
+                "source": corpus.spec.name,
+                "documents": corpus.index.documents,
+                "tokens": corpus.index.tokens,
+                "train": sum(part.tokens for part in train if part.corpus is corpus),
+                "val": sum(part.tokens for part in val if part.corpus is corpus),
+            }
+            for corpus in (all_corpora if len(all_corpora) > 1 else ())
+        ] or None
+    for name, samples in (("train", data.train), ("val", data.val)):
+        facts[name] = None if samples is None else _present(_split(name, samples, data))
+    return _present(facts)
+
+
+def _present(facts: Facts) -> Facts:
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _split(name: str, samples: Samples, data: Data) -> Facts:
+    split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
+    tokens = real_tokens(samples)
+    if tokens:
+        per_sample = tokens / len(samples)
+    else:  # the mean over some samples of the user's set, as the loader counts them
+        last, number = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
+        places = np.unique(np.linspace(0, last, number).astype(np.int64))
+        if length := getattr(samples, "length", None):
+            sizes = list(map(length, places.tolist()))
+        else:
+            labels = (samples.read(np.array([place]))[1] for place in places)
+            sizes = [int((part != IGNORE_INDEX).sum()) for part in labels]
+        per_sample = sum(sizes) / max(1, len(places))
+    if per_sample:
+        split["tokens_per_sample"] = round(per_sample, 3)
+    split["tokens"] = getattr(samples, "tokens", tokens)
+    if masks_documents(samples) and hasattr(samples, "attended"):
+        split["attended"] = round(samples.attended, 3)
+    items: Any = samples
+    if isinstance(samples, BestFitSamples):
+        items, places_in_rows = samples.items, len(samples) * samples.context
+        split["fill"] = round(samples.real_tokens / places_in_rows, 6)
+        split["items_per_sample"] = round(samples.documents_per_row, 3)
+    if data.division is None:
+        return split
+    parts = list(chain(*(data.division.val if name == "val" else data.division.train)))
+    if name == "val" and all(part.text for part in parts):
+        joined = " ".join(part.text for part in parts)
+        is_one = len(parts) == 1
+        split["text"] = joined if is_one else hashlib.sha256(joined.encode()).hexdigest()[:16]
+    documents = sum(part.documents for part in parts)
+    if isinstance(items, DocumentSamples):
+        split |= {"items": items.documents, **items.lengths}
+        if isinstance(items, ExampleSamples):
+            split |= {"items": len(items), "left_out": items.left_out}
+    elif documents > 1:  # the count of a single text says nothing
+        split["items"] = documents
+    return split
+
+
+def warnings(facts: Facts) -> list[str]:
+    """Warnings about the sources of a recipe."""
+    texts, template = [*facts.get("changed", ())], facts.get("template", "")
+    if template.startswith(PLAIN_LAYOUT) and facts["tokenizer"].startswith("hf:"):
+        texts += [f"conversations are written as {template}; a model trained to chat has its own"]
+    if shared := facts.get("shared"):
+        shown = plural(shared, facts["items"].removesuffix("s"))
+        texts.append(f"{shown} of data.source left out, because the validation data has the texts")
+    if unreadable := facts.get("unreadable"):
+        texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
+    texts += repeated(facts.get("mixture", ()))
+    for row in facts.get("sources", ()):
+        if not row["train"] and not row["val"]:
+            reason = "all of it is held out or left out" if row["tokens"] else "it is empty"
+            texts.append(f"data.source: nothing of {row['source']} is used: {reason}")
+    return texts
+
+
+def lines(facts: Facts, context: int) -> dict[str, str]:
+    """The facts in words, a line each, without facts that do not apply."""
+    shown: dict[str, str] = {}
+    unit = facts.get("items", "samples")
+    if "source" in facts:
+        source, files = facts["source"], facts["files"]
+        names = ", ".join(source) if isinstance(source, list) else source
+        shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
+        shown["data"] += f" at commit {facts['revision']}" if "revision" in facts else ""
+    if rows := facts.get("sources"):
+        head = ("source", "documents", "tokens", "trained", "held out")
+        keys = ("documents", "tokens", "train", "val")
+        numbers = ((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)
+        shown["sources"] = _table([head, *numbers])
+    if mixture := facts.get("mixture"):
+        shown["mixture"] = mixture_table(mixture)
+    for name, title in (("train", "training"), ("val", "validation")):
+        shown[title] = _in_words(facts[name], facts) if name in facts else "none"
+    kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
+    shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
+    if "template" in facts:
+        shown["template"] = facts["template"]
+    train = facts.get("train", {})
+    if sizes := train.get("lengths"):
+        shown["lengths"] = (
+            f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
+            f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
+        )
+    if attended := train.get("attended"):
+        shown["attention"] = f"within documents, over {attended:,.0f} of {context:,} in the mean"
+    splits = [facts[name] for name in ("train", "val") if name in facts]
+    if packed := [
+        f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled, "
+        f"{split['items_per_sample']:.3g} {unit} in each"
+        for split in splits
+        if "fill" in split
+    ]:
+        shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
+    cuts = list[str]()  # what each split lost to the context
+    for split in splits:
+        parts = []
+        if cut := split.get("cut", 0):
+            lost, items = split["cut_tokens"], plural(split["items"], unit.removesuffix("s"))
+            fraction = lost / (split["tokens"] + lost)
+            parts.append(f"{cut:,} of {items} cut, {lost:,} tokens lost ({fraction:.1%})")
+        if left_out := split.get("left_out", 0):
+            items = plural(left_out, unit.removesuffix("s"))
+            parts.append(f"{items} left out: they have nothing left to learn")
+        cuts += [", ".join(parts)] * bool(parts)
+    if cuts:
+        shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
+    return shown
+
+
+def _in_words(split: Facts, facts: Facts) -> str:
+    items = split.get("items") if "source" in facts else split["samples"]
+    unit = facts.get("items", "samples").removesuffix("s")
+    parts = [plural(items, unit)] if items else []
+    tokens, labels = split.get("tokens"), split.get("label_tokens")
+    if tokens:
+        parts.append(f"{tokens:,} tokens")
+        if labels and facts.get("items", "documents") != "documents":
+            parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
+    return ", ".join(parts)
+
+
+def repeated(mixture: Iterable[Facts]) -> list[str]:
+    """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
+    why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
+    advice = f"{why}: lower its weight, or set its epochs"
+    return [
+        f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and {advice}"
+        for row in mixture
+        if row["epochs"] > MANY_EPOCHS
+    ]
+
+
+def mixture_table(rows: Iterable[Facts]) -> str:
+    """The sources of a mixture over the whole run; a share for each stage."""
+    cells: list[tuple[str, ...]] = [("source", "share", "samples", "tokens", "epochs")]
+    for row in rows:
+        shares = " -> ".join(f"{100 * weight:.4g} %" for weight in row["weights"])
+        tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
+        cells.append((row["name"], shares, f"{row['samples']:,}", tokens, f"{row['epochs']:.3g}"))
+    return _table(cells)
+
+
+def _table(cells: list[tuple[str, ...]]) -> str:
+    first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return "\n".join(
+        "  ".join([name.ljust(first), *(n.rjust(w) for n, w in zip(numbers, widths, strict=True))])
+        for name, *numbers in cells
+    )

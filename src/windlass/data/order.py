@@ -19,8 +19,7 @@ ROUNDS = 6
 
 
 def splitmix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), uint64 [n]: every input bit
-    reaches every output bit."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), uint64 [n]."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -52,8 +51,8 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
 class Order:
     """The order of one epoch (from 0): `order[place]` is the sample's number, or an array of them.
 
-    `kind` is `shuffled` (in each epoch again), `shards-shuffled` (shards in file order in epoch 0, then
-    in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
+    `kind` is `shuffled` (in each epoch again), `shards-shuffled` (shards in file order in epoch 0,
+    then in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
     each shard. The sources of a mixture have a `seed` each.
     """
 
@@ -64,10 +63,8 @@ class Order:
         self._key = f"windlass/order/samples/{seed}/{epoch}" if kind == "shuffled" else ""
         if kind == "shards-shuffled" and epoch:
             sizes = np.asarray([n] if shards is None else shards, dtype=np.int64)
-            if int(sizes.sum()) != n:
-                raise ValueError(
-                    f"the shards hold {int(sizes.sum()):,} samples, and the epoch has {n:,}"
-                )
+            if (held := int(sizes.sum())) != n:
+                raise ValueError(f"the shards hold {held:,} samples, and the epoch has {n:,}")
             occupied = np.flatnonzero(sizes)  # a shard without a sample is not in the order
             count, key = len(occupied), f"windlass/order/shards/{seed}/{epoch}"
             turn = occupied[permute(np.arange(count), count, key)]

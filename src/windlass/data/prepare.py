@@ -1,36 +1,40 @@
-"""The data of a recipe: each source prepared by one process, checked by all, opened as samples.
+"""The data of a recipe: each source prepared by one process, checked by all ranks.
 
-A directory under `data.dir` has the tokens of one source by one tokenizer. It holds as much of the
-source as a recipe has needed so far, and grows if another one needs more. Windlass divides it into
-training and validation data when it reads the tokens, so that recipes share a directory.
+A directory under `data.dir` has the tokens of one source by one tokenizer, as far as any recipe has
+needed them. Windlass divides them into training and validation data when it reads them.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
+from windlass import hub
+from windlass.data import locate
 from windlass.data.chat import Template
-from windlass.data.corpus import Corpus, Limit, Table, scan_source, with_limits
+from windlass.data.corpus import Corpus, Limit, Need, Table, scan_source, with_limits
 from windlass.data.encode import Encoder, write_source
+from windlass.data.examples import example_of
 from windlass.data.locate import (
     Member,
     SourceSpec,
-    check_tokenizer,
     data_dirs,
     directory_of,
     load_tokenizer,
     root_of,
-    source_key,
-    tokenizer_files,
     wanted_sources,
 )
 from windlass.data.progress import Progress
+from windlass.data.records import Item, text_of
 from windlass.data.shards import (
     INDEX,
     Index,
@@ -40,36 +44,15 @@ from windlass.data.shards import (
     remember,
     verify,
 )
-from windlass.data.sources import changes, describe_source, open_source
-from windlass.data.tokenizer import FOLDER, Tokenizer
+from windlass.data.sources import Source, changes, describe_source, open_source
+from windlass.data.split import held_out
+from windlass.data.tokenizer import DESCRIPTION, FOLDER, Tokenizer, stretches
 from windlass.errors import RunFailed, UserError
 from windlass.processes import usable_cores
 from windlass.recipe import Recipe, as_recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
-
-
-import hashlib
-import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
-
-from windlass import hub
-from windlass.data import locate
-from windlass.data.corpus import Need
-from windlass.data.examples import example_of
-from windlass.data.locate import (
-    hash_of_key,
-    tokenizer_key,
-)
-from windlass.data.records import Item, text_of
-from windlass.data.sources import Source
-from windlass.data.split import held_out
-from windlass.data.tokenizer import DESCRIPTION, stretches
-from windlass.recipe import DataSettings
 
 BPE_CHARACTERS = 50_000_000  # of the corpus at most, from which byte pairs are learned
 # A character tokenizer needs the characters of the plain layout and of a question's prompt, too.
@@ -86,7 +69,7 @@ def open_tokenizer(
 ) -> tuple[Tokenizer, Template]:
     """The tokenizer and the chat template of a recipe's sources.
 
-    Windlass prefers the ones saved beside prepared data, because their origin may have changed. If
+    Windlass prefers those beside prepared data, because their origin may have changed. If
     `data.changed` (`choice`) is "prepare", it opens the origin again.
     """
     data, specs = recipe.data, [spec for member in wanted for spec in member.sources]
@@ -98,13 +81,13 @@ def open_tokenizer(
             if (directory / INDEX).is_file():
                 folders.setdefault(spec.format, directory / FOLDER)
     if folders:
-        tokenizer = locate.load_tokenizer(next(iter(folders.values())))
-    elif is_learned:
-        learned = _learned(recipe, wanted, describe, progress)
-        tokenizer = locate.with_tokens(learned, data.add_tokens)
+        tokenizer = load_tokenizer(next(iter(folders.values())))
     else:
-        named = locate.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
-        tokenizer = locate.with_tokens(named, data.add_tokens)
+        if is_learned:
+            tokenizer = learned_tokenizer(recipe, wanted, describe, progress)
+        else:
+            tokenizer = locate.named_tokenizer(recipe.tokenizer, recipe.tokenizer_key)
+        tokenizer = locate.with_tokens(tokenizer, data.add_tokens)
     if "chat" in folders:
         return tokenizer, Template.of_directory(folders["chat"])
     template = Template()
@@ -116,50 +99,46 @@ def open_tokenizer(
     return tokenizer, template
 
 
-def _learned(
+def learned_tokenizer(
     recipe: Recipe,
     wanted: list[Member[SourceSpec]],
     describe: Callable[[SourceSpec], Any],
     progress: Progress,
 ) -> Tokenizer:
-    """The tokenizer that the corpus makes, in a directory for each state of the corpus."""
-    train = [spec for member in wanted for spec in member.train]
-    val = [spec for member in wanted for spec in member.val]
-    if any(spec.kind == "shards" for spec in train):
-        problem = f"data.tokenizer: {recipe.data.tokenizer} needs the corpus"
+    """The characters of a corpus, or byte pairs of its training text."""
+    data = recipe.data
+    specs = [spec for member in wanted for spec in member.train]
+    val_specs = [spec for member in wanted for spec in member.val]
+    if any(spec.kind == "shards" for spec in specs):
+        problem = f"data.tokenizer: {data.tokenizer} needs the corpus"
         raise UserError(f"{problem}: use another for shards:")
-    key = tokenizer_key(recipe) | {"now": [describe(spec) for spec in (*train, *val)]}
-    directory = root_of(recipe) / f"tokenizer-{hash_of_key(key)}"
+    key = locate.tokenizer_key(recipe) | {"now": [describe(spec) for spec in (*specs, *val_specs)]}
+    directory = root_of(recipe) / f"tokenizer-{locate.hash_of_key(key)}"
     with lock_directory(directory, progress.note):
-        if not (directory / FOLDER / DESCRIPTION).is_file():
-            of_train = [open_source(spec, progress.note) for spec in train]
-            of_val = [open_source(spec, progress.note) for spec in val]
-            learn_tokenizer(recipe.data, of_train, of_val, progress).save(directory)
-    return locate.load_tokenizer(directory / FOLDER)
-
-
-# -- learning
-
-
-def learn_tokenizer(
-    data: DataSettings, train: list[Source], val: list[Source], progress: Progress
-) -> Tokenizer:
-    """The tokenizer of the corpus: its characters, or byte pairs of its training text."""
-    names = ", ".join(source.spec.name for source in train)
-    if data.tokenizer == "bpe":
-        progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
-        each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
-        validated = {d.group for source in val for d in first_documents(source, BPE_CHARACTERS)}
-        parts = (training_texts(source, fraction, validated, each) for source in train)
-        return locate.train_bpe(itertools.chain.from_iterable(parts), data.tokenizer_vocab)
-    characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
-    for source in (*train, *val):
-        for item in source.items():
-            characters |= set().union(*texts_of(item, source.spec))
-    if not characters:
-        raise UserError(f"data.source: there is no text in {names}")
-    alone = len(train) == 1 and all(source.single_text for source in (*train, *val))
-    return locate.char_tokenizer(characters, with_eot=not alone)
+        if (directory / FOLDER / DESCRIPTION).is_file():
+            return load_tokenizer(directory / FOLDER)
+        train = [open_source(spec, progress.note) for spec in specs]
+        val = [open_source(spec, progress.note) for spec in val_specs]
+        names = ", ".join(spec.name for spec in specs)
+        if data.tokenizer == "bpe":
+            progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
+            each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
+            documents = itertools.chain(*(first_documents(s, BPE_CHARACTERS) for s in val))
+            validated = {group for group, _, _ in documents}
+            parts = (training_texts(source, fraction, validated, each) for source in train)
+            texts = itertools.chain.from_iterable(parts)
+            tokenizer = locate.train_bpe(texts, data.tokenizer_vocab)
+        else:
+            characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
+            for source in (*train, *val):
+                for item in source.items():
+                    characters |= set().union(*texts_of(item, source.spec))
+            if not characters:
+                raise UserError(f"data.source: there is no text in {names}")
+            alone = len(train) == 1 and all(source.single_text for source in (*train, *val))
+            tokenizer = locate.char_tokenizer(characters, with_eot=not alone)
+        tokenizer.save(directory)
+    return load_tokenizer(directory / FOLDER)
 
 
 def texts_of(item: Item, spec: SourceSpec) -> list[str]:
@@ -172,18 +151,11 @@ def texts_of(item: Item, spec: SourceSpec) -> list[str]:
         return []
 
 
-class Document(NamedTuple):
-    """A document or example of a source."""
-
-    group: int  # the hash that decides whether it is held out
-    characters: int
-    texts: list[str]  # its characters, as far as a tokenizer may learn from them
-
-
-def first_documents(source: Source, most: int) -> list[Document]:
-    """The documents of a source up to a limit of `most` characters."""
-    documents, spec, need, before = list[Document](), source.spec, Need(Limit(most)), 0
-    is_text = spec.format == "text"
+def first_documents(source: Source, most: int) -> list[tuple[int, int, list[str]]]:
+    """The first documents with `most` characters: the hash that decides whether each is held out,
+    its characters, and its texts up to the limit."""
+    spec, need, before = source.spec, Need(Limit(most)), 0
+    documents, is_text = list[tuple[int, int, list[str]]](), spec.format == "text"
     digest, size, texts = hashlib.blake2b(digest_size=8), 0, list[str]()
     for item in source.items():
         for text in texts_of(item, spec):
@@ -195,7 +167,7 @@ def first_documents(source: Source, most: int) -> list[Document]:
         group = (
             int.from_bytes(digest.digest(), "little") if is_text else example_of(item, spec).group
         )
-        documents.append(Document(group, size, texts))
+        documents.append((group, size, texts))
         before += size
         if need.is_met(group, size, before):
             break
@@ -206,23 +178,18 @@ def first_documents(source: Source, most: int) -> list[Document]:
 def training_texts(
     source: Source, fraction: float, validated: set[int], characters: int
 ) -> Iterator[str]:
-    """The texts of the first documents that train, in parts of at most `STRETCH` characters:
-    without what is held out, and without documents of the `validated` groups."""
+    """The training texts among the first documents, without those of `validated` groups, in parts
+    of at most `STRETCH` characters."""
     documents = first_documents(source, characters)
-    groups = np.array([document.group for document in documents], np.uint64)
-    sizes = np.array([document.characters for document in documents], np.int64)
+    groups = np.array([group for group, _, _ in documents], np.uint64)
+    sizes = np.array([size for _, size, _ in documents], np.int64)
     whole, cuts = held_out(groups, sizes, fraction, are_examples=source.spec.format != "text")
     rooms = np.where(cuts < 0, sizes, cuts) * ~whole
-    for document, room in zip(documents, rooms.tolist(), strict=True):
-        if document.group in validated:
-            continue
+    for (group, _, texts), room in zip(documents, rooms.tolist(), strict=True):
         done = 0
-        for text in document.texts:
+        for text in texts if group not in validated else ():
             yield from stretches(text[: max(0, room - done)])
             done += len(text)
-
-
-Todo = Literal["use", "extend", "renew"]
 
 
 @dataclass(frozen=True)
@@ -280,7 +247,7 @@ def prepare(
     recipe, started, progress = as_recipe(recipe), time.perf_counter(), Progress()
     choice = "keep" if resuming else recipe.data.changed
     describe = cache(describe_source)  # it reads the files, and a start asks several times
-    files = tokenizer_files(recipe) if tokenizer is None else {}
+    files = locate.tokenizer_files(recipe) if tokenizer is None else {}
     try:
         wanted = wanted_sources(recipe, only_val)
         notify = progress.note if ranks is None or ranks.main else lambda text: None
@@ -288,7 +255,7 @@ def prepare(
             notify("data.eval_split does nothing: only sources hf:... have splits")
         if tokenizer is None:
             tokenizer, template = open_tokenizer(recipe, wanted, files, choice, describe, progress)
-        check_tokenizer(recipe, tokenizer, notify)
+        locate.check_tokenizer(recipe, tokenizer, notify)
         start = _Start(recipe, choice, tokenizer, template or Template(), files, describe, progress)
         members = list[Member[Corpus]]()
         for member in wanted:
@@ -313,8 +280,7 @@ def prepare(
 
 
 def find_prepared(recipe: Recipe) -> Prepared | None:
-    """The prepared data of a recipe, not checked; None if the recipe needs more. Raises as
-    `prepare`."""
+    """The prepared data of a recipe, not checked; None if the recipe needs more."""
     if unprepared(recipe):
         return None
     folder = data_dirs(recipe)[0] / FOLDER
@@ -341,14 +307,13 @@ def _is_enough(directory: Path, index: Index, limit: Limit) -> bool:
 
 
 def _open(spec: SourceSpec, recipe: Recipe, tokenizer: Tokenizer, **how: Any) -> Corpus:
-    """A source that has been prepared."""
     directory = directory_of(spec, recipe)
     index = Index.load(directory)
     assert index is not None
     return Corpus(directory, index, spec, tokenizer, int(recipe.data.cache_gb * 1e9), **how)
 
 
-# -- one source
+Todo = Literal["use", "extend", "renew"]
 
 
 @dataclass(frozen=True)
@@ -366,21 +331,52 @@ class _Start:
 
 def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
     """A source, prepared as far as the limit."""
-    recipe, tokenizer, directory = start.recipe, start.tokenizer, directory_of(spec, start.recipe)
+    recipe, tokenizer, progress = start.recipe, start.tokenizer, start.progress
+    directory = directory_of(spec, recipe)
     todo, _, change = _look(spec, directory, limit, start)
     if todo == "use":
         return _open(spec, recipe, tokenizer, change=change)
-    with lock_directory(directory, start.progress.note):
+    with lock_directory(directory, progress.note):
         todo, index, change = _look(spec, directory, limit, start)  # another process may be done
+        if todo == "use":
+            return _open(spec, recipe, tokenizer, change=change)
         if todo == "renew":
             # the index first, so that a kill leaves none without its shards
             written = *directory.glob("shard-*"), *directory.glob(".*.new")
             for path in (directory / INDEX, *written):
                 path.unlink(missing_ok=True)
             index, change = None, ""
-        if todo != "use":
-            _write(spec, directory, index, limit, start)
-    return _open(spec, recipe, tokenizer, change=change, is_new=todo != "use")
+        resumed = index is not None
+        commit = index.source.get("commit") if index else ""  # the Hub may have a newer one
+        pinned = replace(spec, revision=commit) if commit else spec
+        source = None if spec.kind == "shards" else open_source(pinned, progress.note)
+        tokenizer.save(directory)
+        if spec.format != "text":
+            start.template.save(directory / FOLDER)
+        layout = ""
+        if spec.format == "chat":
+            layout = start.template.describe(recipe.as_written.data, recipe.tokenizer)
+        index = index or Index(
+            key=locate.source_key(spec, recipe) | {"files": start.files},
+            source=source.description if source else describe_source(spec) or {},
+            tokenizer=tokenizer.describe(),
+            template=layout,
+            single_text=source is not None and source.single_text,
+            masked=spec.format != "text",
+            shard_tokens=recipe.data.shard_tokens,
+        )
+        if source is None:
+            index = scan_source(spec, recipe.data, directory, index, progress)
+        else:
+            if tokenizer.eot is None and not source.single_text:
+                problem = f"{recipe.data.tokenizer} lacks a token that ends a document"
+                raise UserError(f"data.tokenizer: {problem}; use another")
+            encoder = Encoder(spec, tokenizer, start.template)
+            workers = recipe.data.workers or usable_cores()
+            index = write_source(source, directory, index, encoder, limit, workers, progress)
+        if not resumed:  # else files of an earlier process are read once before they are used
+            remember(directory, file_states(directory, index))
+    return _open(spec, recipe, tokenizer, change=change, is_new=True)
 
 
 def _look(
@@ -390,24 +386,33 @@ def _look(
     index = Index.load(directory)
     if index is None:
         return "renew", None, ""
-    change, is_enough = _change(spec, directory, index, start), _is_enough(directory, index, limit)
+    seen, since, now = (
+        list[str](),
+        f"has changed since {directory} was prepared",
+        start.describe(spec),
+    )
+    if now and (difference := changes(index.source, now)):
+        seen.append(f"{spec.setting}: {spec.name} {since}: {difference}")
+    before, template = index.key.get("files", {}), start.recipe.as_written.data.chat_template
+    for path, digest in start.files.items():
+        if before.get(path, digest) != digest:
+            is_template = path == str(Path(template).expanduser())
+            seen.append(f"data.{'chat_template' if is_template else 'tokenizer'}: {path} {since}")
+    change = seen[0] if seen else ""
     is_other = index.tokenizer.fingerprint != start.tokenizer.fingerprint
+    is_enough = _is_enough(directory, index, limit)
     return decide(directory, change, is_other, is_enough, start.choice), index, change
 
 
 def decide(
     directory: Path, change: str, is_other_tokenizer: bool, is_enough: bool, choice: str
 ) -> Todo:
-    """What to do for a source whose directory has tokens already.
+    """What to do for a directory that has tokens already.
 
     Args:
         change: A sentence on a change of the source, or of a file of the tokenizer; may be empty.
-        is_other_tokenizer: Another tokenizer than the recipe's wrote the tokens.
         is_enough: The recipe needs no more tokens of the source.
         choice: `data.changed` ("stop", "keep", "prepare"); "keep" if a run resumes.
-
-    Raises:
-        UserError: Something has changed, and the recipe does not choose, or its choice cannot be.
     """
     if choice == "prepare" and (change or is_other_tokenizer):
         return "renew"
@@ -418,55 +423,3 @@ def decide(
         keep = 'data.changed="keep" trains on the prepared tokens, ' * is_enough
         raise UserError(f'{change}; {keep}data.changed="prepare" prepares it again')
     return "use" if is_enough else "extend"
-
-
-def _change(spec: SourceSpec, directory: Path, index: Index, start: _Start) -> str:
-    """A sentence on the first change since a source was prepared; empty if nothing has changed."""
-    since = f"has changed since {directory} was prepared"
-    now = start.describe(spec)
-    if now and (change := changes(index.source, now)):
-        return f"{spec.setting}: {spec.name} {since}: {change}"
-    before, template = index.key.get("files", {}), start.recipe.as_written.data.chat_template
-    for path, digest in start.files.items():
-        if before.get(path, digest) != digest:
-            is_template = path == str(Path(template).expanduser())
-            setting = "data.chat_template" if is_template else "data.tokenizer"
-            return f"{setting}: {path} {since}"
-    return ""
-
-
-def _write(
-    spec: SourceSpec, directory: Path, index: Index | None, limit: Limit, start: _Start
-) -> None:
-    """Write the tokens of a source after the tokens that `index` has."""
-    recipe, tokenizer, progress = start.recipe, start.tokenizer, start.progress
-    resumed = index is not None
-    if index is not None and (commit := index.source.get("commit")):
-        spec = replace(spec, revision=commit)  # the Hub may have a newer one
-    source = None if spec.kind == "shards" else open_source(spec, progress.note)
-    tokenizer.save(directory)
-    if spec.format != "text":
-        start.template.save(directory / FOLDER)
-    layout = ""
-    if spec.format == "chat":
-        layout = start.template.describe(recipe.as_written.data, recipe.tokenizer)
-    index = index or Index(
-        key=source_key(spec, recipe) | {"files": start.files},
-        source=source.description if source else describe_source(spec) or {},
-        tokenizer=tokenizer.describe(),
-        template=layout,
-        single_text=source is not None and source.single_text,
-        masked=spec.format != "text",
-        shard_tokens=recipe.data.shard_tokens,
-    )
-    if source is None:
-        index = scan_source(spec, recipe.data, directory, index, progress)
-    else:
-        if tokenizer.eot is None and not source.single_text:
-            problem = f"{recipe.data.tokenizer} lacks a token that ends a document"
-            raise UserError(f"data.tokenizer: {problem}; use another")
-        encoder = Encoder(spec, tokenizer, start.template)
-        workers = recipe.data.workers or usable_cores()
-        index = write_source(source, directory, index, encoder, limit, workers, progress)
-    if not resumed:  # else files of an earlier process are read once before they are used
-        remember(directory, file_states(directory, index))

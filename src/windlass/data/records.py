@@ -54,10 +54,7 @@ class Item(NamedTuple):
 def read_files(
     spec: SourceSpec, files: list[Path], sizes: list[int], start: int = 0
 ) -> Iterator[Item]:
-    """The items of files from document number `start` on.
-
-    If a file cannot be read to its end, its last item is the error.
-    """
+    """The items of files from document number `start` on; an unreadable file ends in an error."""
     number, before, total = 0, 0, max(1, sum(sizes))
     for path, size in zip(files, sizes, strict=True):
         if number < start and is_text(path, spec) and not spec.separator:
@@ -73,13 +70,29 @@ def read_files(
 
 
 def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[tuple[Item, float]]:
-    """The items of a file of `size` bytes, the last one perhaps an error, and the bytes before."""
-    place = shown(path)
+    """The items of a file, the last one perhaps an error, and the bytes before each; the first
+    `skip` ones may lack a value."""
+    place, ending = shown(path), suffixes(path)[0]
     try:
         with path.open("rb") as file:
             # Some readers close their stream at its end.
             raw = io.BufferedReader(io.FileIO(file.fileno(), closefd=False), READ)
-            for item in _items(path, raw, spec, skip):
+            stream = raw if ending == ".parquet" else unpacked(path, raw)
+            if ending == ".parquet":
+                items = _parquet(raw, place, spec, skip)
+            elif is_text(path, spec):
+                if spec.on_bad_item == "skip":  # then a text with an error is left out whole
+                    with path.open("rb") as checked:
+                        for _ in _decoded(unpacked(path, checked), place):
+                            pass
+                items = _texts(_decoded(stream, place), place, spec.separator)
+            elif spec.format == "squad":
+                items = _questions(stream, place)
+            elif ending in (".csv", ".tsv"):
+                items = _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
+            else:
+                items = (_json_items if ending == ".json" else _lines)(stream, place)
+            for item in items:
                 yield item, item.fraction * size or os.lseek(file.fileno(), 0, os.SEEK_CUR)
     except UserError as error:
         yield Item(place, error), size
@@ -89,25 +102,6 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
         remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
         problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
         yield Item(place, UserError(f"{place} {problem}{remedy}")), size
-
-
-def _items(path: Path, raw: BinaryIO, spec: SourceSpec, skip: int) -> Iterator[Item]:
-    """The items of a file; the first `skip` ones may lack a value."""
-    place, ending = shown(path), suffixes(path)[0]
-    if ending == ".parquet":
-        return _parquet(raw, place, spec, skip)
-    stream = unpacked(path, raw)
-    if is_text(path, spec):
-        if spec.on_bad_item == "skip":  # then a text with an error is left out whole
-            with path.open("rb") as checked:
-                for _ in _decoded(unpacked(path, checked), place):
-                    pass
-        return _texts(_decoded(stream, place), place, spec.separator)
-    if spec.format == "squad":
-        return _questions(stream, place)
-    if ending in (".csv", ".tsv"):
-        return _rows(stream, place, "\t" if ending == ".tsv" else ",", spec)
-    return _json_items(stream, place) if ending == ".json" else _lines(stream, place)
 
 
 def suffixes(path: Path) -> tuple[str, str]:
@@ -126,7 +120,6 @@ def is_text(path: Path, spec: SourceSpec) -> bool:
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
-    """The uncompressed bytes of a file."""
     codec = suffixes(path)[1]
     if codec == ".zst":
         import pyarrow as pa  # unlike zstandard's stream, it rejects a truncated last frame
@@ -155,10 +148,7 @@ def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
 
 
 def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
-    """The documents of a text, in blocks: one, or those between separators.
-
-    With a separator their outer line breaks and empty documents are left out.
-    """
+    """The documents of a text (without empty ones, if it has separators), in blocks."""
     rest, continues, most = "", False, BLOCK - READ
     edges = "\r\n" if separator else ""
     for piece in pieces:
@@ -222,19 +212,19 @@ def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterato
     if spec.format == "text" and spec.text_key not in names:
         raise UserError(f"{place} lacks the column {spec.text_key!r}; {other_keys(names)}")
     while True:
-        where = f"{place}, line {rows.line_num + 1:,}"
+        where, problem = f"{place}, line {rows.line_num + 1:,}", ""
         try:
             if (row := next(rows, None)) is None:
                 return
+            if row and len(row) != len(names):
+                counts = f"{plural(len(row), 'field')}, and the first row {len(names)}"
+                problem = f"{where} has {counts}"
         except csv.Error as error:
-            remedy = "write a quotation mark in a quoted field twice"
-            yield Item(where, UserError(f"{where}: {error}; {remedy}"))
-            continue
-        if len(row) == len(names):
-            yield Item(where, dict(zip(names, row, strict=True)))
+            problem = f"{where}: {error}; write a quotation mark in a quoted field twice"
+        if problem:
+            yield Item(where, UserError(problem))
         elif row:
-            counts = f"{plural(len(row), 'field')}, and the first row {len(names)}"
-            yield Item(where, UserError(f"{where} has {counts}"))
+            yield Item(where, dict(zip(names, row, strict=True)))
 
 
 def _parquet(raw: BinaryIO, place: str, spec: SourceSpec, skip: int) -> Iterator[Item]:
@@ -272,7 +262,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def column_value(value: Any, key: str) -> Any:
-    """A record, or the value of the column `key`, which is a record again if it is not text."""
+    """A record, or the value of the column `key`; a record again if it is not text."""
     return value if isinstance(value, str | dict | None) else {key: value}
 
 
@@ -286,9 +276,6 @@ def _questions(stream: BinaryIO, place: str) -> Iterator[Item]:
                     yield Item(f"{place}, question {question['id']}", {**question, **own})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} is not SQuAD's JSON: {type(error).__name__} {error}") from None
-
-
-# -- the content of an item
 
 
 def text_of(item: Item, spec: SourceSpec) -> str:
@@ -307,7 +294,6 @@ def text_of(item: Item, spec: SourceSpec) -> str:
 
 
 def record_of(item: Item) -> dict[str, Any]:
-    """The record of an item; UserError if it has none."""
     value = item.value
     if isinstance(value, bytes):
         try:
@@ -324,12 +310,10 @@ def record_of(item: Item) -> dict[str, Any]:
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value, in words."""
     return KINDS.get(type(value), "a number")
 
 
 def other_keys(names: Iterable[str]) -> str:
-    """The keys of a record without the text, and the setting to change."""
     first = list(names)[:12]
     remedy = "set data.text_key"
     if CONVERSATION_KEYS.intersection(first):

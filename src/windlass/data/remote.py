@@ -37,10 +37,7 @@ class RemoteFile:
     """
 
     def __init__(self, url: str, cache: Path, cache_bytes: int, version: str = ""):
-        """`cache` holds blocks of any files, `cache_bytes` at most.
-
-        Raises UserError if the URL does not exist or may not be read, or does not have `version`.
-        """
+        """`cache` has the blocks of any files, `cache_bytes` at most."""
         self.url, self._cache, self._cache_bytes = url, cache, cache_bytes
         self._files, self._path = _file_system(url)
         self.size, self.version = _retried(url, self._state)
@@ -51,11 +48,7 @@ class RemoteFile:
         self._name = hashlib.sha256(f"{url}\n{self.version}".encode()).hexdigest()[:16]
 
     def pread(self, count: int, offset: int) -> bytes:
-        """The bytes from `offset` on, fewer than `count` at the end of the file.
-
-        Raises RunFailed or UserError if the file has changed since it was opened, or cannot be
-        read.
-        """
+        """The bytes from `offset` on, fewer than `count` at the end of the file."""
         parts, stop = list[bytes](), min(offset + count, self.size)
         while offset < stop:
             number, begin = divmod(offset, BLOCK_BYTES)
@@ -66,7 +59,6 @@ class RemoteFile:
         return b"".join(parts)
 
     def _place(self, number: int) -> tuple[Path, int]:
-        """A block's path in the cache, and its length."""
         length = min(BLOCK_BYTES, self.size - number * BLOCK_BYTES)
         return self._cache / f"{self._name}-{number:06d}", length
 
@@ -91,12 +83,29 @@ class RemoteFile:
                 if (block := self._cached(number, 0, length)) is None:
                     block = _retried(self.url, lambda: self._download(number, length))
                     with locked(self._cache / ".lock"):
-                        if make_room(self._cache, self._cache_bytes - length):
-                            Files().replace(path, block, durable=False)
+                        self._store(path, block)
                 return block
         except OSError as error:
             remedy = "free some space, or lower data.cache_gb"
             raise RunFailed(f"{self._cache}: {error.strerror}; {remedy}") from None
+
+    def _store(self, path: Path, block: bytes) -> None:
+        """Store a block in place of the least recently used ones, if there is enough room."""
+        blocks, allowed = list[tuple[int, int, str]](), self._cache_bytes - len(block)
+        for entry in os.scandir(self._cache):
+            if entry.name.endswith(".new"):  # of a process that was killed
+                Path(entry.path).unlink(missing_ok=True)
+            elif not entry.name.endswith(".lock"):
+                stat = entry.stat()
+                blocks.append((stat.st_mtime_ns, stat.st_size, entry.path))
+        used = sum(size for _, size, _ in blocks)
+        for _, size, old in sorted(blocks):
+            if used <= allowed:
+                break
+            Path(old).unlink(missing_ok=True)
+            used -= size
+        if used <= allowed:
+            Files().replace(path, block, durable=False)
 
     def _download(self, number: int, length: int) -> bytes:
         first = number * BLOCK_BYTES
@@ -114,7 +123,6 @@ class RemoteFile:
         return block
 
     def _state(self) -> tuple[int, str]:
-        """Size and version of the file now."""
         if not self.url.startswith("hf:"):  # whose listing would count against its rate limit
             self._files.invalidate_cache()
         info: dict[str, Any] = self._files.info(self._path)
@@ -123,32 +131,8 @@ class RemoteFile:
         return info["size"], " ".join(f"{key}={info[key]}" for key in VERSION if key in info)
 
 
-def make_room(cache: Path, allowed: int) -> bool:
-    """Delete blocks until at most `allowed` bytes are left; False if that is not possible.
-
-    The caller holds the lock of the cache.
-    """
-    blocks = list[tuple[int, int, str]]()
-    for entry in os.scandir(cache):
-        if entry.name.endswith(".new"):  # of a process that was killed
-            Path(entry.path).unlink(missing_ok=True)
-        elif not entry.name.endswith(".lock"):
-            stat = entry.stat()
-            blocks.append((stat.st_mtime_ns, stat.st_size, entry.path))
-    used = sum(size for _, size, _ in blocks)
-    for _, size, path in sorted(blocks):
-        if used <= allowed:
-            break
-        Path(path).unlink(missing_ok=True)
-        used -= size
-    return used <= allowed
-
-
 def list_urls(pattern: str) -> list[str]:
-    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself.
-
-    UserError if none matches.
-    """
+    """The URLs that match a pattern with `*` or `[`, sorted; any other URL by itself."""
     if "*" not in pattern and "[" not in pattern:
         return [pattern]
     files, path = _file_system(pattern)
@@ -159,7 +143,6 @@ def list_urls(pattern: str) -> list[str]:
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the file's path in it."""
     import fsspec
 
     scheme = url.partition("://")[0]
@@ -174,10 +157,7 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _retried(url: str, action: Callable[[], Value]) -> Value:
-    """The result of an action on the network, in several attempts.
-
-    Raises UserError for an answer that will not change, RunFailed after the last attempt.
-    """
+    """The result of an action; UserError for a final answer, RunFailed after the last attempt."""
     for seconds in (*RETRY_SECONDS, 0.0):
         try:
             return action()
@@ -187,13 +167,13 @@ def _retried(url: str, action: Callable[[], Value]) -> Value:
             cause = error.__cause__ or error
             # For HTTP fsspec reports every failure as a missing file.
             answer = cause if url.startswith("http") else error
-            text, status = first_line(cause), getattr(answer, "status", 0)
-            if status == 404 or isinstance(answer, FileNotFoundError):
-                text, status = "it does not exist", 404
+            status, text = getattr(answer, "status", 0), first_line(cause)
+            if is_missing := status == 404 or isinstance(answer, FileNotFoundError):
+                text = "it does not exist"
             is_refused = 400 <= status < 500 and status not in (408, 429)
-            if is_refused or isinstance(answer, PermissionError):
+            if is_missing or is_refused or isinstance(answer, PermissionError):
                 remedy = "check the URL, and the credentials of its file system"
                 raise UserError(f"{url} cannot be read: {text}; {remedy}") from None
-            problem = f"{url} cannot be read after {len(RETRY_SECONDS) + 1} attempts: {text}"
         time.sleep(seconds)
-    raise RunFailed(f"{problem}; start again to resume")
+    attempts = f"{len(RETRY_SECONDS) + 1} attempts: {text}"
+    raise RunFailed(f"{url} cannot be read after {attempts}; start again to resume")

@@ -55,8 +55,6 @@ EXAMPLE_ROW = np.dtype(
 
 
 class Shard(BaseModel):
-    """One file of tokens."""
-
     model_config = ConfigDict(frozen=True)
 
     file: str  # name in the data directory; absolute path or URL of a shard that another tool wrote
@@ -70,13 +68,9 @@ class Shard(BaseModel):
     mask: str = ""  # SHA-256 of its mask; empty: no mask
 
     @property
-    def is_remote(self) -> bool:
-        return "://" in self.file
-
-    @property
     def identity(self) -> str:
         """What tells its tokens from others, in any directory."""
-        return f"{self.file} {self.sha256}" if self.is_remote else self.sha256
+        return f"{self.file} {self.sha256}" if "://" in self.file else self.sha256
 
     def beside(self, ending: str) -> str:
         """The file of the shard's table (`.documents`) or mask (`.mask`)."""
@@ -84,7 +78,7 @@ class Shard(BaseModel):
 
     def files(self, row: np.dtype[Any]) -> dict[str, tuple[int, str]]:
         """Size and SHA-256 of each of its files on this machine, by name."""
-        if self.is_remote:
+        if "://" in self.file:
             return {}
         size = self.offset + self.tokens * on_disk(self.dtype).itemsize
         files = {self.file: (size, self.sha256)}
@@ -96,8 +90,6 @@ class Shard(BaseModel):
 
 
 class Index(BaseModel):
-    """The content of a data directory."""
-
     key: dict[str, Any]  # what determines the tokens; the directory's name has a hash of it
     source: dict[str, Any]  # `Source.description`
     tokenizer: Description
@@ -134,16 +126,10 @@ class Index(BaseModel):
         """The shards that more text of the source does not change."""
         return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
 
-    def before_more(self) -> Index:
-        """The index of the full shards, after which more of the source follows."""
-        parts = {"shards": self.full_shards, "complete": False, "left_out": self.resume[2]}
-        return self.model_copy(update=parts)
-
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
 
     def save(self, directory: Path) -> Index:
-        """Write `index.json`; returns the index as written."""
         index = self.model_copy(update={"checksum": self._checksum()})
         Files().replace(directory / INDEX, index.model_dump_json(indent=1).encode())
         return index
@@ -197,12 +183,7 @@ def on_disk(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-# -- writing
-
-
 class Row(NamedTuple):
-    """A document, or a part of a long one, as tokens."""
-
     item: int  # number of the item in its source
     tokens: np.ndarray  # int64 [n]
     marks: np.ndarray | None = None  # bool [n], whether a token counts in the loss; None: text
@@ -219,12 +200,10 @@ class ShardWriter:
     block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
-        """Continue after the full shards of `index`.
-
-        Saves the index without a short last shard first, because a kill may leave that one replaced.
-        """
         self.directory, self.dtype = directory, dtype
-        self.index = index.before_more().save(directory)
+        # Continue after the full shards: a kill may leave a short last one replaced.
+        parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume[2]}
+        self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         # of the item being written: its number, and its tokens in the full shards, which come again
         self._item, self._skip, _ = index.resume
@@ -304,21 +283,14 @@ class ShardWriter:
             self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
-        """Commit the last shard and save the index; `complete`: that is the whole source."""
         if self._open:
             self._commit()
         self.index.complete = complete
         return self.index.save(self.directory)
 
 
-# -- checks
-
-
 def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
-    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size.
-
-    By the newest index, because another process may extend the last shard meanwhile.
-    """
+    """Size, time of change (ns) and SHA-256 of each local file; UserError for a wrong size."""
     states: dict[str, list[int | str]] = {}
     newest = Index.load(directory) or index
     for shard in newest.shards:
@@ -338,11 +310,7 @@ def file_states(directory: Path, index: Index) -> dict[str, list[int | str]]:
 def verify(
     directory: Path, index: Index, tick: Callable[[float], None], ranks: Ranks | None = None
 ) -> None:
-    """Check every shard as `file_states`, and its SHA-256 if it changed since the last check.
-
-    The ranks of a host divide the files, because each host may have its own copy. `tick` gets the
-    fraction of this rank's files that is read. UserError on every rank if a shard is damaged.
-    """
+    """Check each shard that changed since the last check; the ranks of a host divide them."""
     rank, world = (ranks.env.local_rank, ranks.env.local_world) if ranks else (0, 1)
     verified, problem = read_json(directory / VERIFIED), ""
     try:
@@ -367,6 +335,5 @@ def verify(
 
 
 def remember(directory: Path, states: dict[str, list[int | str]]) -> None:
-    """Store the states of verified files; in a read-only directory each start verifies."""
     if os.access(directory, os.W_OK):
         write_atomic(directory / VERIFIED, json.dumps(states, indent=1) + "\n")

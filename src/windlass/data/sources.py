@@ -19,7 +19,7 @@ import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +49,7 @@ HASHED_BYTES = 64_000_000  # files up to this total are compared by content, oth
 
 
 def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
-    """The files of a source, each real file once, and a note on the others in its directory.
-
-    UserError if there are none.
-    """
+    """The files of a source, each real file once, and a note on the others in its directory."""
     top, setting = Path(spec.path).expanduser(), spec.setting
     if spec.kind == "hf":
         return [path for _, files in folders(top) for path in files or ()], ""
@@ -66,8 +63,14 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
             for folder, inside in folders(top):
                 own += [folder] if inside is None else []
                 for path in inside or ():
-                    ending = suffixes(path)[0]
-                    is_read = ending in endings or (ending == ".json" and _has_items(path, spec))
+                    is_read = (ending := suffixes(path)[0]) in endings
+                    if ending == ".json" and not is_read:  # if it begins with such an item
+                        with suppress(UserError, StopIteration):
+                            record = record_of(next(read_files(spec, [path], [1])))
+                            keys = {spec.text_key, spec.text_key.partition(".")[0]}
+                            keys = CONVERSATION_KEYS if spec.format == "chat" else keys
+                            renames = spec.format == "chat" and bool(spec.columns)
+                            is_read = renames or not keys.isdisjoint(record)
                     (files if is_read else others).append(path)
             files.sort()
         else:
@@ -92,22 +95,8 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     )
 
 
-def _has_items(path: Path, spec: SourceSpec) -> bool:
-    """Whether a `.json` file begins with an item of the source's format."""
-    with suppress(UserError, StopIteration):
-        record = record_of(next(read_files(spec, [path], [1])))
-        if spec.format == "chat":
-            return bool(spec.columns) or not CONVERSATION_KEYS.isdisjoint(record)
-        return not {spec.text_key, spec.text_key.partition(".")[0]}.isdisjoint(record)
-    return False
-
-
 def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
-    """The visible directories in `top` with their files: each real one once, linked ones last.
-
-    A link to a directory above `top` is not followed. A run, a study or prepared data of Windlass
-    has None instead of files.
-    """
+    """The visible directories in `top`, each once, with their files; None for Windlass's own."""
     waiting, seen = deque([top]), {str(above) for above in top.resolve().parents}
     while waiting:
         folder = waiting.popleft()
@@ -154,11 +143,8 @@ def _first(paths: list[Path]) -> str:
     return ", ".join(shown(Path(path.name)) for path in paths[:3]) + ", ..." * (len(paths) > 3)
 
 
-# -- their state, which shows a change
-
-
 def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Files for the index: name, size, and the SHA-256; the time of change if they are large."""
+    """Name, size and SHA-256 of files, or the time of change if they are large."""
     stats = [(path, path.stat()) for path in files]
     small = sum(stat.st_size for _, stat in stats) <= HASHED_BYTES
     return [
@@ -169,11 +155,13 @@ def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """The differences of two descriptions of a source, as a part of a sentence; empty if none.
-
-    Paths count from the directory that all files share, so that moved data are the same.
-    """
-    old, new = _by_path(then), _by_path(now)
+    """The differences of two descriptions by relative path, as a part of a sentence; or ''."""
+    by_path = list[dict[str, dict[str, Any]]]()
+    for files in (then.get("files", ()), now.get("files", ())):
+        folders = [os.path.dirname(file["file"]) for file in files]
+        shared = os.path.commonpath(folders) if folders else ""  # moved data are the same
+        by_path.append({os.path.relpath(file["file"], shared or "."): file for file in files})
+    old, new = by_path
     parts = [
         f"its {key} is {now[key]}, and was {then[key]}"
         for key in then.keys() & now.keys() - {"files"}
@@ -190,12 +178,6 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
     return ", ".join(sorted(parts)[:3]) + rest
 
 
-def _by_path(description: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    files = description.get("files", ())
-    shared = os.path.commonpath([os.path.dirname(file["file"]) for file in files]) if files else ""
-    return {os.path.relpath(file["file"], shared or "."): file for file in files}
-
-
 PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")
 # Directories of the standard library that hold packages of others, tests, or tables.
 SKIPPED = "site-packages dist-packages test tests idle_test __pycache__ encodings pydoc_data"
@@ -205,8 +187,6 @@ Notify = Callable[[str], None]
 
 @dataclass
 class Source:
-    """A source that exists."""
-
     spec: SourceSpec
     description: dict[str, Any]  # when it was opened, for the index; shows a changed source
     # The items from a document number (default 0) on; the blocks of one text count once.
@@ -242,10 +222,7 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
 
 
 def form_of(source: str, setting: str) -> dict[str, str]:
-    """The settings of `data` that fit the first item of a source: its format, perhaps its text_key.
-
-    Empty for the web and the Hub. UserError if this machine does not have the files.
-    """
+    """The settings of `data` that fit a local source's first item; empty for remote ones."""
     spec = SourceSpec(source, source, setting=setting)
     if spec.kind in ("https", "hf") or "://" in spec.path:
         return {}
@@ -254,16 +231,14 @@ def form_of(source: str, setting: str) -> dict[str, str]:
         return {"format": "squad"}
     tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
     items = read_files(replace(spec, format="chat"), tables, [1] * len(tables))
-    if (item := next(items, None)) is None:
-        return {"format": "text"}
-    record = record_of(item)
+    record = record_of(next(items, Item("", {"text": ""})))
     if isinstance(record.get("data"), list) and "text" not in record:
         raise UserError(f"{setting}: {source} has questions: write squad:{source}")
     if not CONVERSATION_KEYS.isdisjoint(record):
         return {"format": "chat"}
     texts = [key for key, value in record.items() if isinstance(value, str)]
     is_other = "text" not in record and len(texts) == 1
-    return {"format": "text", "text_key": texts[0]} if is_other else {"format": "text"}
+    return {"format": "text"} | ({"text_key": texts[0]} if is_other else {})
 
 
 def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
@@ -276,9 +251,6 @@ def describe_source(spec: SourceSpec) -> dict[str, Any] | None:
         with suppress(UserError, OSError):
             return {"files": describe_files(local_files(spec)[0])}
     return None
-
-
-# -- the standard library, the web, the Hub
 
 
 def _stdlib_modules() -> list[Path]:
@@ -329,86 +301,77 @@ def download(url: str, sha256: str, folder: Path, notify: Notify = print) -> Pat
     raise UserError(f"{url} is incomplete or another file: {hashes}")
 
 
-@contextmanager
-def explained(what: str, kind: type[Exception]) -> Iterator[None]:
-    """Turn any error of the libraries behind `datasets` into one sentence."""
+def _open_dataset(spec: SourceSpec) -> Source:
+    """A data set of `datasets` (`NAME`, `NAME:CONFIG`, a directory), or SQuAD of the Hub."""
+    place = "rajpurkar/squad" if spec.kind == "squad" else spec.path
+    what = f"{spec.setting}: hf:{place}, split {spec.split!r}"
+    folder, how = Path(place).expanduser(), {"split": spec.split, "streaming": spec.streaming}
+    (name, _, config), revision = place.partition(":"), spec.revision
+    commits = list[str]()
     try:
-        yield
-    except (UserError, RunFailed):
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
-        raise kind(f"{what} ({reason})") from error
-
-
-def _load_table(spec: SourceSpec, place: str) -> tuple[Any, str]:
-    """A split (perhaps `train[:1%]`) of a data set, and the commit that the Hub names, or ''.
-
-    `place` is `NAME`, `NAME:CONFIG`, or a directory of files.
-    """
-    folder, split = Path(place).expanduser(), spec.split
-    what = f"{spec.setting}: hf:{place}, split {split!r}"
-    require("datasets", f"{spec.setting}: hf:{place}")
-    how: dict[str, Any] = {"split": split, "streaming": spec.streaming}
-    with explained(f"{what} cannot be loaded", UserError):
+        require("datasets", f"{spec.setting}: hf:{place}")
         if folder.is_dir():
             import datasets
 
-            return datasets.load_dataset(str(folder), **how), ""
-    hub.prepare()
-    with explained(f"{what} cannot be loaded", UserError), hub.explained(what):
-        import datasets
+            table: Any = datasets.load_dataset(str(folder), **how)
+        else:
+            hub.prepare()
+            with hub.explained(what):
+                import datasets
 
-        (name, _, config), revision = place.partition(":"), spec.revision
-        if not hub.offline():
-            from huggingface_hub import HfApi
+                if not hub.offline():
+                    from huggingface_hub import HfApi
 
-            revision = str(HfApi().dataset_info(name, revision=revision or None).sha)
-        rows = datasets.load_dataset(name, config or None, revision=revision or None, **how)
-        # Without a network, the URLs of a copy in the cache name its commit.
-        urls = " ".join(getattr(rows.info, "download_checksums", None) or ())
-        commits = re.findall(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", f"{revision} {urls}")
-        return rows, next(iter(commits), "")
-
-
-def _open_dataset(spec: SourceSpec) -> Source:
-    """A data set of `datasets`, or SQuAD of the Hub."""
-    place = "rajpurkar/squad" if spec.kind == "squad" else spec.path
-    try:
-        table, commit = _load_table(spec, place)
-    except UserError as error:
+                    revision = str(HfApi().dataset_info(name, revision=revision or None).sha)
+                table = datasets.load_dataset(
+                    name, config or None, revision=revision or None, **how
+                )
+                # Without a network, the URLs of a copy in the cache name its commit.
+                urls = " ".join(getattr(table.info, "download_checksums", None) or ())
+                commits = re.findall(r"(?<![0-9a-f])[0-9a-f]{40}(?![0-9a-f])", f"{revision} {urls}")
+    except Exception as error:  # of any kind, from the libraries behind it
         advice = "; or give a file: squad:FILE.json, eval.squad_file" * (spec.kind == "squad")
-        raise UserError(f"{error}{advice}") from None
+        reason = str(error)
+        if not isinstance(error, UserError):
+            cause = first_line(error.__cause__ or error)
+            reason = f"{what} cannot be loaded ({type(error).__name__}: {cause})"
+        raise UserError(f"{reason}{advice}") from error
     rows = 0 if spec.streaming else len(table)
-    description = {"split": spec.split, "rows": rows} | ({"commit": commit} if commit else {})
+    description = {"split": spec.split, "rows": rows} | ({"commit": commits[0]} if commits else {})
     description |= describe_source(spec) or {}
-    column, name = spec.text_key.partition(".")[0], f"hf:{place}, {spec.split}"
+    column, shown_name = spec.text_key.partition(".")[0], f"hf:{place}, {spec.split}"
     if rows and spec.format == "text":  # no other column is decoded
         column = spec.text_key if spec.text_key in table.column_names else column
         if column not in table.column_names:
-            problem = f"{name} lacks the column {spec.text_key!r}"
+            problem = f"{shown_name} lacks the column {spec.text_key!r}"
             raise UserError(f"{problem}; {other_keys(table.column_names)}")
         table = table.select_columns([column])
+    return Source(spec, description, partial(_read_dataset, table, spec, shown_name, rows))
+
+
+def _read_dataset(
+    table: Any, spec: SourceSpec, name: str, rows: int, start: int = 0
+) -> Iterator[Item]:
+    """The rows of a data set; `rows` is 0 if it is streamed."""
     size = max(1, int(getattr(getattr(table, "data", None), "nbytes", 0)))
     at_once = min(1000, max(1, rows * TABLE_BYTES // size)) if rows else 64
-
-    def items(start: int = 0) -> Iterator[Item]:
-        number = start
-        with explained(f"reading {name} broke off; start again to resume", RunFailed):
-            rest = table.skip(start) if start else table
-            for batch in (rest.with_format(None) if rows else rest).iter(batch_size=at_once):
-                for values in zip(*batch.values(), strict=True):
-                    number += 1
-                    record: Any = dict(zip(batch, values, strict=True))
-                    if spec.format == "text" and spec.text_key in record:
-                        record = column_value(record[spec.text_key], spec.text_key)
-                    elif spec.format == "chat":
-                        record = without_nulls(record)
-                    if spec.kind == "squad":
-                        answers = record["answers"]  # lists of equal length, by key
-                        pairs = zip(*answers.values(), strict=True)
-                        record["answers"] = [dict(zip(answers, p, strict=True)) for p in pairs]
-                    fraction = number / rows if rows else 0.0
-                    yield Item(f"{name}, row {number:,}", record, fraction=fraction)
-
-    return Source(spec, description, items)
+    number = start
+    try:
+        rest = table.skip(start) if start else table
+        for batch in (rest.with_format(None) if rows else rest).iter(batch_size=at_once):
+            for values in zip(*batch.values(), strict=True):
+                number += 1
+                record: Any = dict(zip(batch, values, strict=True))
+                if spec.format == "text" and spec.text_key in record:
+                    record = column_value(record[spec.text_key], spec.text_key)
+                elif spec.format == "chat":
+                    record = without_nulls(record)
+                if spec.kind == "squad":
+                    answers = record["answers"]  # lists of equal length, by key
+                    pairs = zip(*answers.values(), strict=True)
+                    record["answers"] = [dict(zip(answers, p, strict=True)) for p in pairs]
+                fraction = number / rows if rows else 0.0
+                yield Item(f"{name}, row {number:,}", record, fraction=fraction)
+    except Exception as error:  # of any kind, from the libraries behind it
+        reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
+        raise RunFailed(f"reading {name} broke off; start again to resume ({reason})") from error

@@ -60,13 +60,6 @@ class Part:
     def documents(self) -> int:
         return len(self.numbers)
 
-    @property
-    def identity(self) -> list[Any]:
-        """What determines the tokens of the row."""
-        shards = [(shard.identity, shard.tokens) for shard in self.corpus.index.shards]
-        shards, places = ([], self.edges) if self.text else (shards, self.ranges)
-        return [self.text, shards, hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()]
-
 
 @dataclass(frozen=True)
 class Division:
@@ -79,12 +72,16 @@ class Division:
     def fingerprint(self, tokenizer: Tokenizer) -> str:
         """A hash of the tokens, their split and their tokenizer, equal in every directory."""
         description = tokenizer.describe().model_dump(exclude={"kind", "ends"})
-        members = [[part.identity for part in parts] for parts in (*self.train, *self.val)]
+        members = list[list[Any]]()
+        for parts in (*self.train, *self.val):
+            members.append([])
+            for part in parts:
+                shards = [(shard.identity, shard.tokens) for shard in part.corpus.index.shards]
+                shards, places = ([], part.edges) if part.text else (shards, part.ranges)
+                digest = hashlib.sha256(places.astype("<i8").tobytes()).hexdigest()
+                members[-1].append([part.text, shards, digest])
         content = json.dumps([description, members], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
-
-
-# -- the rules
 
 
 def held_out(
@@ -121,13 +118,9 @@ def _or_lowest(hashes: np.ndarray, first: np.ndarray, fraction: float) -> np.nda
 
 
 def draws_of(hashes: np.ndarray, purpose: str) -> np.ndarray:
-    """The random number of each text by its hash, both uint64 [n]; a choice of texts takes the
-    lowest ones."""
+    """The random numbers that choose texts by their hashes, both uint64 [n]."""
     key = np.frombuffer(seed_bytes(f"windlass/choose/{purpose}", 8), "<u8")[0]
     return splitmix(hashes ^ key)
-
-
-# -- the pieces of a source
 
 
 @dataclass
@@ -144,10 +137,6 @@ class Pieces:
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
     limit: Limit
 
-    @property
-    def is_cut(self) -> np.ndarray:
-        return self.cut > 0
-
     def hold_out(self, held: np.ndarray) -> None:
         """Hold out whole documents (bool [documents])."""
         self.val[held] = self.train[held]
@@ -155,7 +144,6 @@ class Pieces:
 
 
 def sizes_of(ranges: np.ndarray) -> np.ndarray:
-    """The tokens of each document, int64 [documents]."""
     return ranges[:, 1] - ranges[:, 0]
 
 
@@ -164,51 +152,45 @@ def keep(ranges: np.ndarray, wanted: np.ndarray) -> None:
     ranges[~wanted, 1] = ranges[~wanted, 0]
 
 
-def _pieces_of(corpus: Corpus, limit: Limit, *, is_lone: bool) -> Pieces:
-    """The documents of a source up to its limit, before any is held out.
-
-    An end-of-text token does not begin a single text that is the only source (`is_lone`).
-    """
-    index, stream, table = corpus.index, corpus.stream, corpus.stream.table
-    edges, texts = stream.edges, np.zeros(0, np.uint64)
+def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
+    """A source of a member up to its limit, divided into training and validation data."""
+    index, table, data = corpus.index, corpus.stream.table, member.data
+    edges, texts = corpus.stream.edges, np.zeros(0, np.uint64)
     if len(table):
         count = limit.documents(table) or len(table)
         edges, texts = table.edges[: count + 1], table.field("text")[:count]
-    ranges = np.stack([edges[:-1], edges[1:]], axis=1)
-    eot_begins = not index.tokenizer.begin and index.tokenizer.eot is not None
-    if is_lone and index.single_text and eot_begins:
-        ranges[:1, 0] += 1
-    cut = np.zeros(len(ranges), np.int64)
-    return Pieces(corpus, ranges, ranges[:, [1, 1]], texts, cut, limit)
-
-
-def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
-    """A source of a member up to its limit, divided into training and validation data."""
-    data, sources = member.data, member.val if limit.is_val else member.train
-    pieces = _pieces_of(corpus, limit, is_lone=len(sources) == 1)
+    train = np.stack([edges[:-1], edges[1:]], axis=1)
+    # An end-of-text token does not begin a single text that is the only source.
+    is_lone = len(member.val if limit.is_val else member.train) == 1
+    if is_lone and index.single_text and index.tokenizer.eot is not None:
+        train[:1, 0] += not index.tokenizer.begin
+    cut = np.zeros(len(train), np.int64)
+    pieces = Pieces(corpus, train, train[:, [1, 1]], texts, cut, limit)
     if limit.is_val:
-        _hold_out_all(pieces)
+        pieces.hold_out(np.ones(len(train), bool))
+        sizes, last = table.characters[: len(texts)], len(texts) - 1
+        over = int(sizes.sum()) - limit.most
+        if limit.most and len(sizes) and over > 0:  # a text ends at the limit
+            cut[last] = max(1, int(sizes[last]) - over)
+            place = next(corpus.places_of([last], [int(cut[last])]))
+            pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
     elif data.val_shards:
         _hold_out_shards(pieces, data)
-    elif member.val or not data.val_fraction or not len(pieces.train):
+    elif member.val or not data.val_fraction or not len(train):
         pass  # all of it trains
-    elif len(pieces.texts):
+    elif len(texts):
         _hold_out_documents(pieces, data.val_fraction)
     else:
-        _hold_out_end(pieces, data.val_fraction)
+        # the shards of another tool with such a name, else the end of all tokens
+        names = [Path(shard.file).name.lower() for shard in index.shards]
+        held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
+        if held.any() and not held.all():
+            pieces.hold_out(held)
+        else:
+            tokens = len(corpus.stream)
+            place = tokens - max(1, int(tokens * Fraction(str(data.val_fraction))))
+            pieces.val[:, 0] = train[:, 1] = np.clip(place, *train.T)
     return pieces
-
-
-def _hold_out_all(pieces: Pieces) -> None:
-    """Hold out a source of separate validation data. A text ends at the limit."""
-    corpus, most, last = pieces.corpus, pieces.limit.most, len(pieces.texts) - 1
-    pieces.hold_out(np.ones(len(pieces.train), bool))
-    sizes = corpus.stream.table.characters[: last + 1]
-    over = int(sizes.sum()) - most
-    if most and len(sizes) and over > 0:
-        pieces.cut[last] = max(1, int(sizes[last]) - over)
-        place = next(corpus.places_of([last], [int(pieces.cut[last])]))
-        pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
 
 
 def _hold_out_documents(pieces: Pieces, fraction: float) -> None:
@@ -241,26 +223,8 @@ def _hold_out_shards(pieces: Pieces, data: DataSettings) -> None:
     pieces.cut[(first < place) & (place < last)] = 1
 
 
-def _hold_out_end(pieces: Pieces, fraction: float) -> None:
-    """Hold out the shards of another tool with such a name, else the end of all tokens."""
-    names = [Path(shard.file).name.lower() for shard in pieces.corpus.index.shards]
-    held = np.array([VALIDATION_NAME.search(name) is not None for name in names])
-    if held.any() and not held.all():
-        pieces.hold_out(held)
-        return
-    tokens = len(pieces.corpus.stream)
-    place = tokens - max(1, int(tokens * Fraction(str(fraction))))
-    pieces.val[:, 0] = pieces.train[:, 1] = np.clip(place, *pieces.train.T)
-
-
-# -- the division
-
-
 def divide(
-    members: Sequence[Member[Corpus]],
-    tokenizer: Tokenizer,
-    sizes: tuple[int, int] = (0, 0),
-    seed: int = 0,
+    members: Sequence[Member[Corpus]], sizes: tuple[int, int] = (0, 0), seed: int = 0
 ) -> Division:
     """The training and validation data of a recipe; UserError if nothing is left for training.
 
@@ -280,9 +244,14 @@ def divide(
             p.train[:, 1] -= np.clip(past, 0, sizes_of(p.train))
     examples = [p for p in pieces if p.corpus.index.masked]
     for size, purpose in zip(sizes, ("train", "eval"), strict=True):
-        if size:
-            ranges = [p.train if purpose == "train" else p.val for p in examples]
-            _choose([p.texts for p in examples], ranges, size, f"{purpose}/{seed}")
+        ranges = [p.train if purpose == "train" else p.val for p in examples]
+        draws = [draws_of(p.texts, f"{purpose}/{seed}") for p in examples]
+        present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
+        flat = np.concatenate([np.zeros(0, np.uint64), *present])
+        if 0 < size < len(flat):
+            last = np.partition(flat, size - 1)[size - 1]
+            for draw, own in zip(draws, ranges, strict=True):
+                keep(own, draw <= last)
     train = [
         [_part(p, p.train, -p.cut) for p in group[: len(member.train)]]
         for group, member in zip(groups, members, strict=True)
@@ -301,15 +270,15 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
     for p in pieces:
         if len(p.texts):
             held = sizes_of(p.val) > 0
-            whole.append(p.texts[held & ~p.is_cut])
-            ends.append(p.texts[held & p.is_cut])
+            whole.append(p.texts[held & (p.cut == 0)])
+            ends.append(p.texts[held & (p.cut > 0)])
     texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
     separate = [shard for p in pieces if p.limit.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
-            also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & ~p.is_cut)
+            also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & (p.cut == 0))
         else:
             shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)
@@ -318,20 +287,7 @@ def _leave_out_shared(pieces: list[Pieces]) -> int:
     return shared
 
 
-def _choose(texts: list[np.ndarray], ranges: list[np.ndarray], size: int, purpose: str) -> None:
-    """Keep `size` documents, chosen by the purpose with its seed, and the hashes of their texts."""
-    draws = [draws_of(hashes, purpose) for hashes in texts]
-    present = [d[sizes_of(own) > 0] for d, own in zip(draws, ranges, strict=True)]
-    flat = np.concatenate([np.zeros(0, np.uint64), *present])
-    if len(flat) <= size:
-        return
-    last = np.partition(flat, size - 1)[size - 1]
-    for draw, own in zip(draws, ranges, strict=True):
-        keep(own, draw <= last)
-
-
 def _part(pieces: Pieces, ranges: np.ndarray, cut: np.ndarray) -> Part:
-    """The part of a set that has the `ranges` of a source's documents."""
     numbers = np.flatnonzero(sizes_of(ranges) > 0)
     start, stop = ranges[numbers].T
     begins = np.append(True, start[1:] != stop[:-1])[: len(start)]
@@ -352,9 +308,10 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     split = "validation" if separate else "train"
     divided = [(s, part.val_fraction) for part in squad_parts(data) for s in part.sources]
     sources = dict.fromkeys(separate, 0.0) or dict(divided)
-    if data.val_shards and not separate:
-        problem = "data.val_shards holds out tokens, and the suite needs whole questions"
-        raise UserError(f"{problem}; set data.val_fraction, data.eval_source or eval.squad_file")
+    limits = [key for key in ("val_shards", "max_tokens") if getattr(data, key)]
+    if limits and not separate:
+        problem = f"data.{limits[0]} counts tokens, and the suite needs whole questions"
+        raise UserError(f"{problem}; set it to 0, or set data.eval_source or eval.squad_file")
     for source, fraction in sources.items():
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} has no questions"
@@ -387,8 +344,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
 
 
 def suite_sources(recipe: Recipe) -> list[str]:
-    """`eval.squad_file`, `data.eval_source`, or SQuAD's validation set; empty if the suite's
-    questions are held out from the training questions."""
+    """The separate sources of the suite's questions; empty if they are held out from training."""
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
@@ -400,6 +356,5 @@ def suite_sources(recipe: Recipe) -> list[str]:
 
 
 def squad_parts(data: DataSettings) -> list[DataSettings]:
-    """The settings of the sources that have questions."""
     parts = [data.part(number) for number in range(len(data.mix) or 1)]
     return [part for part in parts if part.format == "squad"]

@@ -1,9 +1,6 @@
-"""Text to token ids and back, and the tokens at the edges of a text.
-
-Every kind (bytes, characters, GPT-2, byte pairs, `tokenizer.json`) is an object of the `tokenizers`
-library, saved as a `tokenizer.json` that `transformers` reads too. numpy and `tiktoken` encode
-bytes, characters and GPT-2, with the same ids and faster. The text of a special token is plain
-text, so `encode` never returns the end-of-text token.
+"""Text to token ids and back, and the tokens at the edges of a text. Every kind is an object of the
+`tokenizers` library; numpy and `tiktoken` encode bytes, characters and GPT-2 with the same ids,
+faster. The text of a special token is plain text, so `encode` never returns the end-of-text token.
 """
 
 from __future__ import annotations
@@ -41,8 +38,6 @@ PROBE = (
 
 
 class Description(BaseModel):
-    """The description beside a saved `tokenizer.json`, and in the index of the data."""
-
     kind: str
     fingerprint: str
     vocab: int
@@ -61,19 +56,12 @@ class Tokenizer:
         begin: The ids before every text: the BOS of the post-processor; `encode` omits them.
         ends: The ids that end a generated text.
         start: The id before an empty prompt by the model's configuration, without `begin`.
-        vocab: Number of ids, including the special ones.
         fingerprint: Equal for tokenizers that give the same ids for every document.
         special: Ids of the special tokens by text; only a chat template writes them.
-        dtype: The type of ids in shards.
     """
 
     def __init__(
-        self,
-        kind: str,
-        inner: Any,
-        eot: int | None,
-        ends: Iterable[Any] = (),
-        start: Any = None,
+        self, kind: str, inner: Any, eot: int | None, ends: Iterable[Any] = (), start: Any = None
     ):
         self.kind, self.inner, self.eot = kind, inner, eot
         inner.no_padding()
@@ -95,7 +83,7 @@ class Tokenizer:
         self.special: dict[str, int] = {t.content: i for i, t in added if t.special}
         if eot is not None:
             self.special[inner.id_to_token(eot)] = eot
-        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"
+        self.dtype = "uint16" if self.vocab <= 1 << 16 else "uint32"  # of ids in shards
 
     @property
     def first(self) -> tuple[int, ...]:
@@ -106,8 +94,6 @@ class Tokenizer:
     def last(self) -> tuple[int, ...]:
         """The ids after a document: the end of a text, unless it stands before the next one."""
         return () if self.eot is None or self.eot in self.first else (self.eot,)
-
-    # -- texts
 
     @cached_property
     def special_pattern(self) -> re.Pattern[str]:
@@ -158,7 +144,6 @@ class Tokenizer:
 
     @cached_property
     def _sizes(self) -> np.ndarray:
-        """The bytes of each id for bytes, characters and GPT-2, int64 [V]."""
         return np.array([len(piece) for piece in self._bytes or ()], np.int64)
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
@@ -179,18 +164,19 @@ class Tokenizer:
             return ids
         parts, before = [np.zeros(0, np.int64)], before.encode("utf-8", "replace").decode()
         for part in stretches(text.encode("utf-8", "replace").decode()):
-            parts.append(self._ids_after(before, part))
+            # the ids of a stretch that continues the text before
+            if before and self.kind != "gpt2" and self._marks_start:
+                for head in (before[-TAIL:], "a", "\n"):
+                    alone, both = self._stretch_ids(head), self._stretch_ids(head + part)
+                    if np.array_equal(both[: len(alone)], alone):
+                        parts.append(both[len(alone) :])
+                        break
+                else:
+                    parts.append(self._stretch_ids(part))
+            else:
+                parts.append(self._stretch_ids(part))
             before = part
         return np.concatenate(parts)
-
-    def _ids_after(self, before: str, text: str) -> np.ndarray:
-        """The ids of a stretch that continues the text `before`."""
-        if before and self.kind != "gpt2" and self._marks_start:
-            for head in (before[-TAIL:], "a", "\n"):
-                alone, both = self._stretch_ids(head), self._stretch_ids(head + text)
-                if np.array_equal(both[: len(alone)], alone):
-                    return both[len(alone) :]
-        return self._stretch_ids(text)
 
     def _stretch_ids(self, text: str) -> np.ndarray:
         if self.kind == "gpt2":
@@ -225,13 +211,13 @@ class Tokenizer:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
-            sizes[:] = [len(piece) for piece in self._bytes]
+            sizes[:] = self._sizes
         else:
             # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
             state = json.loads(self.inner.to_str())
             decoder = json.dumps(state["decoder"], ensure_ascii=False)
-            pre_tokenizer = json.dumps(state["pre_tokenizer"])
-            letters = byte_letters() if '"ByteLevel"' in decoder + pre_tokenizer else {}
+            is_byte_level = '"ByteLevel"' in decoder + json.dumps(state["pre_tokenizer"])
+            letters = byte_letters() if is_byte_level else {}
             space = " " if "\u2581" in decoder else "\u2581"
             for piece, i in self.inner.get_vocab(with_added_tokens=False).items():
                 if letters and letters.keys() >= set(piece):
@@ -244,8 +230,6 @@ class Tokenizer:
                 sizes[i] = len(token.content.encode())
         sizes[list(self.special.values())] = 0
         return sizes
-
-    # -- prompts, answers, conversations
 
     def prompt(self, text: str) -> list[int]:
         """The tokens from which a model generates; never empty.
@@ -261,11 +245,9 @@ class Tokenizer:
         return self.encode("\n").tolist()[:1] if has_line_feed else [0]
 
     def encode_pair(self, prompt: str, answer: str) -> tuple[list[int], int]:
-        """The tokens of prompt and answer after `begin`, and how many of them are not the answer's.
-
-        Both are encoded as one text if this leaves the prompt's own tokens unchanged.
-        """
+        """The tokens of `begin`, prompt and answer, and how many of them are not the answer's."""
         alone, both = ([*self.begin, *self.encode(t).tolist()] for t in (prompt, prompt + answer))
+        # one text, if this leaves the prompt's own tokens unchanged
         if both[: len(alone)] != alone or len(both) == len(alone):
             both = alone + self.encode(answer, before=prompt or "a").tolist()
         return both, len(alone)
@@ -342,7 +324,6 @@ class Tokenizer:
         return copy, texts, [copy.token_to_id(text) for text in texts.values()]
 
     def save(self, directory: Path) -> None:
-        """Write the folder `directory/tokenizer`, for `load_tokenizer`."""
         folder = Path(directory) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / JSON_FILE, self.inner.to_str(pretty=True))
@@ -353,11 +334,8 @@ class Tokenizer:
 
 
 def stretches(text: str) -> Iterator[str]:
-    """A text in parts of at most STRETCH characters, cut where `encode` gives the same ids.
-
-    A stretch ends after a line, else after a word. A run of STRETCH characters without such a place
-    is cut anyway, which can change the tokens there.
-    """
+    """A text in parts of at most STRETCH characters, cut where `encode` gives the same ids; a run of
+    STRETCH characters without such a place is cut anyway."""
     start = 0
     while len(text) - start > STRETCH:
         stop = cut_place(text, start, start + STRETCH)

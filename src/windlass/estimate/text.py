@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.data.describe import mixture_table, repeated
+from windlass.data.open import mixture_table, repeated
 from windlass.errors import plural
 from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.layouts import NETWORK

@@ -42,9 +42,8 @@ def few_rows(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class FewRows(TorchFunctionMode):
-    """Inside, float32 products of few rows with large matrices on a CPU use oneDNN, which takes two
-    thirds of MKL's time here (docs/LOG.md). Without gradients.
-    """
+    """Float32 products of few rows with large matrices on a CPU use oneDNN, without gradients, in
+    two thirds of MKL's time (docs/LOG.md)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +93,8 @@ def uniform(seed: int, index: int, place: int) -> float:
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
-    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row.
-
-    Temperature, top-k and top-p apply in this order. The token is the one at which the cumulated
-    probability passes the draw.
-    """
+    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row: the token at
+    which the cumulated probability after temperature, top-k and top-p passes the draw."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     masked = mask_unlikely(logits.double() / sampling.temperature, sampling.top_k, sampling.top_p)
@@ -110,10 +106,7 @@ def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> T
 
 
 def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [B, V] with -inf where top-k and top-p exclude a token.
-
-    Ties stay in top-k; the first of them stay in top-p.
-    """
+    """Logits [B, V] with -inf where top-k (with its ties) and top-p exclude a token."""
     if 0 < top_k < logits.shape[-1]:
         edge = logits.topk(top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < edge, -torch.inf)
@@ -126,10 +119,7 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates.
-
-    An empty text of a new model begins as its documents, and of a pretrained one with its BOS.
-    """
+    """The tokens from which a model generates; an empty text begins as the model's documents."""
     model = unwrap(model)
     bos, settings = getattr(model, "bos", None), getattr(model, "settings", None)
     if not text and not tokenizer.begin:
@@ -159,10 +149,7 @@ def generate(
     progress: Callable[[int, int], object] | None = None,
     **how: Any,
 ) -> list[list[int]] | None:
-    """The tokens after each prompt, without the stop token; None if `poll` asks to stop.
-
-    Arguments as `generate_events`; `progress` gets the numbers of complete and of all texts.
-    """
+    """The tokens after each prompt, without the stop token; arguments as `generate_events`."""
     done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
     events = generate_events(model, prompts, sampling, *arguments, **how)
     while True:
@@ -222,10 +209,8 @@ def generate_events(
         model: It has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
             `model(tokens [B, T], cache=cache)` returns logits [B, T or 1, V].
         prompts: The prompts of this rank; ranks may have different numbers of them.
-        ranks: Default: this process alone.
         indices: Numbers of the texts (default: their places); with the seed they determine the
             texts.
-        batch: Texts generated at once.
         vocab: Only tokens below it are chosen (0: all), for a model with a padded vocabulary.
     """
     model = unwrap(model)
@@ -272,8 +257,8 @@ class _Texts:
     def next_pass(self) -> tuple[list[list[int]], Any]:
         """The next tokens to read [B, T], and the cache of the tokens before them."""
         first = self.column - 1
-        is_full = first - self.start == self.limit
-        if self.cache is not None and is_full:  # drop the first half of the window
+        if self.cache is not None and first - self.start == self.limit:
+            # drop the first half of the full window
             self.start, self.cache = first - self.limit // 2, None
         if self.cache is None:
             first, longest = self.start, max(self.prompt_lengths) + self.sampling.max_tokens
@@ -301,11 +286,7 @@ class _Texts:
 
 
 def batches(lengths: Sequence[int], batch: int, context: int, max_tokens: int) -> list[list[int]]:
-    """The prompts continued together, of similar lengths, so that few columns wait.
-
-    If a window may slide, they have one length, so that the place at which it slides depends on the
-    text alone.
-    """
+    """Prompts of similar lengths together; of one length if the window may slide."""
     groups: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         longer = bool(groups) and lengths[place] > lengths[groups[-1][0]]
@@ -321,8 +302,7 @@ def in_order(
 ) -> Iterator[tuple[int, str]]:
     """Texts 0 to `count` - 1 after the tokens `after`, as (index, piece), one after the other.
 
-    The first comes as it is generated, the next when the previous one is complete. An empty text
-    comes as one empty piece. A character comes when all of its tokens are there.
+    An empty text comes as one empty piece. A character comes when all of its tokens are there.
     """
     ids: list[list[int]] = [[] for _ in range(count)]
     ended, current, shown = set[int](), 0, 0

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,13 +58,11 @@ def evaluate_loss(
 
     Args:
         model: `model(tokens, labels)`, both [B, T], returns the summed loss.
-        batch: Sequences in one pass of one rank.
         whole: Also measure the rest, in `full_loss` and the other fields of all samples.
         token_bytes: UTF-8 bytes of each token, [V], for `bits_per_byte`.
 
     Returns `loss` (nats a token, over the unmasked labels), `perplexity`, `tokens` and `samples`
-    (over all ranks), perhaps `bits_per_byte` of text, and `source.NAME.loss` of the sources of a
-    mixture; None if `poll` asks to stop. Neither world size nor padding has an effect.
+    (over all ranks), and `source.NAME.loss`. Neither world size nor padding has an effect.
     """
     model, mesh = unwrap(model), ranks.mesh
     mixed = isinstance(samples, MixedSamples) and takes_sources(model)
@@ -78,8 +76,7 @@ def evaluate_loss(
     with evaluating(model), torch.no_grad():
         # the rest begins a new pass, so that the first sum does not depend on it
         for first, end in itertools.pairwise([0, *ends]):
-            batches = eval_batches(samples, mesh.data_rank, mesh.data_world, batch, first, end)
-            for rows in batches:
+            for rows in eval_batches(samples, mesh.data_rank, mesh.data_world, batch, first, end):
                 unmasked = rows.labels[rows.labels != IGNORE_INDEX]
                 tokens += unmasked.numel()
                 if token_bytes is not None:
@@ -103,15 +100,6 @@ def evaluate_loss(
     return results[0] | (full if len(ends) > 1 else {})
 
 
-def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
-    """The fields of a mixture's losses from loss and labels of one source after another.
-
-    A source without labels has none.
-    """
-    pairs = zip(names, sums[::2], sums[1::2], strict=True)
-    return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
-
-
 def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) -> dict[str, float]:
     if not tokens:
         raise UserError("every label of the validation set is masked: check data.eval_source")
@@ -121,6 +109,12 @@ def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) 
     if text_bytes:
         scores["bits_per_byte"] = loss_sum / (math.log(2) * int(text_bytes))
     return scores
+
+
+def source_losses(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """The losses of a mixture's sources; a source without labels has none."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {f"source.{name}.loss": loss / labels for name, loss, labels in pairs if labels}
 
 
 class Continuation(NamedTuple):
@@ -281,10 +275,7 @@ def plan_passes(
 def encode_request(
     tokenizer: Tokenizer, start: list[int], context: str, ending: str
 ) -> Continuation:
-    """A text cut after the tokens of its context, as EleutherAI's harness does.
-
-    Spaces at the end of the context go to the ending. `start` stands for an empty context.
-    """
+    """A text cut after the tokens of its context; spaces at its end go to the ending."""
     stripped = context.rstrip()
     ending = context[len(stripped) :] + ending
     if not stripped:
@@ -314,7 +305,10 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
         row = record_of(record)
         try:
             endings = tuple(map(_without_tags, row["endings"]))
-            item = Item(_context(row), endings, int(row["label"]))
+            # the activity, and the text that the endings continue: its second sentence is a new one
+            text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
+            activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
+            item = Item(_without_tags(activity + text), endings, int(row["label"]))
             if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
                 raise ValueError
         except (ValueError, KeyError, TypeError):
@@ -326,13 +320,6 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     return items
 
 
-def _context(row: Mapping[str, Any]) -> str:
-    """The activity, and the text that the endings continue, whose second sentence is a new one."""
-    text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
-    label = f"{row['activity_label']}: " if row.get("activity_label") else ""
-    return _without_tags(label + text)
-
-
 def _without_tags(text: str) -> str:
     """A text without the tags of WikiHow, such as `[header]`."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
@@ -340,7 +327,6 @@ def _without_tags(text: str) -> str:
 
 
 def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuation]:
-    """Every ending of every item after its context."""
     pairs = [(item.context, f" {ending}") for item in items for ending in item.endings]
     return [encode_request(tokenizer, [], *pair) for pair in pairs]
 
@@ -348,11 +334,10 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
 def evaluate_hellaswag(
     model: Any, items: Sequence[Item], rows: Sequence[Continuation], ranks: Ranks, **how: Any
 ) -> dict[str, float] | None:
-    """Accuracy over the items, divided over all ranks; `rows` are the `continuations` of `items`.
+    """Accuracy over the items; `rows` are the `continuations` of `items`.
 
     The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
-    (`acc_norm`), or per token (`acc_per_token`, as llm.c). Also returns
-    `items`. `how` is `autocast`, `poll` and `progress`.
+    (`acc_norm`), or per token (`acc_per_token`, as llm.c). Also returns `items`.
     """
     scores = log_likelihoods(model, rows, ranks, **how)
     if scores is None:
@@ -369,5 +354,4 @@ def evaluate_hellaswag(
         }
         for name, values in normalised.items():
             right[name] += values.index(max(values)) == item.label
-    accuracies = {name: number / len(items) for name, number in right.items()}
-    return accuracies | {"items": len(items)}
+    return {name: number / len(items) for name, number in right.items()} | {"items": len(items)}

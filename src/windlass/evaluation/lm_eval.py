@@ -41,11 +41,7 @@ def run_harness(
     task_manager: Any = None,
     **how: Any,
 ) -> dict[str, Any] | None:
-    """The scores `TASK/METRIC` of tasks, joined by `+`; UserError if the harness or one is missing.
-
-    `stop` are the tokens that end a generated text; `template` is for `lm_eval_chat`; `how` is
-    `autocast` and `poll`.
-    """
+    """The scores `TASK/METRIC` of tasks, joined by `+`; `template` is for `lm_eval_chat`."""
     hub.prepare()
     require("lm_eval", f"the suite lm-eval:{tasks}")
     from lm_eval import simple_evaluate
@@ -159,7 +155,7 @@ def generate_until(
     template: Template | None = None,
     **how: Any,
 ) -> list[str]:
-    """A text for each request (context and settings), on every rank; may raise Interrupted."""
+    """A text for each request (context and settings), on every rank."""
     samplings = list[Sampling]()
     for _, settings in requests:
         # the likeliest tokens unless `do_sample` is set

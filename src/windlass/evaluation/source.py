@@ -37,8 +37,6 @@ AS_READ = {"train.compile": False}  # lengths vary from pass to pass
 
 @dataclass(frozen=True)
 class Source:
-    """A saved model, before its weights are read."""
-
     name: str
     recipe: Recipe
     tokenizer: Tokenizer  # None for a run on a user's data without one
@@ -135,11 +133,7 @@ def find_source(
 
 
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
-    """The model with its weights, parallelized by the recipe's strategy.
-
-    Each rank reads only its own part of the weights. The model is in evaluation mode, but a user's
-    module keeps its mode: `evaluating` changes it while it is measured.
-    """
+    """The model with its weights, of which each rank reads its part; a user's keeps its mode."""
     recipe = source.recipe
     model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:

@@ -66,21 +66,16 @@ def score(
 ) -> dict[str, float]:
     """`exact_match` and `f1` in percent over all questions (by id), and `items`.
 
-    Each question counts its best reference; without a prediction it counts 0, as in the official
-    script. Raises UserError without questions.
+    Each question counts its best reference, and 0 without a prediction, as in the official script.
     """
     if not references:
         raise UserError("scores need at least one question")
-
-    def percent(metric: Callable[[str, str], float]) -> float:
-        total = sum(
-            max(metric(predictions[key], answer) for answer in answers)
-            for key, answers in references.items()
-            if key in predictions
-        )
-        return 100.0 * total / len(references)
-
-    return {"exact_match": percent(exact_match), "f1": percent(f1), "items": len(references)}
+    scores = {"exact_match": 0.0, "f1": 0.0}
+    for key in filter(predictions.__contains__, references):
+        for name, metric in (("exact_match", exact_match), ("f1", f1)):
+            scores[name] += max(metric(predictions[key], answer) for answer in references[key])
+    percent = {name: 100.0 * total / len(references) for name, total in scores.items()}
+    return {**percent, "items": len(references)}
 
 
 def evaluate_squad(
@@ -93,11 +88,7 @@ def evaluate_squad(
     max_tokens: int = 0,
     **how: Any,
 ) -> tuple[dict[str, float], dict[str, str]] | None:
-    """Exact Match and F1 in percent, and `items`; and predictions by question id.
-
-    Answers are greedy, up to a token of `stop` or `max_tokens` (0: about 160 characters). A
-    prompt that leaves no space for an answer in the context loses the end of its paragraph.
-    """
+    """Exact Match and F1 in percent, and `items`; and predictions by question id."""
     model = unwrap(model)
     if not max_tokens:
         texts = [question.question + " " + question.context for question in questions[:64]]
@@ -196,7 +187,8 @@ class Suites:
 
     def _loss(self, model: Any, whole: bool, average: Average | None, **how: Any) -> Scores | None:
         assert self.val is not None
-        limit = self.recipe.eval.batches * self.recipe.train.global_batch
+        size, settings = self.recipe.train.global_batch, self.recipe.eval
+        limit = settings.batches * size
         measure = partial(evaluate_loss, model, ranks=self.ranks, batch=self.batch, **how)
         scores: Scores | None = measure(
             samples=self.val, limit=limit, token_bytes=self._token_bytes, whole=whole
@@ -204,25 +196,17 @@ class Suites:
         if scores is not None and average is not None:
             with average.in_model():
                 other = measure(samples=self.val, limit=limit, whole=whole)
-            scores = other and scores | averaged_losses(other)
-        if scores is None or self._train_sample is None:
+            new = {"loss": "average_loss", "full_loss": "full_average_loss"}
+            scores = other and scores | {new[key]: other[key] for key in new if key in other}
+        if scores is None or self.train is None or not settings.train_batches:
             return scores
-        own = measure(samples=self._train_sample)
-        names = ("loss", "tokens", "samples")
-        return own and scores | {f"train_{name}": own[name] for name in names}
+        part = Subset(self.train, settings.train_batches * size, self.recipe.run.seed)
+        own = measure(samples=part)
+        return own and scores | {f"train_{key}": own[key] for key in ("loss", "tokens", "samples")}
 
     @property
     def names(self) -> list[str]:
-        """The suites that are measured during training."""
         return [*(self.recipe.eval.suites if self.val is not None else []), *self.own]
-
-    @cached_property
-    def _train_sample(self) -> Samples | None:
-        """The part of the training set whose loss is measured."""
-        count = self.recipe.eval.train_batches * self.recipe.train.global_batch
-        if not count or self.train is None:
-            return None
-        return Subset(self.train, count, self.recipe.run.seed)
 
     @cached_property
     def _token_bytes(self) -> Any:  # another tokenizer may lack it
@@ -243,21 +227,14 @@ class Suites:
         return items, likelihood.continuations(items, self.tokenizer)
 
 
-def averaged_losses(scores: Scores) -> Scores:
-    """The losses among the scores of the averaged weights, under names of their own."""
-    names = {"loss": "average_loss", "full_loss": "full_average_loss"}
-    return {new: scores[name] for name, new in names.items() if name in scores}
-
-
 def items_hash(items: Sequence[Any]) -> str:
-    """Eight hexadecimal digits, equal for the same items; other scores are not comparable."""
+    """Eight hexadecimal digits, equal for the same items."""
     return hashlib.sha256(repr(items).encode()).hexdigest()[:8]
 
 
 def write_predictions(
     folder: Path, step: int | None, predictions: Mapping[str, str], weights: str = "raw"
 ) -> Path:
-    """Write SQuAD's predictions, question id → answer, to a file in `folder`; OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"squad-predictions-{step_name(step, weights)}.json"
     text = json.dumps(dict(predictions), ensure_ascii=False, indent=0) + "\n"

@@ -9,10 +9,9 @@ from dataclasses import asdict
 import torch
 
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.describe import Facts, describe, lines
-from windlass.data.describe import warnings as data_warnings
 from windlass.data.mixture import Mixture, shares_of_run
-from windlass.data.open import Data
+from windlass.data.open import Data, Facts, describe, lines
+from windlass.data.open import warnings as data_warnings
 from windlass.errors import plural
 from windlass.estimate.calendar import evaluations
 from windlass.model.convert import export_note
