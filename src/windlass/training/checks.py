@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from windlass.data.samples import Batch, Samples
+from windlass.data.samples import Samples
 from windlass.errors import RunFailed, UserError, first_line
 from windlass.model.build import evaluating, scalar
 from windlass.model.documents import Documents, takes_documents
@@ -61,7 +61,16 @@ def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe
     The loss of two samples equals the loss of one sample, plus the losses of both halves of the
     labels of the other; a mean over tokens or over samples does not.
     """
-    tokens, labels = (part.to(ranks.device) for part in samples_with_labels(samples))
+    chosen = np.arange(min(2, len(samples)))
+    for start in range(0, min(MOST_READ, len(samples)), LOOKED_AT):  # the first that have labels
+        indices = np.arange(start, min(start + LOOKED_AT, len(samples)))
+        counts = (np.asarray(samples.read(indices)[1]) != IGNORE_INDEX).sum(1)
+        if counts.any():
+            chosen = indices[np.argsort(counts)[-2:]]
+            break
+    # A single sample twice; the second has the most labels.
+    two = (np.array(part, dtype=np.int64) for part in samples.read(chosen[[0, -1]])[:2])
+    tokens, labels = (torch.from_numpy(part).to(ranks.device) for part in two)  # [2, T]
     order = (labels[1:] != IGNORE_INDEX).cumsum(1)  # numbers the labels of the second sample
     first = order <= order[:, -1:] // 2
     halves = [labels[1:].where(half, IGNORE_INDEX) for half in (first, ~first)]
@@ -86,33 +95,13 @@ def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe
             f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
             f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the halves of "
             "the labels of the second. Return the loss summed over labels that are not -100 "
-            '(reduction="sum"); Windlass divides it by their number in the whole step '
-            "(train.startup_checks=false: no check)"
+            '(reduction="sum"); train.startup_checks=false skips this check'
         )
 
 
-def samples_with_labels(samples: Samples) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [2, T] of two samples, of which the second has the most unmasked labels.
-
-    They are from the first LOOKED_AT samples that have any labels.
-    """
-    chosen = np.arange(min(2, len(samples)))
-    for start in range(0, min(MOST_READ, len(samples)), LOOKED_AT):
-        indices = np.arange(start, min(start + LOOKED_AT, len(samples)))
-        counts = (np.asarray(samples.read(indices)[1]) != IGNORE_INDEX).sum(1)
-        if counts.any():
-            chosen = indices[np.argsort(counts)[-2:]]
-            break
-    two = Batch(*samples.read(chosen[[0, -1]]))  # a single sample twice
-    tokens, labels, *_ = two.map(lambda part: torch.from_numpy(np.array(part, dtype=np.int64)))
-    return tokens, labels
-
-
 def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """Raise UserError unless a document's loss is independent of the document before it in a row.
-
-    All ranks call it together; it takes two passes over eight tokens.
-    """
+    """Raise UserError unless a document's loss is independent of the document before it in a row;
+    all ranks call it."""
     network, problem = unwrap(model), ""
     if not takes_documents(network):
         problem = "your model's forward takes no `documents`"

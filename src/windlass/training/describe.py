@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import asdict
 
 import torch
@@ -35,10 +34,8 @@ MORE_DATA = ("sources", "mixture", "template", "lengths", "attention", "packing"
 
 
 def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, str], list[str]]:
-    """Write `environment.json`; returns the header's facts about the launch, and a line a rank.
-
-    All ranks call it. The facts are empty for one rank outside a job.
-    """
+    """Write `environment.json`; returns the header's facts about the launch (empty for one rank
+    outside a job), and a line a rank."""
     env = ranks.env
     place = environment.describe_rank(
         ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
@@ -49,8 +46,7 @@ def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, s
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
     launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes}
     launch |= {"strategy": ranks.strategy.name, "backend": backend}
-    launch |= {"versions": environment.versions(places)}
-    launch |= environment.describe_job(os.environ)
+    launch |= {"versions": environment.versions(places), **environment.describe_job(os.environ)}
     environment.write_environment(run.path, places, launch=launch, **network.origin)
     alone = ranks.world == 1 and "job" not in launch
     facts = {} if alone else environment.describe_launch(launch, places)
@@ -63,19 +59,14 @@ def report_start(
     network: Network,
     data: Data,
     batch: BatchPlan,
-    *,
     mixture: Mixture | None,
     checkpoint: Checkpoint | None,
-    launch: dict[str, str],
-    places: list[str],
-    warnings: Iterable[str],
+    warnings: list[str],
 ) -> None:
-    """The header, warnings, and the event of the start.
-
-    `launch` and `places`: from `record_launch`.
-    """
+    """`environment.json`, the header, warnings, and the event of the start; all ranks call it."""
     ranks, console = recorder.ranks, recorder.console
     state, horizon = recorder.state, recorder.horizon
+    launch, places = record_launch(plan.run, ranks, network)
     facts = describe(data)
     if mixture is not None:
         facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
@@ -114,23 +105,21 @@ def report_start(
     if ranks.main and is_new_size(plan.run, batch.micro_batch):
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
-
-
-def report_changes(recorder: Recorder, plan: StartPlan) -> None:
-    """Report the settings that this resume changes."""
-    recorder.emit("settings_changed", f"settings changed: {plan.changed}", settings=plan.changes)
+    if plan.changes:
+        text = f"settings changed: {plan.changed}"
+        recorder.emit("settings_changed", text, settings=plan.changes)
     if any(key.startswith(MEASURED_ON) for key in plan.changes):
-        recorder.console.warning(
+        text = (
             "later evaluations have other items, so the best checkpoint is chosen from them alone"
         )
+        console.warning(text)
 
 
 def header(
     recorder: Recorder, network: Network, batch: BatchPlan, facts: Facts, launch: dict[str, str]
 ) -> dict[str, str]:
     """The facts of a start by name; an empty one is not shown."""
-    recipe, ranks = recorder.recipe, recorder.ranks
-    state, horizon = recorder.state, recorder.horizon
+    recipe, ranks, horizon = recorder.recipe, recorder.ranks, recorder.horizon
     layout = [f"{plural(ranks.world, 'rank')} x {recorder.device_name}", ranks.strategy.name]
     layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
     threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
@@ -143,9 +132,9 @@ def header(
     per_sample = facts["train"].get("tokens_per_sample", batch.context)
     tokens = round(per_sample * horizon.samples_per_step)
     about = "about " * ("lengths" in data)  # rows differ in length
-    total = f"{short(horizon.steps * tokens)} tokens"
-    work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens = {total}"
-    done = f", resumed after step {state.step:,}" if state.step else ""
+    work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens"
+    work += f" = {short(horizon.steps * tokens)} tokens"
+    done = f", resumed after step {recorder.state.step:,}" if recorder.state.step else ""
     return {
         "run": str(recorder.run.path),
         "recipe": f"{recipe.preset} ({recipe.config_hash})",

@@ -36,16 +36,7 @@ from windlass.training.checks import check_documents, check_loss_is_a_sum, check
 
 
 class Network:
-    """The model of a training: the recipe's, without values for its weights, or the user's.
-
-    Attributes:
-        own: Whether the module is the user's.
-        sizes, groups: Its parameters, counted, and by group of the optimizer.
-        origin: For `environment.json`: the user's class, or the files of `transformers`.
-        flops_per_token: Forward and backward; None: unknown.
-        precision, compiled: `train.precision` and `train.compile`, with `auto` resolved.
-        warnings: For the start.
-    """
+    """The model of a training: the recipe's, without values for its weights, or the user's."""
 
     def __init__(
         self,
@@ -54,14 +45,12 @@ class Network:
         data: Data,
         horizon: Horizon,
         stack: ExitStack,
-        *,
         module: nn.Module | None,
         run: Path | None,
     ):
         """Raises UserError if the model cannot be saved, or lacks a row for some token.
 
-        `module`: the user's; `run`: a run that may hold the configuration of a model of
-        `transformers`.
+        `module`: the user's. `run`: may hold the configuration of a model of `transformers`.
         """
         self.recipe, self.ranks, self.own = recipe, ranks, module is not None
         if module is not None:
@@ -75,19 +64,28 @@ class Network:
             if recipe.model.kernels == "liger":
                 use_liger(model, ranks.device, stack)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
-        if data.vocab > (rows := embedding_rows(model, data.vocab)):
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        rows = int(getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab))
+        if data.vocab > rows:
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
             raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.groups = count_groups(make_groups(model, recipe.optim))
-        self.origin = describe_origin(model, self.own)
+        self.origin = describe_origin(model, self.own)  # for `environment.json`
+        # Forward and backward; None: unknown
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
+        # `train.precision` and `train.compile`, with `auto` resolved
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
-        check_master(recipe, self.precision)
+        if recipe.train.master == "bf16" and self.precision != "bf16":
+            problem = f"needs bf16 arithmetic, and it is {self.precision} on this device"
+            advice = 'write train.precision="bf16", or train.master="fp32"'
+            raise UserError(f'train.master = "bf16" {problem}: {advice}')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
             self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
-            if self.compiled and (missing := self._missing_tools()):
+        if self.compiled and recipe.train.compile == "auto":
+            device, capability = ranks.device, torch.cuda.get_device_capability
+            if missing := ranks.decide("compile", lambda: missing_tools(capability(device))):
                 self.compiled = False
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
@@ -104,20 +102,21 @@ class Network:
             "average": self.recipe.train.average.kind,
         }
 
-    def _missing_tools(self) -> str:
-        capability = torch.cuda.get_device_capability
-        return self.ranks.decide("compile", lambda: missing_tools(capability(self.ranks.device)))
-
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they
-        come `from_checkpoint`.
-
-        Raises UserError or RunFailed for mistakes that would stay silent.
-        """
+        come `from_checkpoint`."""
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
         ties, fp64 = tie_groups(self.model), self.precision == "fp64"
         master = torch.bfloat16 if recipe.train.master == "bf16" else torch.float32
-        set_objective(self.model, recipe)
+        objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
+        modules = list(self.model.modules())
+        owners = [m for m in modules if isinstance(getattr(m, "objective", None), Objective)]
+        for owner in owners:
+            owner.objective = objective  # type: ignore[assignment]
+        if any(objective) and not owners:
+            key = "train.z_loss" if objective.z else "train.label_smoothing"
+            problem = "your own module computes its loss itself"
+            raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
         model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
         network = unwrap(model)
         if recipe.train.startup_checks:
@@ -138,21 +137,6 @@ class Network:
         return model
 
 
-def check_master(recipe: Recipe, precision: str) -> None:
-    """UserError if the weights are bf16 and the arithmetic is not."""
-    if recipe.train.master == "bf16" and precision != "bf16":
-        raise UserError(
-            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device: '
-            'write train.precision="bf16", or train.master="fp32"'
-        )
-
-
-def embedding_rows(model: nn.Module, default: int) -> int:
-    """The vocabulary of a model: its `vocab`, or the rows of its only embedding; else `default`."""
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return int(getattr(model, "vocab", tables[0] if len(tables) == 1 else default))
-
-
 def missing_tools(capability: tuple[int, int]) -> str:
     """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
     if capability < (7, 0):
@@ -166,18 +150,6 @@ def missing_tools(capability: tuple[int, int]) -> str:
     return ""
 
 
-def set_objective(model: nn.Module, recipe: Recipe) -> None:
-    """Give the objective to the module that computes the loss; UserError if it is the user's."""
-    objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
-    owners = [m for m in model.modules() if isinstance(getattr(m, "objective", None), Objective)]
-    for owner in owners:
-        owner.objective = objective  # type: ignore[assignment]
-    if any(objective) and not owners:
-        key = "train.z_loss" if objective.z else "train.label_smoothing"
-        problem = "your own module computes its loss itself"
-        raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
-
-
 def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
     """FLOPs of a token, forward and backward: 6N and attention, without frozen gradients."""
     if recipe.model.kind == "hf" or recipe.model.freeze:
@@ -187,9 +159,8 @@ def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
 
 
 def describe_origin(model: nn.Module, own: bool) -> dict[str, Any]:
-    """The model's origin for `environment.json`: a user's class, or files of `transformers`."""
+    """A user's class, or the files of a model of `transformers`."""
     if own:
         wrapped = isinstance(model, HfModel)
-        name = type(model.model if wrapped else model).__name__
-        return {"own_model": name, "wrapped": wrapped}
+        return {"own_model": type(model.model if wrapped else model).__name__, "wrapped": wrapped}
     return {"model": hf_files.describe_origin(model)} if isinstance(model, HfModel) else {}

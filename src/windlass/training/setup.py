@@ -23,7 +23,6 @@ from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.loss import takes_sources
-from windlass.model.size import CountedSizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer
 from windlass.optim.schedule import check_fits
@@ -35,7 +34,7 @@ from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
 from windlass.telemetry.console import Console
 from windlass.training.callbacks import Callbacks, UserCode
-from windlass.training.describe import record_launch, report_changes, report_start
+from windlass.training.describe import report_start
 from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, can_sample
 from windlass.training.network import Network
@@ -62,15 +61,12 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
-        raise UserError(
-            "train.early_stop needs validation data: give data.eval_source=FILE, or "
-            "data.val_fraction=0.1"
-        )
+        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
+        raise UserError(f"train.early_stop needs validation data: {advice}")
     if recipe.train.steps == "compute-optimal":
         if own_model:
-            raise UserError(
-                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
-            )
+            problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
+            raise UserError(f"{problem}; write steps or epochs")
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
@@ -82,20 +78,15 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
     """The division of a step's samples over the ranks, with a micro-batch that fits into memory."""
-    batch = plan.recipe.batch(ranks.world, ranks.device.type)
+    batch, device, usable = plan.recipe.batch(ranks.world, ranks.device.type), ranks.device, None
     if plan.recipe.train.micro_batch:
         return batch
+    if device.type == "cuda":  # what this process may fill, with a plan's margin
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        usable = int(free - (1 - USABLE) * total)
     vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
-    return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """The bytes of a GPU that this process may fill, with a plan's margin; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free - (1 - USABLE) * total)
+    return open_micro_batch(plan, ranks, batch, vocab, usable, documents)
 
 
 def open_micro_batch(
@@ -109,9 +100,8 @@ def open_micro_batch(
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
     A resumed run keeps its micro-batch, for equal bits, unless memory ran out. On CUDA it is the
-    largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
-    by tokens stays. `vocab`: 0 for a user's module. `documents`: their number in a row, if
-    attention keeps them apart.
+    largest that fits into the `free` bytes of every rank; on a CPU (None) the one by tokens stays.
+    `vocab`: 0 for a user's module. `documents`: in a row, if attention keeps them apart.
     """
     recipe = plan.recipe
     if free is not None:
@@ -123,48 +113,30 @@ def open_micro_batch(
             return size
         if free is None:
             return batch.micro_batch
-        precision = resolve_precision(recipe.train.precision, ranks.device)
+        precision, gpu = resolve_precision(recipe.train.precision, ranks.device), "cuda"
         rows, counted = vocab and (recipe.model.vocab or vocab), None
         if rows and recipe.model.kind == "hf":
-            counted = measured_sizes(recipe, rows, precision, batch.micro_batch)
-        layout = layout_on(
-            recipe,
-            rows,
-            ranks.world,
-            Device("", "cuda", None),
-            precision,
-            usable=free,
-            counted=counted,
-            documents=documents,
-        )
+            try:  # its activations by a pass with fake tensors
+                network = build_model(recipe, rows)
+                sizes = sizes_of(network)
+                peaks = measure_peaks(network, recipe, precision, batch.micro_batch, gpu)
+                counted = replace(sizes, peaks=peaks)
+            except Exception:  # code of `transformers`, or an operation without a fake kernel
+                counted = None  # the micro-batch by tokens stays
+        device, world = Device("", gpu, None), ranks.world
+        layout = layout_on(recipe, rows, world, device, precision, free, counted, documents)
         return layout.micro_batch
 
     return replace(batch, micro_batch=ranks.decide("micro-batch", choose))
-
-
-def measured_sizes(
-    recipe: Recipe, vocab: int, precision: str, micro_batch: int
-) -> CountedSizes | None:
-    """The size of a model of `transformers`, with its activations by a pass with fake tensors.
-
-    None if the pass fails: then the micro-batch by tokens stays.
-    """
-    try:
-        network = build_model(recipe, vocab)
-        sizes = sizes_of(network)
-        return replace(sizes, peaks=measure_peaks(network, recipe, precision, micro_batch, "cuda"))
-    except Exception:  # code of `transformers`, or an operation without a fake kernel
-        return None
 
 
 def train_rank(
     plan: StartPlan,
     code: UserCode,
     stop: StopSignals,
-    *,
-    module: nn.Module | None = None,
-    data: Data | None = None,
-    stop_at: int = 0,
+    module: nn.Module | None,
+    data: Data | None,
+    stop_at: int,
 ) -> None:
     """Train on this rank; a single rank starts again if memory ran out.
 
@@ -180,7 +152,10 @@ def train_rank(
             if detect_env().world > 1 or module is not None:
                 raise
         # Here the exception is gone, which held what the step had allocated.
-        release_memory()
+        gc.collect()
+        torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         plan = resolve_start(plan.recipe.replace({"checkpoint.resume": "latest"}))
 
 
@@ -196,13 +171,21 @@ def open_trainer(
     """Set up a training, in order; `stack` closes the parts in reverse order."""
     recipe, run, own = plan.recipe, plan.run, module is not None
 
-    ranks, data = join_ranks(plan, data, stack)
+    # At first the ranks exchange values only, because preparing the data may take longer than a
+    # collective. Then each rank chooses its device, and the mesh gets its groups.
+    ranks = stack.enter_context(init_store(detect_env(), recipe))
+    if ranks.env.nodes > 1:
+        check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
+    if data is None:
+        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+    init_process_group(ranks, recipe)
+    prepare_device(recipe, ranks.device, stack)
     batch = batch_of(plan, ranks, data, own)
     horizon = horizon_of(recipe, data, own)
 
     # The model without values, so that bad input is found before the directory changes.
     origin = None if plan.fresh else run.path
-    network = Network(recipe, ranks, data, horizon, stack, module=module, run=origin)
+    network = Network(recipe, ranks, data, horizon, stack, module, origin)
     check_evaluations(recipe, data, network.model)
 
     # The directory, its lock, and the checkpoint to start from.
@@ -217,14 +200,8 @@ def open_trainer(
 
     # What changes with the weights, perhaps from the checkpoint.
     bare, seed = unwrap(model), recipe.run.seed
-    optimizer = build_optimizer(
-        bare,
-        recipe.optim,
-        ranks.device.type,
-        replicas=ranks.mesh.replicas,
-        shard_state=ranks.strategy.shards_optimizer,
-        seed=seed,
-    )
+    zero, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
+    optimizer = build_optimizer(bare, recipe.optim, ranks.device.type, replicas, zero, seed)
     average = Average(bare, recipe.train.average, horizon, seed)
     facts, state = network.facts(data, batch.micro_batch), TrainState()
     if checkpoint is not None:
@@ -241,33 +218,13 @@ def open_trainer(
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
-    launch, places = record_launch(run, ranks, network)
+    attempt, precision, flops = directory.attempt, network.precision, network.flops_per_token
     recorder = Recorder(
-        run,
-        recipe,
-        ranks,
-        state,
-        horizon,
-        console,
-        stack,
-        attempt=directory.attempt,
-        precision=network.precision,
-        flops_per_token=network.flops_per_token,
+        run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    saver = Saver(
-        recorder,
-        callbacks,
-        directory,
-        model=model,
-        optimizer=optimizer,
-        losses=losses,
-        scaler=scaler,
-        average=average,
-        trained=network.sizes.trained,
-        meta=facts,
-        own=own,
-    )
+    trained = network.sizes.trained
+    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, trained, own)
     suites = Suites(
         recipe,
         data.tokenizer,
@@ -278,7 +235,7 @@ def open_trainer(
         train=data.train,
         template=data.template,
     )
-    evaluator = Evaluator(recorder, suites, model=model, average=average, stop=stop)
+    evaluator = Evaluator(recorder, suites, model, average, stop)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     trainer = Trainer(
         recipe=recipe,
@@ -286,7 +243,7 @@ def open_trainer(
         samples=data.train,
         batch=batch,
         horizon=horizon,
-        precision=network.precision,
+        precision=precision,
         compiled=network.compiled,
         vocab=network.sizes.vocab or data.vocab,
         is_new=recipe.model.is_new and not own,
@@ -307,39 +264,10 @@ def open_trainer(
         stop_at=stop_at,
     )
     warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
-    report_start(
-        recorder,
-        plan,
-        network,
-        data,
-        batch,
-        mixture=mixture,
-        checkpoint=checkpoint,
-        launch=launch,
-        places=places,
-        warnings=warnings,
-    )
+    report_start(recorder, plan, network, data, batch, mixture, checkpoint, warnings)
     if plan.changes:
-        report_changes(recorder, plan)
         directory.write_settings()
     return trainer
-
-
-def join_ranks(plan: StartPlan, data: Data | None, stack: ExitStack) -> tuple[Ranks, Data]:
-    """This rank among the others, and the data, prepared if necessary.
-
-    At first the ranks exchange values only, because preparing the data may take longer than a
-    collective. Then each rank chooses its device, and the mesh gets its groups.
-    """
-    recipe = plan.recipe
-    ranks = stack.enter_context(init_store(detect_env(), recipe))
-    if ranks.env.nodes > 1:
-        check_shared(ranks, plan.run.path, data_dirs(recipe) if data is None else [])
-    if data is None:
-        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
-    init_process_group(ranks, recipe)
-    prepare_device(recipe, ranks.device, stack)
-    return ranks, data
 
 
 def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
@@ -354,17 +282,8 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
         try:
             data.tokenizer.prompt(settings.prompt)
         except UserError as error:
-            raise UserError(
-                f"eval.prompt = {settings.prompt!r}: {error}; write another, or eval.sample_every=0"
-            ) from None
-
-
-def release_memory() -> None:
-    """Free the memory of a trainer that has ended."""
-    gc.collect()
-    torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+            problem = f"eval.prompt = {settings.prompt!r}: {error}"
+            raise UserError(f"{problem}; write another, or eval.sample_every=0") from None
 
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:

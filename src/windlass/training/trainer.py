@@ -1,13 +1,7 @@
 """The loop of a training on one rank: forward, backward, clip, update, log.
 
-- Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters
-  and no generator states.
-- The loss is a sum over the step's unmasked labels on all ranks, divided once by their global
-  number. World size, accumulation and padding change nothing but rounding.
-- All ranks act on a flag of one rank (a stop signal, failed saves) after the same step: flags
-  travel over the gloo group while the step computes (`max_async`).
-- No collective is called after an exception, because other ranks may be gone.
-"""
+The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number.
+No collective is called after an exception, because other ranks may be gone."""
 
 from __future__ import annotations
 
@@ -151,19 +145,19 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                wishes = [
-                    self.stop.requested,
-                    self.saver.failures,
-                    bool(self.callbacks.stop_reason),
-                ]
+                # All ranks act on these after the same step; gloo exchanges them meanwhile.
+                callback_stops = bool(self.callbacks.stop_reason)
+                wishes = [self.stop.requested, self.saver.failures, callback_stops]
                 flags = collectives.max_async(wishes, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
-                samples = horizon.samples_per_step
-                state.advance(samples, result.tokens, result.label_tokens)
+                state.step += 1
+                state.samples += horizon.samples_per_step
+                state.tokens += result.tokens
+                state.label_tokens += result.label_tokens
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
@@ -222,10 +216,9 @@ class Trainer:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        if self.state.step == 1 and self.recipe.train.startup_checks:
-            text = check_first_loss(loss, self.vocab, self.is_new)
-            if text:
-                self.recorder.emit("warning", text, warning=True, reason=text)
+        text = check_first_loss(loss, self.vocab, self.is_new) if self.state.step == 1 else ""
+        if text and self.recipe.train.startup_checks:
+            self.recorder.emit("warning", text, warning=True, reason=text)
         sources = self.losses.take_sources(self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
@@ -347,17 +340,15 @@ class Trainer:
                 )
 
     def evaluate(self) -> bool:
-        """Measure the suites, and save the model if it is the best so far.
-
-        Returns False, and writes nothing, if a stop interrupted the measurement.
-        """
-        state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
+        """Measure the suites, and save the model if it is the best so far; False, with nothing
+        written, if a stop interrupted it."""
+        step, recorder = self.state.step, self.recorder
         self.saver.settle()  # an evaluation of averaged weights exchanges them
         scores = self.evaluator.measure()
         if scores is None:
             return False
-        unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
-        if unsaved and recorder.scores.best_step == state.step:
+        unsaved = step and self.recipe.checkpoint.keep_best and self.saver.newest != step
+        if unsaved and recorder.scores.best_step == step:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
@@ -372,14 +363,15 @@ class Trainer:
         for note in checkpoint.notes:
             recorder.console.warning(note)
         self.losses.reset()
-        saved = load_state(
-            checkpoint, self.model, self.optimizer, self.average, self.recipe, self.ranks
-        )
+        model, recipe, ranks = self.model, self.recipe, self.ranks
+        saved = load_state(checkpoint, model, self.optimizer, self.average, recipe, ranks)
         first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
         last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
         samples = (first, last + 1)
         self.directory.leave_out(checkpoint, samples)
-        state.return_to(saved, samples)
+        skipped, mixture = [*state.skipped, samples], state.mixture
+        vars(state).update(vars(saved))  # in place, because other parts refer to it
+        state.skipped, state.mixture = skipped, mixture
         self.bad_steps.reset()
         self.scaler.load(state)
         self.saver.resume_from(state.step)
