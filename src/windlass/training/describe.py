@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -78,30 +79,20 @@ def report_start(
     for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
         if text:
             console.warning(text)
-    branched, event = plan.branch_from, "resumed" if plan.resuming and state.step else "started"
-    recorder.emit(
-        "branched" if branched else event,
-        f"resumed from {checkpoint.path}" if checkpoint else "",
-        world=ranks.world,
-        strategy=ranks.strategy.name,
-        mesh=asdict(ranks.mesh.sizes),
-        precision=network.precision,
-        compiles=network.compiled,
-        device=recorder.device_name,
-        optimizer_groups=network.groups,
-        parameters=network.sizes.total,
-        trained=network.sizes.trained,
-        network=network.sizes.network or None,
-        threads=torch.get_num_threads(),
-        steps=horizon.steps,
-        micro_batch=batch.micro_batch,
-        accumulation=batch.accumulation,
-        global_batch=batch.global_batch,
-        samples_per_epoch=horizon.samples_per_epoch,
-        data=facts,
-        extended_from=plan.extends_from or None,
-        branched_from=str(branched.absolute()) if branched else None,
-    )
+    sizes, branched = network.sizes, plan.branch_from
+    event: dict[str, Any] = {"world": ranks.world, "strategy": ranks.strategy.name}
+    event |= {"mesh": asdict(ranks.mesh.sizes), "precision": network.precision}
+    event |= {"compiles": network.compiled, "device": recorder.device_name}
+    event |= {"optimizer_groups": network.groups, "network": sizes.network or None}
+    event |= {"parameters": sizes.total, "trained": sizes.trained}
+    event |= {"threads": torch.get_num_threads(), "steps": horizon.steps}
+    event |= {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
+    event |= {"global_batch": batch.global_batch, "data": facts}
+    event |= {"samples_per_epoch": horizon.samples_per_epoch}
+    event |= {"extended_from": plan.extends_from or None}
+    event |= {"branched_from": str(branched.absolute())} if branched else {}
+    name = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
+    recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
     if ranks.main and is_new_size(plan.run, batch.micro_batch):
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
@@ -109,10 +100,8 @@ def report_start(
         text = f"settings changed: {plan.changed}"
         recorder.emit("settings_changed", text, settings=plan.changes)
     if any(key.startswith(MEASURED_ON) for key in plan.changes):
-        text = (
-            "later evaluations have other items, so the best checkpoint is chosen from them alone"
-        )
-        console.warning(text)
+        why = "later evaluations have other items"
+        console.warning(f"{why}, so the best checkpoint is chosen from them alone")
 
 
 def header(

@@ -92,23 +92,14 @@ class Evaluator:
         settings, tokenizer = self.recipe.eval, self.suites.tokenizer
         recorder, step = self.recorder, self.state.step
         prompt = prompt_ids(self.model, tokenizer, settings.prompt)
-        sampling = Sampling(
-            max_tokens=settings.sample_tokens,
-            temperature=0.8,
-            seed=self.recipe.run.seed,
-            stop=stop_tokens(tokenizer, self.suites.template),
-        )
+        ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
+        sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
+        how: dict[str, Any] = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
+        how["autocast"] = partial(autocast, self.recipe, self.ranks.device)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            texts = generate(
-                self.model,
-                [prompt] * settings.sample_count,
-                sampling,
-                self.ranks,
-                autocast=partial(autocast, self.recipe, self.ranks.device),
-                vocab=tokenizer.vocab,
-                poll=self.stop_requested,
-            )
+            prompts = [prompt] * settings.sample_count
+            texts = generate(self.model, prompts, sampling, self.ranks, **how)
         for index, ids in enumerate(texts or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)

@@ -70,17 +70,12 @@ class Recorder:
         seconds = self.goodput.seconds
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        self.sampler = DeviceSampler(
-            run.devices_dir,
-            rank=ranks.rank,
-            world=ranks.world,
-            device=ranks.device,
-            every=settings.sample_seconds,
-            attempt=attempt,
-            phases=seconds,
-        )
+        device, every = ranks.device, settings.sample_seconds
+        place: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "device": device}
+        place |= {"attempt": attempt, "phases": seconds}
+        self.sampler = DeviceSampler(run.devices_dir, every=every, **place)
         stack.callback(self.sampler.stop)
-        names, device = settings.trackers if ranks.main else [], ranks.device
+        names = settings.trackers if ranks.main else []
         self.trackers = Trackers(run.path, names, settings.flush_seconds)
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
@@ -105,14 +100,9 @@ class Recorder:
             self.emit("save_failed", text, step=step, warning=True, reason=save.error)
         elif self.ranks.main:
             self.ledger.sync()  # as durable as the checkpoint, up to its step
-            self.emit(
-                "checkpoint",
-                step=step,
-                path=f"checkpoints/{save.path.name}",
-                bytes=save.total_bytes,
-                write_s=round(save.write_s, 4),
-                blocked_s=round(save.staged_s + save.waited_s, 4),
-            )
+            event: dict[str, Any] = {"step": step, "path": f"checkpoints/{save.path.name}"}
+            event |= {"bytes": save.total_bytes, "write_s": round(save.write_s, 4)}
+            self.emit("checkpoint", blocked_s=round(save.staged_s + save.waited_s, 4), **event)
             self.console.saved(save.path, save.write_s, step)
             if save.warning:
                 self.console.warning(save.warning)
@@ -220,32 +210,27 @@ class Recorder:
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
-        line = self.ledger.write(
-            "train",
-            state.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=state.tokens,
-            samples=state.samples,
-            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epoch=self.epoch,
-            **times,
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_device=tokens_per_s / world,
-            padded_tokens_per_s=padded_per_s if padded_per_s != tokens_per_s else None,
-            samples_per_s=samples_per_s,
-            samples_per_s_per_device=samples_per_s / world,
-            steps_per_s=1 / seconds,
-            mfu=mfu(tokens_per_s, flops, self.peak_flops, world) if flops else None,
-            loss_scale=None if loss_scale is None else float(loss_scale),
-            **sources,
-        )
+        line: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+        line |= self.totals() | {"epoch": self.epoch} | times
+        line |= {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / world}
+        line |= {"padded_tokens_per_s": padded_per_s} if padded_per_s != tokens_per_s else {}
+        line |= {"samples_per_s": samples_per_s, "samples_per_s_per_device": samples_per_s / world}
+        line |= {"steps_per_s": 1 / seconds}
+        line |= {"mfu": mfu(tokens_per_s, flops, self.peak_flops, world)} if flops else {}
+        line |= {} if loss_scale is None else {"loss_scale": float(loss_scale)}
+        line = self.ledger.write("train", state.step, **line, **sources)
         if self.ranks.device.type == "cuda":
             line["gpu_mem_mb"] = torch.cuda.memory_allocated(self.ranks.device) / 1e6
         else:
             line["rss_mb"] = psutil.Process().memory_info().rss / 1e6
         self.console.step(line)
+
+    def totals(self) -> dict[str, int]:
+        """The counts of tokens and samples so far."""
+        state = self.state
+        totals = {"tokens": state.tokens, "samples": state.samples}
+        masked = state.label_tokens != state.tokens
+        return totals | ({"label_tokens": state.label_tokens} if masked else {})
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
@@ -284,31 +269,17 @@ class Recorder:
         start, seconds, scores = last_start(lines), wall_time(raw), scores_by_step(lines, measure)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
-        self.ledger.write(
-            "summary",
-            state.step,
-            steps=self.horizon.steps,
-            tokens=state.tokens,
-            samples=state.samples,
-            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epochs=self.epoch,
-            steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples or None,
-            final_loss=(trained or [None])[-1],
-            final_eval_loss=(losses or [None])[-1],
-            best_eval_loss=scores_by_step(lines, LOSS).best,
-            best_measure=measure,
-            best_step=scores.best_step,
-            best_score=scores.best,
-            runtime_s=seconds["total"],
-            samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
-            wall_time=seconds,
-            device_hours=device_hours(raw),
-            world=self.ranks.world,
-            parameters=start["parameters"],
-            trained=start["trained"],
-            updates_skipped=state.updates_skipped,
-            attempts=self.ledger.attempt + 1,
-            train_loss_mean=state.loss_sum / state.losses if state.losses else None,
-            **averages(lines),
-            **summarise_devices(self.run),
-        )
+        per_epoch = state.step * self.horizon.samples_per_epoch / state.samples or None
+        whole_run = state.samples / (seconds["total"] - seconds["startup"])
+        line: dict[str, Any] = {"steps": self.horizon.steps, **self.totals(), "epochs": self.epoch}
+        line |= {"steps_per_epoch": per_epoch, "final_loss": (trained or [None])[-1]}
+        line |= {"final_eval_loss": (losses or [None])[-1]}
+        line |= {"best_eval_loss": scores_by_step(lines, LOSS).best, "best_measure": measure}
+        line |= {"best_step": scores.best_step, "best_score": scores.best}
+        line |= {"runtime_s": seconds["total"], "samples_per_s_whole_run": whole_run}
+        line |= {"wall_time": seconds, "device_hours": device_hours(raw), "world": self.ranks.world}
+        line |= {"parameters": start["parameters"], "trained": start["trained"]}
+        line |= {"updates_skipped": state.updates_skipped, "attempts": self.ledger.attempt + 1}
+        line |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
+        line |= averages(lines) | summarise_devices(self.run)
+        self.ledger.write("summary", state.step, **line)

@@ -223,26 +223,16 @@ def open_trainer(
         run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    trained = network.sizes.trained
+    trained, size = network.sizes.trained, batch.micro_batch
     saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, trained, own)
     suites = Suites(
-        recipe,
-        data.tokenizer,
-        ranks,
-        val=data.val,
-        batch=batch.micro_batch,
-        own=callbacks.suites(),
-        train=data.train,
-        template=data.template,
+        recipe, data.tokenizer, ranks, data.val, size, callbacks.suites(), data.train, data.template
     )
     evaluator = Evaluator(recorder, suites, model, average, stop)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     trainer = Trainer(
-        recipe=recipe,
-        ranks=ranks,
         samples=data.train,
         batch=batch,
-        horizon=horizon,
         precision=precision,
         compiled=network.compiled,
         vocab=network.sizes.vocab or data.vocab,
@@ -251,7 +241,6 @@ def open_trainer(
         model=model,
         optimizer=optimizer,
         average=average,
-        state=state,
         scaler=scaler,
         losses=losses,
         buffers=Buffers(model, ranks),

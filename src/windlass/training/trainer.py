@@ -28,7 +28,6 @@ from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import (
     autocast,
     check_gradients_reduced,
@@ -37,7 +36,7 @@ from windlass.parallel.parallelize import (
 )
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
 from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory
@@ -50,7 +49,6 @@ from windlass.training.state import (
     LossScaler,
     LossSum,
     StepResult,
-    TrainState,
     load_state,
     step_seed,
 )
@@ -66,22 +64,18 @@ FAILING_SAVE_SECONDS = 5.0
 class Trainer:
     """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
-    recipe: Recipe
-    ranks: Ranks
     samples: Samples
     batch: BatchPlan
-    horizon: Horizon
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
     vocab: int  # the rows of the embedding
     is_new: bool  # the training began with random weights
     directory: RunDirectory
 
-    # The state: all of it is in a checkpoint.
+    # The state, with the counters: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
     optimizer: Optimizer
     average: Average
-    state: TrainState
     scaler: LossScaler
     losses: LossSum
 
@@ -96,6 +90,8 @@ class Trainer:
     ends_early: bool = False  # set by `train.early_stop`: no further step
 
     def __post_init__(self) -> None:
+        self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
+        self.state, self.horizon = self.recorder.state, self.recorder.horizon
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
 
