@@ -91,11 +91,6 @@ def shard_of(
     world: int = 1,
     stages: int = 1,
 ) -> Shard:
-    """The part of named tensors that `rank` of `world` writes."""
-    return Shard(divide(tensors, rank, world, stages), dict(aliases or {}))
-
-
-def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1) -> list[Box]:
     """The boxes that `rank` of `world` writes, so that each element is written by one rank. The ranks
     of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
     first_rank = rank - rank % (world // stages)
@@ -119,7 +114,7 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1
                 boxes += [Box(name, part, shape, offsets) for offsets, part in parts]
             elif 0 in shape and rank == ranks[0]:  # type and shape are saved all the same
                 boxes.append(Box(name, local[name], shape, (0,) * len(shape)))
-    return boxes
+    return Shard(boxes, dict(aliases or {}))
 
 
 def divide_rows(

@@ -103,29 +103,29 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Raise UserError unless a document's loss is independent of the document before it in a row;
     all ranks call it."""
     network, problem = unwrap(model), ""
-    if not takes_documents(network):
+    places = torch.arange(8, device=ranks.device).unsqueeze(0)
+    second, losses = places >= 4, list[Tensor]()
+    documents = Documents((torch.arange(8) >= 4).long().unsqueeze(0), places % 4)
+    try:
+        for first in (places, places + 1) if takes_documents(network) else ():
+            tokens = torch.where(second, places, first)
+            labels = torch.where(second, places, IGNORE_INDEX)
+            with trial(model, recipe, ranks.device):
+                losses.append(network(tokens, labels, documents=documents))
+    except TypeError as error:
+        problem = f"the model takes no positions ({first_line(error)})"
+    if not problem and not losses:
         problem = "your model's forward takes no `documents`"
-    else:
-        places = torch.arange(8, device=ranks.device).unsqueeze(0)
-        second, losses = places >= 4, list[Tensor]()
-        documents = Documents((torch.arange(8) >= 4).long().unsqueeze(0), places % 4)
-        try:
-            for first in (places, places + 1):
-                tokens = torch.where(second, places, first)
-                labels = torch.where(second, places, IGNORE_INDEX)
-                with trial(model, recipe, ranks.device):
-                    losses.append(network(tokens, labels, documents=documents))
-        except TypeError as error:
-            problem = f"the model takes no positions ({first_line(error)})"
-        else:
-            if not torch.equal(*losses):
-                problem = "the model's attention does not keep the documents of a row apart"
-    if problem and recipe.data.packing == "best-fit":
-        advice = 'leave it out, and each conversation is a row, or write "documents" for texts'
-        raise UserError(f'data.packing = "best-fit": {problem}: {advice}')
+    elif not problem and not torch.equal(*losses):
+        problem = "the model's attention does not keep the documents of a row apart"
     if problem:
-        advice = "write data.document_mask=false, and it attends to whole rows"
-        raise UserError(f"data.document_mask: {problem}: {advice}")
+        key, advice = "data.document_mask", "write data.document_mask=false for whole rows"
+        if recipe.data.packing == "best-fit":
+            key, advice = (
+                'data.packing = "best-fit"',
+                'leave it out, or write "documents" for texts',
+            )
+        raise UserError(f"{key}: {problem}: {advice}")
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:

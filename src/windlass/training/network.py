@@ -71,7 +71,13 @@ class Network:
             raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.groups = count_groups(make_groups(model, recipe.optim))
-        self.origin = describe_origin(model, self.own)  # for `environment.json`
+        self.origin = dict[str, Any]()  # for `environment.json`
+        if self.own:
+            wrapped = isinstance(model, HfModel)
+            name = type(model.model if wrapped else model).__name__
+            self.origin = {"own_model": name, "wrapped": wrapped}
+        elif isinstance(model, HfModel):
+            self.origin = {"model": hf_files.describe_origin(model)}
         # Forward and backward; None: unknown
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
         # `train.precision` and `train.compile`, with `auto` resolved
@@ -156,11 +162,3 @@ def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
         return sizes.flops_per_token()
     attended = getattr(data.train, "attended", None) if masks_documents(data.train) else None
     return flops_per_token(recipe.model, sizes.vocab, attended)
-
-
-def describe_origin(model: nn.Module, own: bool) -> dict[str, Any]:
-    """A user's class, or the files of a model of `transformers`."""
-    if own:
-        wrapped = isinstance(model, HfModel)
-        return {"own_model": type(model.model if wrapped else model).__name__, "wrapped": wrapped}
-    return {"model": hf_files.describe_origin(model)} if isinstance(model, HfModel) else {}
