@@ -23,7 +23,7 @@ from windlass.checkpoint.save import Writer
 from windlass.errors import RunFailed, UserError
 from windlass.run import Run
 from windlass.training import network
-from windlass.training.checks import check_first_loss
+from windlass.training.trainer import check_first_loss
 
 __all__ = ["corpus"]
 

@@ -22,14 +22,7 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
 from windlass.telemetry.profile import StepProfile, record_memory
-from windlass.telemetry.timing import (
-    Goodput,
-    StepTimer,
-    averages,
-    device_hours,
-    mfu,
-    wall_time,
-)
+from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.state import StepResult, TrainState
 

@@ -28,30 +28,17 @@ from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.parallelize import (
-    autocast,
-    check_gradients_reduced,
-    counted,
-    sync_gradients,
-)
+from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
-from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import (
-    Buffers,
-    LossScaler,
-    LossSum,
-    StepResult,
-    load_state,
-    step_seed,
-)
+from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, load_state, step_seed
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -385,3 +372,18 @@ class Trainer:
         recorder.summary()
         recorder.finished(self.ends_early)
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
+
+
+def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
+    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
+    chance = math.log(max(2, rows))
+    likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
+    if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
+        return ""
+    causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
+    if fresh and loss > chance:
+        causes = "look at model.init_std and model.logit_cap, or the labels"
+    elif fresh:
+        causes = "labels may be in the input"
+    guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
+    return f"the first loss is {loss:.4g}, and {guess}: {causes}"
