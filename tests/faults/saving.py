@@ -28,7 +28,7 @@ from windlass.checkpoint.choose import Policy
 from windlass.checkpoint.commit import Save
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import Box, Shard, divide, shard_of
+from windlass.checkpoint.state_dict import Box, Shard, shard_of
 from windlass.fileio import Files
 from windlass.model.share import Cut, Peers, with_cut
 
@@ -106,7 +106,7 @@ def places_of(rank: int) -> list[Box]:
                     part, mesh["dp_shard"], [dtensor.Shard(0)], src_data_rank=None
                 )
             tensors[name] = with_cut(tensor, own)
-        return divide(tensors, rank, GRID)
+        return shard_of(tensors, None, rank, GRID).boxes
     finally:
         dist.destroy_process_group()
 

@@ -98,18 +98,15 @@ def test_every_dtype_bit_for_bit(tmp_path: Path, key: str) -> None:
 
 
 class Odd(nn.Module):
-    """Complex numbers as in Llama's rotary table, and tensors that are hard to copy."""
+    """Tensors that are hard to copy."""
 
     def __init__(self) -> None:
         super().__init__()
-        table = torch.polar(torch.ones(4, 3), torch.rand(4, 3))
         shared = torch.arange(6)
         buffers = {
-            "complex": table,
-            "conjugate": table.conj(),
-            "wide": table.to(torch.complex128).t(),
-            "empty": torch.zeros(0, 3, dtype=torch.complex64),
-            "scalar": torch.tensor(2 - 1j),
+            "transposed": torch.rand(4, 3).double().t(),
+            "empty": torch.zeros(0, 3, dtype=torch.float16),
+            "scalar": torch.tensor(2.5),
             "mask": torch.tensor([True, False]),
             "count": torch.tensor(7),
             "low": torch.rand(2, 2).to(torch.float8_e4m3fn),
@@ -119,32 +116,27 @@ class Odd(nn.Module):
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
 
 
-def test_complex_numbers_and_odd_buffers_come_back_with_their_optimizer_state(tmp_path):
+def test_odd_buffers_come_back(tmp_path):
     model, other = Odd(), Odd()
-    optimizers = [torch.optim.Adam(one.parameters(), lr=0.1) for one in (model, other)]
-    for one, optimizer in zip((model, other), optimizers, strict=True):
-        (one.weight * one.complex.sum()).abs().sum().backward()
-        optimizer.step()
 
     def raw(tensor: torch.Tensor) -> bytes:
-        return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
-    checkpoint = save(tmp_path, model, optimizers[0])
-    restore(checkpoint, other, optimizers[1])
-    found = other.state_dict()
+    restore(save(tmp_path, model), other)
+    restored = other.state_dict()
     for name, tensor in model.state_dict().items():
-        assert found[name].dtype == tensor.dtype and raw(found[name]) == raw(tensor), name
-    saved, read = (o.state[m.weight] for o, m in zip(optimizers, (model, other), strict=True))
-    assert read["exp_avg"].is_complex() and torch.equal(saved["exp_avg"], read["exp_avg"])
-    pairs = load_file(checkpoint.path / "rank-00000.safetensors")["model/complex"]
-    assert torch.equal(torch.view_as_complex(pairs), model.complex), "other tools read it"
+        assert restored[name].dtype == tensor.dtype and raw(restored[name]) == raw(tensor), name
 
 
 @pytest.mark.parametrize(
-    "buffer", [torch.ones(2).to(torch.float8_e4m3fnuz), torch.eye(2).to_sparse()]
+    "buffer",
+    [
+        torch.ones(2).to(torch.float8_e4m3fnuz),
+        torch.eye(2).to_sparse(),
+        torch.polar(torch.ones(2), torch.ones(2)),
+    ],
 )
 def test_a_tensor_that_no_checkpoint_can_hold_is_named(buffer):
     model = Net()

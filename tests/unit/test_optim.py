@@ -312,17 +312,6 @@ def test_gpt2_124m():
     assert lr * lr_multiplier(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
 
 
-def test_nanogpt_decays_over_more_steps_than_it_runs():
-    """`get_lr` of nanoGPT's train.py with lr_decay_iters = 5000, in the first steps of it; its
-    warm-up divides by w + 1.
-    """
-    s, h = ScheduleSettings(kind="cosine", warmup=100, final=0.1, steps=5000), horizon(300)
-    for it in range(100, 300):
-        coefficient = 0.5 * (1.0 + math.cos(math.pi * (it - 100) / (5000 - 100)))
-        want = 1e-4 + coefficient * (1e-3 - 1e-4)
-        assert 1e-3 * lr_multiplier(s, h, it) == pytest.approx(want, rel=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse-sqrt"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 0.5, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
@@ -369,24 +358,6 @@ def test_inverse_sqrt_is_that_of_transformers(warmup):
     assert curve(60, **settings, steps=40)[:41] == got[:41]
     assert set(curve(60, **settings, steps=40)[40:]) == {got[40]}
     assert curve(90, **settings)[:60] == got
-
-
-def torch_values(steps, kind, **settings):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **settings)
-    values = []
-    for _ in range(steps):
-        values.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return values
-
-
-def test_against_torch_schedulers():
-    cosine = torch_values(40, "CosineAnnealingLR", T_max=40, eta_min=0.1)
-    assert curve(40, kind="cosine", warmup=0, final=0.1) == pytest.approx(cosine, rel=1e-12)
-    linear = torch_values(40, "LinearLR", start_factor=1.0, end_factor=0.3, total_iters=40)
-    assert curve(40, kind="linear", warmup=0, final=0.3) == pytest.approx(linear, rel=1e-9)
 
 
 def test_blocks_are_a_method_or_a_list_of_modules():

@@ -172,10 +172,3 @@ def test_the_plan_counts_the_average():
             for r in (plain, averaged)
         ]
         assert rows[1].total - rows[0].total == rows[1].average == -(-4 * total // ranks)
-
-
-def test_the_loss_of_the_average_is_shown():
-    from windlass.telemetry.measures import lower_is_better, of_eval
-
-    assert of_eval("average_loss").better == "lower"
-    assert lower_is_better("loss.average_loss")

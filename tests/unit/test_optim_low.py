@@ -11,13 +11,12 @@ from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import load_model, train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.estimate import tensors as planned
-from windlass.model.build import build_model
 from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
-from windlass.recipe import Horizon, Recipe
+from windlass.recipe import Horizon
 from windlass.recipe.settings import AverageSettings, OptimSettings
 
 BF16 = {"train__master": "bf16", "train__precision": "bf16"}
@@ -254,10 +253,3 @@ def test_bf16_weights_of_an_own_model_of_transformers(corpus, tmp_path):
     own = GPT2LMHeadModel(config)
     train(tiny_recipe(corpus, tmp_path / "run", train__steps=2, **BF16), model=own)
     assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
-
-
-def test_parameters_of_a_bf16_model(corpus, tmp_path):
-    recipe = tiny_recipe(corpus, tmp_path, **BF16)
-    model = build_model(recipe, 257)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert Recipe().train.master == "fp32"

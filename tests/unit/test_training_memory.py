@@ -23,7 +23,7 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.setup import measured_sizes, open_micro_batch, prepare_device
+from windlass.training.setup import open_micro_batch, prepare_device
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -141,9 +141,6 @@ def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
         by_tokens = recipe.batch(1, "cuda").micro_batch
         sizes = [chosen(ranks, int(gb * 1e9), vocab=vocab, recipe=recipe) for gb in (0.2, 2)]
         assert sizes[0] < by_tokens < sizes[1]
-        peaks = measured_sizes(recipe, vocab, "bf16", by_tokens)
-        layout = replace(layout_of(recipe, 1, "cuda", "bf16"), micro_batch=sizes[0])
-        assert memory(peaks, vocab, layout).total <= 0.2e9
 
 
 @pytest.mark.parametrize(

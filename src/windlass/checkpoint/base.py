@@ -1,8 +1,4 @@
-"""The base of adapters: files of frozen weights, to which the checkpoints of a run refer.
-
-Windlass hashes the files at the first start, and again if their directory, a size or a modification
-time has changed. A run beside this one, as a cell of the same study, may have hashed them already.
-"""
+"""The base of adapters: files of frozen weights, to which the checkpoints of a run refer."""
 
 from __future__ import annotations
 
@@ -30,11 +26,8 @@ RECORD = "base.json"  # in a run's `origin`: the SHA-256 of the files, and how t
 def base_of(
     model: nn.Module, recipe: Recipe, run: Path, start: Checkpoint | None, ranks: Ranks
 ) -> Base | None:
-    """The base to which a run's checkpoints refer; None: they hold all weights.
-
-    `model` is the recipe's, unwrapped, with its weights. If these come from the checkpoint `start`,
-    the base is that checkpoint's. Collective over `ranks`.
-    """
+    """The base to which a run's checkpoints refer; None: they hold all weights. `model` is the
+    recipe's, unwrapped, with its weights, perhaps from the checkpoint `start`. Collective."""
     if start is not None:
         return None if recipe.checkpoint.with_base else start.manifest.base
     if not recipe.refers_to_base or not (weights := frozen_weights(model)):
@@ -59,9 +52,7 @@ def fill_base(
     checkpoint: Checkpoint, model: Any, recipe: Recipe, ranks: Ranks | None = None
 ) -> None:
     """Fill an unwrapped model with the base of a checkpoint, if it has one, before `restore`.
-
-    Collective over `ranks`. UserError if the base is gone, or its files have changed.
-    """
+    Collective over `ranks`. UserError if the base is gone, or its files have changed."""
     base = checkpoint.manifest.base
     if base is None:
         return
@@ -114,8 +105,8 @@ def identify(
 ) -> dict[str, FileInfo]:
     """Size and SHA-256 of each weight file in a directory; UserError if one cannot be read.
 
-    Collective over `ranks`, which share the hashing. `run` keeps the result, so files that still
-    look the same are not hashed again there, nor in the runs of the same directory.
+    Collective over `ranks`, which share the hashing. `run` keeps the result: files whose directory,
+    size and time are the same are not hashed again there, nor in the runs of the same directory.
     """
     place, problem, records = Path(hf_files.FOLDER, RECORD), "", list[Path]()
     if run is not None:

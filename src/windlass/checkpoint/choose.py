@@ -1,23 +1,24 @@
-"""From a run to a checkpoint without damage.
-
-One rank calls `candidates`, which lists the possible checkpoints in order of preference. All ranks
-call `first_undamaged`, which shares the hashing and stops at the first good one. Only `recover`,
-`discard` and `rename_damaged` change the disk.
-"""
+"""Which checkpoints a run keeps (`retain`), from which it continues (`Lineage`), and which of them is
+without damage. One rank lists the `candidates`; all ranks hash them in `first_undamaged`."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.checkpoint.format import (
     DIGEST,
     MANIFEST,
     STEP_DIR,
     Checkpoint,
+    Count,
+    Manifest,
     checkpoints_in,
     is_whole,
     names_in,
@@ -25,30 +26,14 @@ from windlass.checkpoint.format import (
 )
 from windlass.errors import UserError, argument
 from windlass.fileio import Files
-from windlass.recipe import Horizon
-from windlass.recipe.settings import LOSS_SUITE
+from windlass.recipe import Horizon, Recipe
+from windlass.recipe.layers import LINEAGE, RECIPE
+from windlass.recipe.settings import LOSS_SUITE, CheckpointSettings
 from windlass.run import Run, last_start
-from windlass.telemetry.ledger import scores_by_step
+from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
-
-
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from windlass.checkpoint.format import Count, Manifest
-from windlass.recipe import Recipe
-from windlass.recipe.layers import LINEAGE, RECIPE
-from windlass.recipe.settings import CheckpointSettings
-from windlass.telemetry.ledger import LOSS, Scores
-
-if TYPE_CHECKING:
-    pass
-
 
 # The reason of a checkpoint: it was due; the best so far; the run had to stop; the end of the run.
 PERIODIC, BEST, EMERGENCY, FINAL = "periodic", "best", "signal", "final"
@@ -80,16 +65,8 @@ def policy_of(
 
 
 def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
-    """Why each checkpoint stays, by serial number; one with an empty list may be deleted.
-
-    These stay:
-
-    - the newest;
-    - the last `policy.last` that were due or final;
-    - the best, by `scores`: values of `policy.measure` by step;
-    - final ones, because the first end of an extended run is a result;
-    - the steps of `policy.keep_forever`, and the first checkpoint of the current lineage.
-    """
+    """Why each checkpoint stays, by serial number; one with an empty list may be deleted. `scores`:
+    values of `policy.measure` by step."""
     newest_first = sorted(checkpoints, key=lambda c: -c.serial)
     regular = [c for c in newest_first if c.reason in (PERIODIC, FINAL)]
     last = {c.serial for c in (*newest_first[:1], *regular[: policy.last])}
@@ -103,7 +80,7 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
         reasons = {
             "last": c.serial in last,
             "best": c.serial == best_serial,
-            "final": c.reason == FINAL,
+            "final": c.reason == FINAL,  # the first end of an extended run is a result
             "every": policy.keep_forever(c.step),
             "start": c.step == policy.start,
         }
@@ -143,9 +120,8 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
 def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
     """The samples that rewinds to a checkpoint have left out; later checkpoints know of them."""
     lineage = read_lineage(run)
-    if lineage is None or (run / lineage.checkpoint).resolve() != checkpoint.resolve():
-        return []
-    return lineage.skipped
+    is_start = lineage and (run / lineage.checkpoint).resolve() == checkpoint.resolve()
+    return lineage.skipped if lineage and is_start else []
 
 
 def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
@@ -155,10 +131,8 @@ def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) 
 
 
 def read_lineage(run: Path) -> Lineage | None:
-    """The run's current lineage; None without a file, when every checkpoint belongs to it.
-
-    UserError if the file is malformed, because a guess could resume from wrong weights.
-    """
+    """The run's current lineage; None without a file, when every checkpoint belongs to it. UserError if
+    the file is malformed, because a guess could resume from wrong weights."""
     path = run / LINEAGE
     try:
         return Lineage.model_validate_json(path.read_bytes())
@@ -177,10 +151,8 @@ def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
 
 
 def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
-    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user.
-
-    Windlass leaves out the path of the run, which may move, and settings of one start.
-    """
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user; without the
+    path of the run, which may move, and settings of one start."""
     unset = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
     path, recipe = run / RECIPE, recipe.replace(unset, {"checkpoint.resume": "latest"})
     text = recipe.toml().encode()
@@ -198,25 +170,29 @@ def candidates(
 ) -> list[Path]:
     """The checkpoints to which `checkpoint.resume` refers, in order of preference.
 
-    - `latest`: the run's current lineage (see lineage.py), newest commit first, then the
-      one that the lineage started from; with `up_to`, only up to this step.
+    - `latest`: the run's current lineage, newest commit first, then the one that the lineage
+      started from; with `up_to`, only up to this step.
     - `best`: by their scores of `measure` (by default `checkpoint.best`) in the ledger.
     - a step: its checkpoint alone; UserError if it does not exist.
     """
     run = Run(run_dir)
     entries = checkpoints_in(run.checkpoints_dir)
-    if resume == "latest":
-        return _latest(run, entries, up_to)
+    if resume not in ("latest", "best"):
+        if of_step := [e.path for e in entries if e.step == int(resume)]:
+            return of_step
+        steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
+        raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
+    lineage = read_lineage(run.path) or Lineage()
     if resume == "best":
-        return _best(run, entries, measure)
-    if of_step := [e.path for e in entries if e.step == int(resume)]:
-        return of_step
-    steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-    raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
-
-
-def _latest(run: Run, entries: list[Checkpoint], up_to: int | None) -> list[Path]:
-    lineage, limit = read_lineage(run.path) or Lineage(), float("inf") if up_to is None else up_to
+        if not measure:
+            measure = run.recipe.checkpoint.best if run.exists else LOSS_SUITE
+        scores = scores_by_step(run.ledger(), measure)
+        # The ledger's scores of abandoned steps may be of other weights.
+        oldest, last = lineage.serial, lineage.step
+        entries = [e for e in entries if not e.content or e.serial > oldest or e.step <= last]
+        scored = [e for step in scores.ranked() for e in entries if e.step == step]
+        return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
+    limit = float("inf") if up_to is None else up_to
     origin = run.path / lineage.checkpoint if lineage.checkpoint else None
     # A damaged one without a serial may belong to the lineage, so it is tried and reported.
     ours = (e for e in entries if e.content is None or e.serial > lineage.serial)
@@ -229,22 +205,9 @@ def _latest(run: Run, entries: list[Checkpoint], up_to: int | None) -> list[Path
     return [*paths, *([origin] if origin.is_dir() else [])]
 
 
-def _best(run: Run, entries: list[Checkpoint], measure: str) -> list[Path]:
-    if not measure:
-        measure = run.recipe.checkpoint.best if run.exists else LOSS_SUITE
-    lineage, scores = read_lineage(run.path), scores_by_step(run.ledger(), measure)
-    if lineage is not None:  # the ledger's scores of abandoned steps may be of other weights
-        oldest, last = lineage.serial, lineage.step
-        entries = [e for e in entries if not e.content or e.serial > oldest or e.step <= last]
-    scored = [e for step in scores.ranked() for e in entries if e.step == step]
-    return [e.path for e in (*scored, *(e for e in entries if e.step not in scores))]
-
-
 def first_undamaged(paths: Sequence[Path], ranks: Ranks | None = None) -> Checkpoint | None:
     """The first checkpoint without damage; None if `paths` is empty, UserError if all are damaged.
-
-    Collective over `ranks`, which pass the same paths: each hashes its share of the files.
-    """
+    Collective over `ranks`, which pass the same paths: each hashes its share of the files."""
     damaged: tuple[Checkpoint, ...] = ()
     rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
     for path in paths:
@@ -271,9 +234,7 @@ def choose_checkpoint(
 
 def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoint:
     """The checkpoint that a user names: `RUN` (the newest), `RUN@STEP`, `RUN@best` or a path.
-
-    Collective over `ranks`, which hash every byte. UserError if it does not exist or is damaged.
-    """
+    Collective over `ranks`, which hash every byte. UserError if it does not exist or is damaged."""
     run, which = os.fspath(source), "latest"
     text, at, word = run.rpartition("@")
     if at and Path(text).is_dir() and not Path(run).is_dir():
@@ -289,10 +250,8 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove temporary directories from a run's `checkpoints`; returns a note on each.
-
-    A checkpoint gets its name back if the save in its place was interrupted.
-    """
+    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back if
+    the save in its place was interrupted; returns a note on each."""
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
         path = directory / name
@@ -330,10 +289,9 @@ def rename_damaged(choice: Checkpoint, run: Path) -> None:
     files = Files()
     for path in (other.path for other in choice.passed_over):
         if path.resolve().is_relative_to(run.resolve()):
-            bad, number = path.with_name(f"bad-{path.name}"), 0
+            bad = path.with_name(f"bad-{path.name}")
             while bad.exists():
-                number += 1
-                bad = path.with_name(f"bad-{path.name}.{number}")
+                bad = bad.with_name(f"{bad.name}.1")
             files.rename(path, bad)
             files.sync_dir(path.parent)
 
@@ -345,12 +303,8 @@ class CheckpointList:
     run: Path
     verified: bool  # every byte was hashed; otherwise sizes were compared
     measure: str  # the recipe's `checkpoint.best`
-    bases: list[dict[str, Any]]
-    """The bases that the checkpoints refer to: `name`, `files`, `bytes`, and with `verified` their
-    `problem`."""
-    checkpoints: list[dict[str, Any]]
-    """By step: `step`, `path`, `time` of the commit (UTC, ISO 8601), `bytes` and `world` (None if
-    it is damaged), `scores` of its step in the ledger, why retention has `kept` it, `problem`."""
+    bases: list[dict[str, Any]]  # to which the checkpoints refer
+    checkpoints: list[dict[str, Any]]  # by step; `time` (UTC), `bytes`, `world`: None if damaged
     temporary: list[str]  # directories of a save or removal that is in progress or interrupted
     bad: list[str]  # damaged ones, renamed to `bad-...`
 

@@ -1,10 +1,6 @@
-"""The ranks of one save agree on a checkpoint, or on none, through the file system. No torch.
-
-Every rank writes its file and then a part, a small JSON file, into a temporary directory. Rank 0
-waits for all parts, writes counters, manifest and digest, makes every byte durable, and renames the
-directory. This rename is the commit, and the other ranks wait for it. If a part reports an error or
-comes too late, rank 0 renames the directory to `.failed-...`, with the reason in it.
-"""
+"""The ranks of one save agree on a checkpoint, or on none, through the file system: each writes its
+file and a part that describes it; rank 0 waits for the parts and renames the directory, which is the
+commit. If a part reports an error or comes too late, the name becomes `.failed-...`."""
 
 from __future__ import annotations
 
@@ -52,10 +48,8 @@ class GivenUp(OSError):
 
 @dataclass
 class Save:
-    """One save, on one rank: first what to write, and after `run` the outcome.
-
-    Without an `error` the checkpoint at `path` is then durable and visible.
-    """
+    """One save, on one rank: first what to write, and after `run` the outcome. Without an `error` the
+    checkpoint at `path` is then durable and visible."""
 
     directory: Path  # the run's `checkpoints`
     step: int
@@ -87,16 +81,22 @@ class Save:
         self.tombstone = self.directory / f".failed-{self.save_id}"
 
     def run(self, serial: int) -> Manifest | None:
-        """Write, agree, and commit as number `serial` of the run; rank 0 returns the manifest.
-
-        The checkpoint is durable when rank 0 returns. Raises OSError: nothing of the save remains.
-        """
+        """Write, agree, and commit as number `serial` of the run; rank 0 returns the manifest of the
+        durable checkpoint. After an error nothing of the save remains."""
         try:
             self._write_part()
             if self.rank == 0:
                 return self._commit(self._collect_parts(), serial)
-            self._await_commit()
-            return None
+            # Wait, longer than rank 0 does, until it has committed or given up.
+            for _ in _polls(2 * self.deadline + 60.0):
+                names = names_in(self.directory)
+                if self.tombstone.name in names:
+                    raise GivenUp("rank 0 gave the save up")
+                if self.temporary.name not in names and self.path.name in names:
+                    with contextlib.suppress(Damaged):
+                        if read_manifest(self.path).save_id == self.save_id:
+                            return None
+            raise GivenUp("rank 0 neither committed the save nor gave it up")
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
@@ -112,9 +112,8 @@ class Save:
         for folder in (self.directory.parent, self.directory, self.temporary):
             files.make_dir(folder)
         if self.rank == 0:
-            what = f"checkpoint {self.path.name}"
             size = self.nbytes * self.world  # the ranks write about as much as each other
-            if short := shortage(self.directory, size, what):
+            if short := shortage(self.directory, size, f"checkpoint {self.path.name}"):
                 raise GivenUp(f"no room on the disk: {short}")
         if self.error:
             raise GivenUp(self.error)
@@ -179,9 +178,8 @@ class Save:
             if replaced.exists():
                 discard(replaced, files)  # after an error the next start removes the rest
         except OSError as error:
-            self.warning = (
-                f"the checkpoint is committed, but the disk did not confirm it: {explain(error)}"
-            )
+            problem = "the checkpoint is committed, but the disk did not confirm it"
+            self.warning = f"{problem}: {explain(error)}"
         return content
 
     def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:
@@ -197,33 +195,12 @@ class Save:
                     chunks += [[file, *chunk] for chunk in entry["chunks"]]
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their offsets
-        manifest = {
-            "format": "windlass-checkpoint",
-            "version": 3,
-            "step": self.step,
-            "serial": serial,
-            "save_id": self.save_id,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "world": self.world,
-            "meta": self.meta,
-            "aliases": dict(self.aliases),
-            "tensors": dict(sorted(tensors.items())),
-            "files": written,
-            "base": self.base and self.base.model_dump(),
-        }
-        return to_json(manifest)
-
-    def _await_commit(self) -> None:
-        """Other ranks: wait, longer than rank 0 does, until rank 0 has committed or given up."""
-        for _ in _polls(2 * self.deadline + 60.0):
-            names = names_in(self.directory)
-            if self.tombstone.name in names:
-                raise GivenUp("rank 0 gave the save up")
-            if self.temporary.name not in names and self.path.name in names:
-                with contextlib.suppress(Damaged):
-                    if read_manifest(self.path).save_id == self.save_id:
-                        return
-        raise GivenUp("rank 0 neither committed the save nor gave it up")
+        manifest = {"format": "windlass-checkpoint", "version": 3, "step": self.step}
+        manifest |= {"serial": serial, "save_id": self.save_id, "world": self.world}
+        manifest |= {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        manifest |= {"meta": self.meta, "aliases": dict(self.aliases)}
+        manifest |= {"tensors": dict(sorted(tensors.items())), "files": written}
+        return to_json(manifest | {"base": self.base and self.base.model_dump()})
 
     def _give_up(self, error: Exception) -> None:
         """Remove a failed save and tell the other ranks, if the disk allows it."""

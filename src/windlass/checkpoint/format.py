@@ -8,19 +8,12 @@ A checkpoint is a directory `step-00000250` with these files:
   tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-The manifest may refer to frozen weights in the files of a Hugging Face model (see base.py).
+A part of a tensor is a box: consecutive indices in every dimension, row-major in one file. The boxes
+of a tensor hold each of its elements exactly once.
 
-A part of a tensor is a box: consecutive indices in every dimension. Its numbers lie in one file, in
-row-major order. The boxes of a tensor hold each of its elements exactly once.
-
-A directory is *whole* if it has `manifest.sha256`: every byte was on the disk before one rename
-gave the directory its name. Otherwise it is *temporary*: a save or a removal is in progress, or was
-interrupted. Readers ignore it, and recovery removes it. A whole checkpoint can still be damaged, so
-Windlass hashes every byte before it uses one.
-
-`step-00000250.replaced` is a whole checkpoint while a new one of the same step takes its name.
-`bad-step-00000250` was damaged; Windlass neither reads, counts nor deletes it. A checkpoint holds
-no code, and a manifest can only name plain files inside the directory.
+A directory is *whole* if it has `manifest.sha256`, else *temporary*: a save or a removal is in
+progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is a
+whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
 """
 
 from __future__ import annotations
@@ -66,12 +59,8 @@ DTYPES = {
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
     "F8_E8M0": ("float8_e8m0fnu", 1),
-    "C64": ("complex64", 8),
-    "C128": ("complex128", 16),
 }
 """By the name of a type in the manifest: its name in torch, and bytes per number."""
-REAL = {"C64": "F32", "C128": "F64"}
-"""The types as which a safetensors file holds complex numbers, in a last dimension of 2."""
 STEP_DIR = re.compile(r"^step-(\d{8,})(\.replaced)?$")
 THREADS = 4  # that hash files: one core hashes slower than many disks read
 
@@ -103,10 +92,6 @@ class TensorInfo(BaseModel):
     dtype: str
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
-
-    @property
-    def itemsize(self) -> int:
-        return DTYPES[self.dtype][1]
 
     def problem(self) -> str:
         """Why the boxes do not hold every element exactly once; empty if they do."""
@@ -204,8 +189,8 @@ class Manifest(BaseModel):
             if problem := tensor.problem():
                 raise ValueError(f"{name}: {problem}")
             for chunk in tensor.chunks:
-                info, size = self.files.get(chunk.file), math.prod(chunk.sizes) * tensor.itemsize
-                if info is None or chunk.at + size > info.size:
+                info, numbers = self.files.get(chunk.file), math.prod(chunk.sizes)
+                if info is None or chunk.at + numbers * DTYPES[tensor.dtype][1] > info.size:
                     raise ValueError(f"a chunk of {name} lies outside of {chunk.file}")
         for alias, name in self.aliases.items():
             if name not in self.tensors or alias in self.tensors:
@@ -251,17 +236,6 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def verify_files(path: Path, manifest: Manifest, rank: int = 0, world: int = 1) -> None:
-    """Hash every byte of this rank's share of the files; Damaged at a difference."""
-    sizes = {name: info.size for name, info in manifest.files.items()}
-    try:
-        for name, digest in hash_files(path, sizes, rank, world):
-            if digest != (expected := manifest.files[name].sha256):
-                raise Damaged(f"{name} was changed: its SHA-256 is not {expected[:12]}…")
-    except OSError as error:
-        raise Damaged(f"{error.filename or path} cannot be read: {error.strerror}") from None
-
-
 def hash_files(
     path: Path, sizes: Mapping[str, int], rank: int = 0, world: int = 1
 ) -> Iterator[tuple[str, str]]:
@@ -293,10 +267,8 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """The names in a directory, sorted; none if it does not exist.
-
-    Ask it for a single name too: NFS may report a new name as missing for a minute.
-    """
+    """The names in a directory, sorted; none if it does not exist. Ask it for a single name too: NFS
+    may report a new name as missing for a minute."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -346,11 +318,14 @@ class Checkpoint:
 
     def verify(self, rank: int = 0, world: int = 1) -> str:
         """Hash this rank's share of the files, of `world` ranks; the damage, or an empty string."""
+        files = self.content.files if self.content else {}
+        sizes = {name: info.size for name, info in files.items()}
         try:
-            if self.content is not None:
-                verify_files(self.path, self.content, rank, world)
-        except Damaged as error:
-            return str(error)
+            for name, digest in hash_files(self.path, sizes, rank, world):
+                if digest != (expected := files[name].sha256):
+                    return f"{name} was changed: its SHA-256 is not {expected[:12]}…"
+        except OSError as error:
+            return f"{error.filename or self.path} cannot be read: {error.strerror}"
         return self.problem
 
     def names(self, prefix: str = "") -> list[str]:
@@ -358,10 +333,7 @@ class Checkpoint:
         return [n for n in self.manifest.tensors if n.startswith(prefix)]
 
     def with_weights(self, weights: str) -> Checkpoint:
-        """This checkpoint, or with `average` one whose model has the averaged weights.
-
-        UserError if it lacks them. Frozen weights are not averaged.
-        """
+        """This checkpoint, or with `average` one whose model has the averaged weights."""
         if weights not in WEIGHTS:
             raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
         if weights == "raw":
@@ -394,32 +366,26 @@ class Checkpoint:
         return tensor
 
     def read_into(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`.
+        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`; Damaged if
+        a file is too short or cannot be read."""
+        import numpy as np
+        import torch
 
-        Raises Damaged if a file is too short or cannot be read.
-        """
         target = target.detach()
         stops = [offset + size for offset, size in zip(offsets, target.shape, strict=True)]
         for chunk in self.info(name).chunks:
             # The shared box, in indices of the whole tensor.
             low, high = [*map(max, offsets, chunk.offsets)], [*map(min, stops, chunk.ends)]
-            if all(map(operator.lt, low, high)):
-                box = self._box(chunk, target.dtype)
-                target[_window(low, high, offsets)].copy_(box[_window(low, high, chunk.offsets)])
-
-    def _box(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-        """The box of a chunk, mapped from its file: only pages that are used are read."""
-        import numpy as np
-        import torch
-
-        count = math.prod(chunk.sizes) * dtype.itemsize
-        path = self.path / chunk.file
-        try:
-            # Copy-on-write, because torch lacks read-only tensors.
-            numbers = np.memmap(path, np.uint8, "c", chunk.at, (count,))
-        except (OSError, ValueError) as error:
-            raise Damaged(f"{path} cannot be read: {error}") from None
-        return torch.from_numpy(numbers).view(dtype).view(chunk.sizes)
+            if not all(map(operator.lt, low, high)):
+                continue
+            count, path = math.prod(chunk.sizes) * target.itemsize, self.path / chunk.file
+            try:
+                # Only pages that are used are read. Copy-on-write: torch lacks read-only tensors.
+                numbers = np.memmap(path, np.uint8, "c", chunk.at, (count,))
+            except (OSError, ValueError) as error:
+                raise Damaged(f"{path} cannot be read: {error}") from None
+            box = torch.from_numpy(numbers).view(target.dtype).view(chunk.sizes)
+            target[_window(low, high, offsets)].copy_(box[_window(low, high, chunk.offsets)])
 
 
 def _window(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:

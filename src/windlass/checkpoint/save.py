@@ -1,14 +1,6 @@
-"""Writing: the state is copied to the host while the next step computes; a thread writes the copy.
-
-`Writer.write` begins to copy this rank's boxes into host memory with the layout of the file and
-returns; before the state changes, `Writer.settle` is called. A thread hashes and writes the copy,
-and agrees with the other ranks through the file system (`Save.run`). Rank 0 then deletes the
-checkpoints that retention does not keep. `poll` and `wait` return the saves that have ended, and
-`Writer` knows the step from which a restart resumes.
-
-The thread uses no process group: its calls would cross the training's collectives, and it could not
-give them up if a rank is dead.
-"""
+"""Writing: the state is copied to the host while the next step computes; a thread writes the copy. It
+agrees with the other ranks through the file system (`Save.run`), because its collectives would
+cross the training's, and could not be given up if a rank is dead."""
 
 from __future__ import annotations
 
@@ -29,7 +21,7 @@ import torch
 from windlass.checkpoint.choose import PERIODIC, Policy, discard, read_lineage, retain
 from windlass.checkpoint.commit import Save, explain
 from windlass.checkpoint.format import Base, Manifest, checkpoints_in, names_in
-from windlass.checkpoint.state_dict import TYPE_NAMES, Box, Shard
+from windlass.checkpoint.state_dict import TYPE_NAMES, Shard
 from windlass.errors import UserError
 from windlass.fileio import PIECE_BYTES, Files, to_json
 from windlass.telemetry.ledger import Scores
@@ -61,7 +53,7 @@ class Writer:
         self.committed = 0  # the step that a restart would resume from
         self.failures = 0  # saves that failed since the last commit
         self.last_seconds: float | None = None  # of the last committed save, with the copy
-        self._began = 0.0
+        self.began = 0.0  # the last save, on the monotonic clock
         self._started = 0  # saves
         self._saves: list[Save] = []  # begun, and not yet returned by `poll`
         self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
@@ -69,20 +61,11 @@ class Writer:
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
         self._warning = ""  # why memory for CUDA is not page-locked
         self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
-        # One thread per save, one at a time. A daemon, so that a process with a stuck disk can end.
-        self._thread = threading.Thread()
+        self._thread = threading.Thread()  # of the last save
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
         return any(not save.ended for save in self._saves)
-
-    def expected_seconds(self, step: int) -> float:
-        """Seconds until a save of `step` would end if it took as long as the last; 0 if saved."""
-        if self.newest == step:
-            return 0.0
-        last, elapsed = self.last_seconds or 0.0, time.monotonic() - self._began
-        return last + (max(0.0, last - elapsed) if self.busy else 0.0)
 
     def resume_from(self, step: int) -> None:
         """Training starts from, or has returned to, the committed checkpoint of `step`."""
@@ -99,15 +82,9 @@ class Writer:
     ) -> None:
         """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
-        After `settle` the state may change; a forward pass may come before.
-
-        Args:
-            step: Names the checkpoint; replaces a committed one of the same step.
-            shard: This rank's boxes.
-            counters: Other numbers that a resume needs (JSON), from rank 0.
-            meta: `reason` (see retention) and other facts (JSON).
-            scores: Values of `policy.measure` by step, from the run's ledger.
-            while_waiting: Called every POLL_SECONDS until the save before this one has ended.
+        After `settle` the state may change; a forward pass may come before. `counters` and `meta`
+        are JSON, from rank 0; `scores`: values of `policy.measure` by step. `while_waiting` is called
+        every POLL_SECONDS until the save before this one has ended.
         """
         called = time.perf_counter()
         self._until_idle(None, while_waiting)
@@ -135,10 +112,10 @@ class Writer:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"
         save.waited_s, save.staged_s = begin - called, time.perf_counter() - begin
-        self._started, self._began, self.newest = self._started + 1, time.monotonic(), step
+        self._started, self.began, self.newest = self._started + 1, time.monotonic(), step
         self._saves.append(save)
-        job = save, scores or Scores(), self._copied, shard.device
-        name = "checkpoint-writer"
+        job, name = (save, scores or Scores(), self._copied, shard.device), "checkpoint-writer"
+        # A daemon, so that a process with a stuck disk can end.
         self._thread = threading.Thread(target=self._write, args=job, name=name, daemon=True)
         self._thread.start()
         if not self.background:
@@ -147,27 +124,25 @@ class Writer:
             save.waited_s += time.perf_counter() - staged
 
     def _copy(self, save: Save, shard: Shard) -> None:
-        """Begin to copy the boxes of a shard into host memory, as the file of a save.
-
-        From CUDA another stream copies them, as they are after all that was launched so far.
-        """
+        """Begin to copy the boxes of a shard into host memory, as the file of a save."""
         header, places, size = shard.layout(self.rank)
-        device = shard.device
+        device, copying = shard.device, contextlib.ExitStack()
         self._allocate(size, device)
-        image = memoryview(self._host.numpy())[:size]
+        image, tensors = memoryview(self._host.numpy())[:size], dict[str, dict[str, Any]]()
         image[: len(header)] = header
-        save.image, save.tensors, self._copied = image, describe(places), None
-
-        if device is not None:  # a CUDA device
+        if device is not None:  # CUDA: another stream copies, after all that was launched so far
             self._stream = self._stream or torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        # `torch.cuda.stream(None)` would ask for the present device.
-        copying = contextlib.nullcontext() if device is None else torch.cuda.stream(self._stream)
+            copying.enter_context(torch.cuda.stream(self._stream))
         with copying:
             for box, at in places:
                 source = box.tensor.detach()
                 target = self._host[at : at + source.nbytes].view(source.dtype).view(source.shape)
                 target.copy_(source, non_blocking=True)
+                about = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.shape), "chunks": []}
+                chunks = tensors.setdefault(box.name, about)["chunks"]
+                chunks.append([at, list(box.offsets), list(source.shape)])
+        save.image, save.tensors, self._copied = image, tensors, None
         if device is not None and self._stream:
             self._copied = self._stream.record_event()
 
@@ -198,10 +173,9 @@ class Writer:
         for save in ended:
             if not save.error:
                 self.committed, self.failures = save.step, 0
-                continue
-            self.failures += 1
-            if save.step == self.newest:
-                self.newest = -1
+            else:
+                self.failures += 1
+                self.newest = -1 if save.step == self.newest else self.newest
         return ended
 
     def wait(
@@ -235,7 +209,18 @@ class Writer:
             if copied is not None:
                 torch.cuda.set_device(device)  # a new thread would make a context on device 0
                 copied.synchronize()
-            content = save.run(self._next_serial())
+            if self.rank == 0:
+                names, present = names_in(self.directory), self._known
+                if not present:
+                    saved = checkpoints_in(self.directory)
+                    present = {c.path: c.content for c in saved if c.content is not None}
+                self._known = {path: known for path, known in present.items() if path.name in names}
+            serials = [known.serial for known in self._known.values()]
+            with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
+                serials += (
+                    [lineage.serial] if (lineage := read_lineage(self.directory.parent)) else []
+                )
+            content = save.run(1 + max(serials, default=0))  # rank 0's number counts
             if content is not None:
                 save.total_bytes = content.bytes
                 # Retention does not need the tensors, of which a large world has many.
@@ -252,20 +237,6 @@ class Writer:
             self.last_seconds = save.write_s + save.staged_s
         save.ended = True
 
-    def _next_serial(self) -> int:
-        """The number of the next commit; only rank 0's counts."""
-        if self.rank == 0:
-            names, present = names_in(self.directory), self._known
-            if not present:
-                saved = checkpoints_in(self.directory)
-                present = {c.path: c.content for c in saved if c.content is not None}
-            self._known = {path: saved for path, saved in present.items() if path.name in names}
-        serials = [saved.serial for saved in self._known.values()]
-        with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
-            if lineage := read_lineage(self.directory.parent):
-                serials.append(lineage.serial)
-        return 1 + max(serials, default=0)
-
     def _clean_up(self, scores: Scores) -> None:
         """Remove leftovers of earlier saves, and the checkpoints that retention does not keep."""
         for name in names_in(self.directory):
@@ -278,13 +249,3 @@ class Writer:
         for path in [path for path, saved in self._known.items() if not why[saved.serial]]:
             discard(path, self.files)
             del self._known[path]
-
-
-def describe(places: list[tuple[Box, int]]) -> dict[str, dict[str, Any]]:
-    """The boxes of a file, as in `Save.tensors`."""
-    tensors: dict[str, dict[str, Any]] = {}
-    for box, at in places:
-        about = {"dtype": TYPE_NAMES[box.tensor.dtype], "shape": list(box.shape)}
-        chunks = tensors.setdefault(box.name, about | {"chunks": []})["chunks"]
-        chunks.append([at, list(box.offsets), list(box.tensor.shape)])
-    return tensors

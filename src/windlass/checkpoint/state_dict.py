@@ -8,7 +8,7 @@ name; their other names are aliases.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from windlass.checkpoint.format import AVERAGE, DTYPES, MODEL, REAL, Checkpoint, Damaged
+from windlass.checkpoint.format import AVERAGE, DTYPES, MODEL, Checkpoint, Damaged
 from windlass.errors import UserError
 from windlass.model.share import (
     cut_of,
@@ -75,8 +75,6 @@ class Shard:
             while name in header:
                 name = f"{box.name}@{','.join(map(str, box.offsets))}"
             dtype, shape = TYPE_NAMES[box.tensor.dtype], list(box.tensor.shape)
-            if dtype in REAL:
-                dtype, shape = REAL[dtype], [*shape, 2]
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
             places.append((box, begin))
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -93,15 +91,8 @@ def shard_of(
     world: int = 1,
     stages: int = 1,
 ) -> Shard:
-    """The part of named tensors that `rank` of `world` writes."""
-    return Shard(divide(tensors, rank, world, stages), dict(aliases or {}))
-
-
-def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1) -> list[Box]:
-    """The boxes that `rank` of `world` writes, so that each element is written by one rank.
-
-    The ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors.
-    """
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank. The ranks
+    of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
     first_rank = rank - rank % (world // stages)
     peers = range(first_rank, first_rank + world // stages)
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
@@ -123,17 +114,14 @@ def divide(tensors: Mapping[str, Tensor], rank: int, world: int, stages: int = 1
                 boxes += [Box(name, part, shape, offsets) for offsets, part in parts]
             elif 0 in shape and rank == ranks[0]:  # type and shape are saved all the same
                 boxes.append(Box(name, local[name], shape, (0,) * len(shape)))
-    return boxes
+    return Shard(boxes, dict(aliases or {}))
 
 
 def divide_rows(
     tensors: Mapping[str, Tensor], index: int, count: int
 ) -> dict[str, tuple[int, int]]:
-    """The rows [first, last) of each tensor that number `index` of `count` ranks writes.
-
-    The tensors, laid end to end, make `count` pieces of equal size. A row belongs to the piece in
-    which it begins, so few tensors are cut. A scalar is one row.
-    """
+    """The rows [first, last) of each tensor that number `index` of `count` ranks writes. The tensors,
+    laid end to end, make pieces of equal size; a row belongs to the piece in which it begins."""
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
     at, result = 0, dict[str, tuple[int, int]]()
@@ -149,10 +137,8 @@ def divide_rows(
 
 
 def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
-    """The ranks of `peers` that hold the same box of a tensor as this rank, in order.
-
-    A mesh may be a part of the peers, which then consist of copies of this mesh.
-    """
+    """The ranks of `peers` that hold the same box of a tensor as this rank, in order. The peers may
+    consist of copies of the tensor's mesh."""
     cut = cut_of(tensor)
     alike = peers[cut.peers.rank :: cut.peers.size] if cut else peers  # neighbours differ in `tp`
     if not is_sharded(tensor):
@@ -184,9 +170,7 @@ def boxes_of(
     tensor: Tensor, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """This rank's rows `first` to `last` of a tensor as boxes: offsets in the whole, and a view.
-
-    Several boxes exist only if tensor parallelism cut the tensor into several ranges.
-    """
+    Several boxes exist only if tensor parallelism cut the tensor into several ranges."""
     local, cut, start = local_part(tensor), cut_of(tensor), first
     if not local.dim():
         yield (), local
@@ -219,13 +203,8 @@ def gather_shard(
     average: Mapping[str, Tensor] = MappingProxyType({}),
     base: Collection[str] = (),
 ) -> Shard:
-    """The part of model, optimizer and averaged weights that this rank writes, as views.
-
-    `base`: the tensors that the checkpoint does not hold, because it refers to their files.
-
-    Every rank calls it; replicas must be equal, and the ranks do not communicate. Under FSDP2 it
-    reshards gathered parameters.
-    """
+    """The part of model, optimizer and averaged weights that this rank writes, as views, without the
+    tensors in `base`. Replicas must be equal, and the ranks do not communicate."""
     tensors, aliases = named_state(model, optimizer)
     tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in base}
@@ -239,10 +218,8 @@ def gather_shard(
 def named_state(
     model: nn.Module, optimizer: Any = None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases.
-
-    UserError if a checkpoint cannot hold one.
-    """
+    """Every tensor of model and optimizer by name (a sharded one as a DTensor), and the aliases;
+    UserError if a checkpoint cannot hold one."""
     tensors, aliases = _model_tensors(model)
     for name, parameter, group in _trained(model, optimizer):
         state = to_tensors(optimizer.state.get(parameter, {}), group, optimizer.defaults)
@@ -253,8 +230,6 @@ def named_state(
             problem = f"a checkpoint cannot hold {name}, of {tensor.dtype}, {tensor.layout}"
             advice = "give it another type; a buffer that is computed may have persistent=False"
             raise UserError(f"{problem}: {advice}")
-        if tensor.is_complex() and tensor.is_conj():
-            tensors[name] = tensor.resolve_conj()
     return tensors, aliases
 
 
@@ -264,17 +239,29 @@ def restore(
     optimizer: Any = None,
     average: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fill a model, in its final wrapping, and its optimizer from a checkpoint, bit for bit.
+    """Fill a model, in its final wrapping, its optimizer and an average from a checkpoint, bit for bit.
 
-    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). The
-    optimizer gets exactly the state in the checkpoint.
-    `average`: averaged weights by parameter, to be filled, too.
-    UserError names all tensors that are missing, left over, or of another shape or type.
+    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). UserError
+    names all tensors that are missing, left over, or of another shape or type.
     """
     targets, aliases = _model_tensors(model)
     if base := checkpoint.manifest.base:
         targets = {name: t for name, t in targets.items() if name not in base.weights}
-    _check_same_model(checkpoint, targets, aliases.keys() | _elsewhere(model, MODEL))
+    saved, problems = set(checkpoint.names(MODEL)), list[str]()
+    for name, tensor in targets.items():
+        short = name.removeprefix(MODEL)
+        if name not in saved | checkpoint.manifest.aliases.keys():
+            problems.append(f"{short} is missing")
+            continue
+        shape, dtype = checkpoint.info(name).shape, checkpoint.dtype(name)
+        if shape != (here := tuple(whole_shape(tensor))):
+            problems.append(f"{short} is {list(shape)} there and {list(here)} here")
+        elif dtype != tensor.dtype and {dtype, tensor.dtype} != {torch.float32, torch.bfloat16}:
+            problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
+    extra = saved - targets.keys() - aliases.keys() - _elsewhere(model, MODEL)
+    problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in sorted(extra)]
+    if problems:
+        raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
     targets |= {AVERAGE + name: tensor for name, tensor in average.items()}
     try:
         for name, tensor in targets.items():
@@ -324,27 +311,6 @@ def _restore_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Any)
         from_tensors(tensors, optimizer.state[parameter], group)
 
 
-def _check_same_model(
-    checkpoint: Checkpoint, targets: Mapping[str, Tensor], others: Set[str]
-) -> None:
-    saved, problems = set(checkpoint.names(MODEL)), list[str]()
-    for name, tensor in targets.items():
-        short = name.removeprefix(MODEL)
-        if name not in saved | checkpoint.manifest.aliases.keys():
-            problems.append(f"{short} is missing")
-        elif (shape := checkpoint.info(name).shape) != (here := tuple(whole_shape(tensor))):
-            problems.append(f"{short} is {list(shape)} there and {list(here)} here")
-        elif (dtype := checkpoint.dtype(name)) != tensor.dtype and {dtype, tensor.dtype} != {
-            torch.float32,
-            torch.bfloat16,
-        }:
-            problems.append(f"{short} is {dtype} there and {tensor.dtype} here")
-    extra = sorted(saved - set(targets) - others)
-    problems += [f"{name.removeprefix(MODEL)} is not in this model" for name in extra]
-    if problems:
-        raise UserError(f"checkpoint {checkpoint.path} is of another model: {_some(problems)}")
-
-
 def _some(items: list[str]) -> str:
     return "; ".join([*items[:6], *([f"and {len(items) - 6} more"] if len(items) > 6 else [])])
 
@@ -376,10 +342,8 @@ def _model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
 
 
 def _trained(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """The parameters that the optimizer trains, in the model's order, each with its group.
-
-    An optimizer of this rank's rows trains these in place of the whole parameters.
-    """
+    """The parameters that the optimizer trains, or this rank's rows of them, in the model's order,
+    each with its group."""
     groups = optimizer.param_groups if optimizer is not None else ()
     group_of = {id(p): group for group in groups for p in group["params"]}
     rows = optimizer.rows if isinstance(optimizer, ShardedOptimizer) else {}

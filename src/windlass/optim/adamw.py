@@ -24,10 +24,8 @@ FP8_DROPPED = 20  # and that float8_e4m3fn lacks
 
 
 def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The place in a whole tensor of each of this rank's rows, and of each column in its row.
-
-    They are int64 on the tensor's device. Further dimensions count as columns.
-    """
+    """The place in a whole tensor of each of this rank's rows, and of each column in its row, as int64
+    on the tensor's device. Further dimensions count as columns."""
     shape, cut = whole_shape(tensor) or torch.Size([1]), cut_of(tensor)
     rows, columns = torch.arange(shape[0]), torch.arange(shape[1:].numel())
     if cut is not None and cut.dim == 0:
@@ -40,9 +38,8 @@ def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
                 mesh = tensor.device_mesh
                 part = rows_of_rank(len(rows), mesh.size(dim), mesh.get_local_rank(dim))
                 rows = rows[part.start : part.stop]
-    device = local_part(tensor).device
-    width = shape[1:].numel()
-    return (rows * width).to(device, non_blocking=True), columns.to(device, non_blocking=True)
+    rows, device = rows * shape[1:].numel(), local_part(tensor).device
+    return rows.to(device, non_blocking=True), columns.to(device, non_blocking=True)
 
 
 def rounding_key(group: dict[str, Any], name: str) -> str:

@@ -25,12 +25,8 @@ from windlass.recipe.units import Horizon
 
 
 class Average:
-    """The average of a model's trained parameters, on each rank of the part that it holds.
-
-    `tensors` has it by parameter, in the parameter's precision, layout and device; with the kind
-    `none` it is empty. Which steps enter is a function of the step alone, except that a step whose
-    update was skipped does not.
-    """
+    """The average of a model's trained parameters, on each rank of the part that it holds, as `tensors`
+    by parameter, in its precision, layout and device; empty with the kind `none`."""
 
     def __init__(
         self, model: nn.Module, settings: AverageSettings, horizon: Horizon, seed: int = 0
@@ -47,10 +43,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
-        """After the update of `step`; `skipped` is 1.0 if the device did not make it.
-
-        The host does not wait for the device, unless the weights are offloaded to the host.
-        """
+        """After the update of `step`; `skipped` is 1.0 if the device did not make it."""
         if step <= self.begin:
             return
         enters = 1 - skipped.to(self.count)
@@ -62,18 +55,16 @@ class Average:
         weight = torch.where(self.count == 0, 1.0, enters * weight)
         self.count.copy_(n)
         averages, parameters = self._pairs()
-        if all(p.dtype == torch.bfloat16 for p in parameters):
-            self._lerp_in_float32(step, weight.float())
+        if not all(p.dtype == torch.bfloat16 for p in parameters):
+            weights = {p.dtype: weight.to(p.dtype) for p in parameters}
+            torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
             return
-        weights = {p.dtype: weight.to(p.dtype) for p in parameters}
-        torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
-
-    def _lerp_in_float32(self, step: int, weight: Tensor) -> None:
-        """Move bf16 averages, which would lose small changes to rounding to the nearest."""
-        for (name, average), p in zip(self.tensors.items(), self.parameters, strict=True):
-            here, new = local_part(average), local_part(p).float()
-            bits = random_bits(f"{self.seed}/average/{name}/{step}", *places(p)).view(here.shape)
-            here.copy_(rounded(here.float().lerp_(new, weight), bits, BF16_DROPPED))
+        weight = weight.float()  # bf16 would lose small changes to rounding to the nearest
+        for name, p, average in zip(self.tensors, self.parameters, averages, strict=True):
+            new = average.float().lerp_(local_part(p).float(), weight)
+            key = f"{self.seed}/average/{name}/{step}"
+            bits = random_bits(key, *places(p)).view(average.shape)
+            average.copy_(rounded(new, bits, BF16_DROPPED))
 
     def begun(self, step: int) -> int:
         """The weights in the average after `step` steps; 0: none. Waits for the device."""
@@ -90,10 +81,7 @@ class Average:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """The model has the averaged weights inside, and the trained ones, bit for bit, after it.
-
-        It needs memory for one more parameter, and no communication.
-        """
+        """The model has the averaged weights inside, and the trained ones, bit for bit, after it."""
         self._swap()
         try:
             yield

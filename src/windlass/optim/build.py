@@ -27,11 +27,8 @@ ELEMENTWISE = {
 
 
 def library_optimizer(settings: OptimSettings, divided: bool = False) -> type[Any] | None:
-    """The class in `torch.optim` or `pytorch_optimizer`; None for ours.
-
-    `divided`: whether ranks divide the parameters. UserError for a bad name or option, a missing
-    package, and an optimizer that a checkpoint cannot hold or that needs whole parameters.
-    """
+    """The class in `torch.optim` or `pytorch_optimizer`; None for ours. `divided`: whether ranks
+    divide the parameters. UserError for whatever cannot be used or resumed."""
     library, _, name = settings.kind.rpartition(".")
     if not library:
         return None
@@ -90,21 +87,17 @@ def unsavable(optimizer: type[Any], settings: OptimSettings) -> str:
 def to_tensors(
     state: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The state of a parameter of `group`; `defaults` are the optimizer's settings.
-
-    A number becomes a scalar of float64 or int64, which optimizers do not use for tensors.
-    """
-    counts = {
-        f"group.{key}": value
-        for key, value in group.items()
-        if state and type(value) is int and key not in defaults
-    }
-    return {
-        key: value
-        if isinstance(value, Tensor)
-        else torch.tensor(value, dtype=torch.int64 if type(value) is int else torch.float64)
-        for key, value in {**state, **counts}.items()
-    }
+    """The state of a parameter of `group`; `defaults` are the optimizer's settings. A number becomes
+    a scalar of float64 or int64, which optimizers do not use for tensors."""
+    tensors = dict(state)
+    for key, value in group.items():
+        if state and type(value) is int and key not in defaults:
+            tensors[f"group.{key}"] = value
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor):
+            dtype = torch.int64 if type(value) is int else torch.float64
+            tensors[key] = torch.tensor(value, dtype=dtype)
+    return tensors
 
 
 def from_tensors(
@@ -131,16 +124,11 @@ def build_optimizer(
     shard_state: bool = False,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a recipe, for a parallelized model; `set_lr` sets its learning rate.
+    """The optimizer of a recipe, for a parallelized and unwrapped model; `set_lr` sets its rate.
 
-    Args:
-        model: Not wrapped (see `unwrap`); for `muon` it has `blocks()`.
-        device_type: Where the training computes (`"cpu"`, `"cuda"`), also if parameters are
-            offloaded.
-        replicas: Ranks that hold equal plain parameters (a mesh of one dimension); with `muon` they
-            share the work.
-        shard_state: Divide the optimizer state among the `replicas` (`shard_optim`).
-        seed: For the rounding of bf16 weights and 8-bit state.
+    `device_type` is where the training computes, also if parameters are offloaded. The `replicas`
+    hold equal plain parameters: with `muon` they share the work, and with `shard_state` divide the
+    optimizer state. `seed`: for the rounding of bf16 weights and 8-bit state.
     """
     ours = "." not in settings.kind
     groups = make_groups(model, settings)
@@ -174,7 +162,9 @@ def build_optimizer(
         )
         start_over(optimizer)
     else:
-        divided = any(is_divided(p) for g in groups for p in g["params"])
+        parameters = [p for g in groups for p in g["params"]]
+        sharded = any(is_sharded(p) and p.device_mesh.size() > 1 for p in parameters)
+        divided = sharded or any(cut_of(p) is not None for p in parameters)
         kind: Any = library_optimizer(settings, divided)
         try:
             optimizer = kind(groups, lr=settings.lr, **settings.options)
@@ -182,11 +172,6 @@ def build_optimizer(
             problem = f"{settings.kind} does not take this model: {error}"
             raise UserError(f"optim.kind: {problem}") from None
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
-
-
-def is_divided(p: Tensor) -> bool:
-    """Whether each rank holds a part of a parameter."""
-    return cut_of(p) is not None or (is_sharded(p) and p.device_mesh.size() > 1)
 
 
 def start_over(optimizer: torch.optim.Optimizer) -> None:
@@ -202,10 +187,8 @@ def start_over(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:
-    """Set every group's learning rate to its peak times `multiplier`, on the host.
-
-    `number`: of the update; with the seed it determines the rounding of bf16 weights.
-    """
+    """Set every group's learning rate to its peak times `multiplier`, on the host. The `number` of the
+    update and the seed determine the rounding of bf16 weights."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * multiplier
         if "number" in group:
@@ -213,19 +196,15 @@ def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0)
 
 
 def set_divisor(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> bool:
-    """Have the next update divide the gradients by a scalar; False if the caller must do it.
-
-    `grad_scale` is torch's name for it. The kernel takes float32, and torch copies it to offloaded
-    parameters without waiting.
-    """
+    """Have the next update divide the gradients by a scalar; False if the caller must do it."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     if divisor is None:
         return True
     able = getattr(optimizer, "_step_supports_amp_scaling", False)
-    if not able or divisor.dtype != torch.float32:
+    if not able or divisor.dtype != torch.float32:  # as the kernel takes it
         return False
     if optimizer.param_groups[0]["params"][0].device != divisor.device:
-        return False
+        return False  # torch would copy it to offloaded parameters without waiting
     optimizer.grad_scale = divisor.detach()  # type: ignore[attr-defined]
     return True
 
@@ -239,9 +218,9 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     """Groups `decay`, `no_decay`; with Muon `muon.decay` (the blocks' matrices), `adamw.decay`, ...
 
     AdamW updates embeddings, positions, the head, biases and norms, which are not linear maps
-    between hidden spaces; Muon's author advises this. He also advises to orthogonalise stacked
-    queries, keys and values separately: the model may have `matrix_parts(name)`, the rows of each
-    matrix stacked in a parameter.
+    between hidden spaces. `matrix_parts(name)` of a model has the rows of each matrix stacked in a
+    parameter, because queries, keys and values are orthogonalised separately. Muon's author advises
+    both.
 
     With muP, `hidden.decay` has the blocks' matrices with AdamW's learning rate / `width_multiple`
     (arXiv 2203.03466, table 8). Its weight decay times this, so that a step shrinks weights equally
@@ -249,18 +228,17 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     2310.17813), because its spectral norm does not depend on it: its groups stay.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    names = {id(p): name for name, p in model.named_parameters()}
-    multiple = width_multiple(model)
-    if settings.kind != "muon":
-        hidden = _matrices(model, parameters) if multiple != 1 else []
-        apart = {id(p) for p in hidden}
-        rest = [p for p in parameters if id(p) not in apart]
-        groups = _split_by_decay(rest, settings, settings.lr, "")
-        slow = _split_by_decay(hidden, settings, settings.lr / multiple, "hidden.")
-        return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
-    matrices = _matrices(model, parameters)
-    inside = {id(p) for p in matrices}
+    multiple, is_muon = width_multiple(model), settings.kind == "muon"
+    # `parallelize` rejects a model without blocks.
+    blocks = (blocks_of(model) or ()) if is_muon or multiple != 1 else ()
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
+    matrices = [p for p in parameters if id(p) in inside]
     rest = [p for p in parameters if id(p) not in inside]
+    if not is_muon:
+        groups = _split_by_decay(rest, settings, settings.lr, "")
+        slow = _split_by_decay(matrices, settings, settings.lr / multiple, "hidden.")
+        return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
+    names = {id(p): name for name, p in model.named_parameters()}
     split = getattr(model, "matrix_parts", lambda name: ())
     groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
     for g in groups:
@@ -270,25 +248,14 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     return [*groups, *({**g, "muon": False} for g in rest_groups)]
 
 
-def _matrices(model: Any, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-    """The blocks' matrices among some parameters; `parallelize` rejects a model without blocks."""
-    blocks = blocks_of(model) or ()
-    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
-    return [p for p in parameters if id(p) in inside]
-
-
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:
     """The tensors and parameters of each group, with its peak learning rate and weight decay."""
-    return [
-        {
-            "name": g["name"],
-            "lr": g["base_lr"],
-            "weight_decay": g["weight_decay"],
-            "tensors": len(g["params"]),
-            "parameters": sum(p.numel() for p in g["params"]),
-        }
-        for g in groups
-    ]
+    counted = []
+    for g in groups:
+        counts = {"tensors": len(g["params"]), "parameters": sum(p.numel() for p in g["params"])}
+        peaks = {"lr": g["base_lr"], "weight_decay": g["weight_decay"]}
+        counted.append({"name": g["name"]} | peaks | counts)
+    return counted
 
 
 def describe_groups(groups: list[dict[str, Any]]) -> str:

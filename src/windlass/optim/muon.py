@@ -4,11 +4,8 @@ Muon replaces the momentum of a matrix by the nearest matrix whose singular valu
 (K. Jordan et al., https://kellerjordan.github.io/posts/muon/; at scale: arXiv 2502.16982), by five
 steps of an odd polynomial, x -> a x + b x^3 + c x^5, on every singular value.
 
-That needs the whole matrix. If matrices are cut, the ranks divide them: each rank receives the
-pieces of its matrices, orthogonalises them and sends the pieces back.
-
-Equal shapes are orthogonalised as one stack: a small matrix takes less time than the start of its
-kernels on a GPU, and threads of a CPU share a stack better than a matrix.
+That needs the whole matrix, so the ranks divide cut matrices. Equal shapes are orthogonalised as
+one stack: a small matrix takes less time than the start of its kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -59,10 +56,8 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
-    """The values of matrices, orthogonalised; equal shapes in one stack.
-
-    The ranks of `tp` gather each matrix that they cut, and each keeps its part of the result.
-    """
+    """The values of matrices, orthogonalised; equal shapes in one stack. The ranks of `tp` gather each
+    matrix that they cut, and each keeps its part of the result."""
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
     for matrix, x in zip(matrices, values, strict=True):
         cut = cut_of(matrix.parameter)
@@ -99,15 +94,10 @@ class MuonAdamW(torch.optim.Optimizer):
     shaped and sharded like its parameter. The momentum of matrices is a running mean, and the
     update looks ahead (Nesterov).
 
-    Args:
-        groups: Each has `params`, `lr`, `weight_decay` (decoupled, times the learning rate), `muon`
-            and perhaps `parts`: for each matrix the rows of the matrices stacked in it. `names` and
-            the `number` of the update determine the rounding of bf16 weights.
-        momentum, betas, eps: as in torch's Muon and AdamW.
-        eight_bit: AdamW's moments are in 8 bits.
-        seed: For the rounding.
-        device_type: Where matrices are orthogonalised.
-        group: Ranks that hold equal plain tensors (DDP) and share the work.
+    A group has `params`, `lr`, `weight_decay` (decoupled, times the learning rate), `muon` and
+    perhaps `parts`: for each matrix the rows of the matrices stacked in it. `seed`, its `names` and
+    the `number` of the update determine the rounding of bf16 weights. Matrices are orthogonalised
+    on `device_type`; the ranks of `group` hold equal plain tensors (DDP) and share the work.
     """
 
     def __init__(
@@ -219,11 +209,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def _sharded(
         self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup
     ) -> list[Tensor]:
-        """Each rank collects its matrices, orthogonalises them and sends the rows back.
-
-        One dimension of the mesh cuts every matrix, by rows; its ranks share the work: matrix i is
-        rank i's, modulo the ranks.
-        """
+        """Each rank collects its matrices, orthogonalises them and sends the rows back. One dimension
+        of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
         out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()

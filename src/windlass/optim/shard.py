@@ -50,11 +50,8 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's rows: it takes their gradients and gathers the updated rows.
-
-    `rows` holds for each parameter the DTensor that the inner optimizer trains, the key of its
-    state.
-    """
+    """An optimizer of this rank's rows: it takes their gradients and gathers the updated rows. `rows`:
+    for each parameter the DTensor that the inner optimizer trains, the key of its state."""
 
     def __init__(
         self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh
@@ -84,24 +81,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner.found_inf = self.found_inf  # type: ignore[attr-defined]
             self.inner.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self.inner.step()
-        for bucket in self.buckets if self.mesh.size() > 1 else ():
-            self._gather(bucket)
+        world = self.mesh.size()
+        # torch 2.13 renamed it.
+        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        for bucket in self.buckets if world > 1 else ():
+            sizes = [len(rows_of_rank(p.shape[0], world, 0)) * p[0].numel() for p in bucket]
+            sent = bucket[0].new_zeros(sum(sizes))
+            for part, p in zip(sent.split(sizes), bucket, strict=True):
+                local = self.rows[p].to_local()
+                part[: local.numel()].copy_(local.reshape(-1))
+            received = sent.new_empty(world, len(sent))
+            gather(received.view(-1), sent, group=self.mesh.get_group())
+            for part, p in zip(received.split(sizes, dim=1), bucket, strict=True):
+                p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # the gap is at the end
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p, rows in self.rows.items():
             p.grad = rows.grad = None
-
-    def _gather(self, bucket: list[nn.Parameter]) -> None:
-        """Gather every rank's rows of some parameters in one collective; the host does not wait."""
-        world = self.mesh.size()
-        sizes = [len(rows_of_rank(p.shape[0], world, 0)) * p[0].numel() for p in bucket]
-        sent = bucket[0].new_zeros(sum(sizes))
-        for part, p in zip(sent.split(sizes), bucket, strict=True):
-            local = self.rows[p].to_local()
-            part[: local.numel()].copy_(local.reshape(-1))
-        received = sent.new_empty(world, len(sent))
-        # torch 2.13 renamed it.
-        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(received.view(-1), sent, group=self.mesh.get_group())
-        for part, p in zip(received.split(sizes, dim=1), bucket, strict=True):
-            p.copy_(part.reshape(-1)[: p.numel()].view(p.shape))  # the gap is at the end

@@ -144,13 +144,8 @@ def train_local_ranks(
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
-        command = [
-            "train",
-            str(path),
-            f"run.dir={typed(str(place))}",
-            *arguments,
-            *["--fresh"] * fresh,
-        ]
+        arguments += [f"run.dir={typed(str(place))}", *["--fresh"] * fresh]
+        command = ["train", str(path), *arguments]
         code = launch_ranks(plan.recipe, command, [world], resuming=plan.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
@@ -168,11 +163,8 @@ def launch_ranks(
     max_restarts: int = 0,
     resuming: bool = False,
 ) -> int:
-    """Run a `windlass` command that trains `recipe` as local ranks; returns the exit code.
-
-    Prepares the data once, before the ranks; `resuming` as in `prepare`. The ranks leave the end of
-    the run to this process.
-    """
+    """Prepare the data of `recipe` and train it by a `windlass` command as local ranks, which leave
+    the end of the run to this process; returns the exit code."""
     # Of a range, only the numbers that the layout divides.
     worlds = [n for n in worlds if n % recipe.parallel.model_ranks == 0] or worlds
     for world in worlds:

@@ -29,11 +29,8 @@ Measuring = Callable[[Any, int], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite with the names of its numbers that are better if lower.
-
-    A plain function is a suite, too: all of its numbers are better if higher, except for names that
-    Windlass knows, such as `loss` and `perplexity`.
-    """
+    """A suite with the names of its numbers that are better if lower. Of a plain function all are
+    better if higher, except for names that Windlass knows, such as `loss` and `perplexity`."""
 
     measure: Measuring
     lower: Sequence[str] = ()
@@ -94,11 +91,8 @@ AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 class Callback:
-    """A user's code in a training: subclass it and override what you need.
-
-    Every rank calls `on_step` and `on_evaluation`, because a sharded model computes on all ranks
-    together. Rank 0 alone calls `on_save`.
-    """
+    """A user's code in a training: subclass it and override what you need. Every rank calls `on_step`
+    and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls `on_save`."""
 
     def on_step(self, event: StepEvent) -> None: ...
 
@@ -115,8 +109,7 @@ class UserCode:
     suites: Mapping[str, Measuring] = field(default_factory=dict)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise UserError if a callback or a suite cannot be used, or `checkpoint.best` has no
-        suite."""
+        """Raise UserError if a callback or suite cannot be used or `checkpoint.best` lacks one."""
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 problem = f"callbacks: {callback!r} is not a windlass.Callback"
@@ -161,13 +154,13 @@ class Callbacks:
 
     def stepped(self, lr: float, batch: StepBatch, result: StepResult) -> None:
         if self.see_steps:
-            with self.user_code():
+            with self._user_code():
                 event = self._event(StepEvent, self.state.step, lr=lr, batch=batch, _result=result)
                 for callback in self.code.callbacks:
                     callback.on_step(event)
 
     def evaluated(self, scores: Mapping[str, Mapping[str, Any]]) -> None:
-        with self.user_code():
+        with self._user_code():
             results = {suite: dict(values) for suite, values in scores.items()}
             event = self._event(EvaluationEvent, self.state.step, results=results)
             for callback in self.code.callbacks:
@@ -195,7 +188,7 @@ class Callbacks:
     def _measure(self, name: str, model: nn.Module) -> dict[str, Any]:
         """Rank 0's scores of a suite, so that all ranks agree on the best checkpoint."""
         suite, arithmetic = self.code.suites[name], autocast(self.recipe, self.ranks.device)
-        with self.user_code(), evaluating(model), torch.no_grad(), arithmetic:
+        with self._user_code(), evaluating(model), torch.no_grad(), arithmetic:
             scores = suite(unwrap(model), self.state.step)
         if not isinstance(scores, Mapping):
             advice = 'return a dictionary of numbers, such as {"score": 0.3}'
@@ -208,11 +201,8 @@ class Callbacks:
         return dict(self.ranks.broadcast_object("own suite", measured))
 
     @contextlib.contextmanager
-    def user_code(self) -> Iterator[None]:
-        """Mark the phase `callback`, because a user's code may take any time.
-
-        A callback may leave the model in another mode than the training's.
-        """
+    def _user_code(self) -> Iterator[None]:
+        """The phase `callback`: a user's code may take any time, and leave the model in any mode."""
         before = self.ranks.status.phase
         self.ranks.mark(self.state.step, "callback")
         with keeping_modes(self.model):

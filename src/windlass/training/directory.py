@@ -1,8 +1,5 @@
-"""The run directory of a start, on its ranks: seen by all hosts, locked, read and written.
-
-Rank 0 alone writes. It writes the lineage (the recipe, and the checkpoint that the present steps
-continue from) before `recipe.toml`, so a kill between the two leaves a run that resumes.
-"""
+"""The run directory of a start, on its ranks: seen by all hosts, locked, read and written. Rank 0
+writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes."""
 
 from __future__ import annotations
 
@@ -45,11 +42,8 @@ LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lo
 
 
 class RunDirectory:
-    """The run directory of this start, locked until the end of `stack`.
-
-    `checkpoint` is the one to start from (None: step 0). `attempt` is the number of this start, and
-    `attempt_name` a name that no other start has.
-    """
+    """The run directory of this start, locked until the end of `stack`: its checkpoint to start from
+    (None: step 0), the number of this start, and a name that no other start has."""
 
     def __init__(
         self, plan: StartPlan, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
@@ -88,32 +82,26 @@ class RunDirectory:
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
     def compare(self, now: Mapping[str, Any]) -> None:
-        """Add a warning for each difference between this start and the start that saved.
-
-        `now`: from `Network.facts`. UserError if the data has changed.
-        """
+        """Add a warning for each difference between the `Network.facts` of this start and of the
+        start that saved. UserError if the data has changed."""
         assert self.checkpoint is not None
-        before, warnings = {**now, **self.checkpoint.meta}, self.warnings
+        before = {**now, **self.checkpoint.meta}
         if before["data"] != now["data"]:
-            raise UserError(
-                f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
-                f"{before['data']}, here {now['data']}): bring the old data back (data.dir), or "
-                f"start over with {argument('fresh')}"
-            )
-        effects = {  # a branch may change the kinds of optimizer and average
-            "optimizer": ("optim.kind", "the saved optimizer state is not used"),
-            "average": ("train.average.kind", "the saved average is not used"),
-            "precision": ("train.precision", "the losses differ"),
-            "compiles": ("train.compile", "the losses differ by rounding"),
-            "micro_batch": (
-                "train.micro_batch",
-                "rounding differs, and dropout (if any) draws other masks",
-            ),
-        }
-        for key, (setting, effect) in effects.items():
+            problem = f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
+            problem += f"{before['data']}, here {now['data']})"
+            advice = f"bring the old data back (data.dir), or start over with {argument('fresh')}"
+            raise UserError(f"{problem}: {advice}")
+        effects = [  # a branch may change the kinds of optimizer and average
+            ("optimizer", "optim.kind", "the saved optimizer state is not used"),
+            ("average", "train.average.kind", "the saved average is not used"),
+            ("precision", "train.precision", "the losses differ"),
+            ("compiles", "train.compile", "the losses differ by rounding"),
+            ("micro_batch", "train.micro_batch", "rounding differs, and dropout draws other masks"),
+        ]
+        for key, setting, effect in effects:
             if (old := before[key]) != now[key]:
                 change = f"{setting} was {typed(old)} and is {typed(now[key])}"
-                warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
+                self.warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
 
     def left_out(self) -> list[tuple[int, int]]:
         """The samples that rewinds to the checkpoint have left out."""
@@ -142,27 +130,25 @@ class RunDirectory:
 
     def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the start of a new run or lineage; every rank calls it."""
-        self.ranks.decide("write", partial(self._begin, save_tokenizer))
 
-    def _begin(self, save_tokenizer: Callable[[Path], None]) -> None:
-        plan, path = self.plan, self.run.path
-        if self.checkpoint is not None:
-            rename_damaged(self.checkpoint, path)
-        goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
-        if not plan.resuming or plan.extends_from or goes_back:
-            write_start(plan, self.checkpoint)
-        save_tokenizer(path)
-        if (path / "tokenizer").is_dir():
-            Files().sync_tree(path / "tokenizer")
-            Files().sync_dir(path)
+        def write() -> None:
+            plan, path = self.plan, self.run.path
+            if self.checkpoint is not None:
+                rename_damaged(self.checkpoint, path)
+            goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
+            if not plan.resuming or plan.extends_from or goes_back:
+                write_start(plan, self.checkpoint)
+            save_tokenizer(path)
+            if (path / "tokenizer").is_dir():
+                Files().sync_tree(path / "tokenizer")
+                Files().sync_dir(path)
+
+        self.ranks.decide("write", write)
 
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
-
-        def write() -> None:
-            path = self.run.path
-            record(path, read_lineage(path) or Lineage(), self.plan.recipe, Files())
-
+        path, recipe = self.run.path, self.plan.recipe
+        write = lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())  # noqa: E731
         self.ranks.decide("settings", write)
 
 
@@ -173,13 +159,15 @@ def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Chec
 
 
 def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
-    """Raise UserError if a host does not see the run directory of rank 0, or its `data`: the
-    directories of all sources.
+    """Raise UserError if a host does not see the run directory of rank 0, or its `data`.
 
     Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's disk, so for data the hosts compare the shards.
+    read-only, or a copy on each host's disk, so the hosts compare the hashes of its files.
     """
-    shards_here = [shards_in(place) for place in data]
+    shards_here = list[list[str]]()
+    for index in map(Index.load, data):
+        shards = [shard.identity for shard in index.shards] if index else []
+        shards_here.append([index.tokenizer.fingerprint, *shards] if index else [])
     places = {"run.dir": run.absolute()}
     if data:
         places["data.dir"] = data[0].parent.absolute()
@@ -190,11 +178,8 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
             if key == "data.dir" and all(shards_here):
                 continue
             parent = next(path for path in (place, *place.parents) if path.is_dir())
-            try:  # a new name, which is in no cache of NFS
-                descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
-            except OSError as error:
-                text = f"{parent} cannot be written ({error.strerror}); give another {key}"
-                raise UserError(text) from None
+            # A new name, which is in no cache of NFS
+            descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
             os.close(descriptor)
         return marks
 
@@ -214,13 +199,6 @@ def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
             seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
             advice = f"put it on a file system that all hosts share ({key}=PATH)"
             raise UserError(f"{key}: {place} {seen}: {advice}")
-
-
-def shards_in(directory: Path) -> list[str]:
-    """The tokenizer and shards of prepared data, by their hashes; empty without data."""
-    index = Index.load(directory)
-    shards = [shard.identity for shard in index.shards] if index else []
-    return [index.tokenizer.fingerprint, *shards] if index else []
 
 
 def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
@@ -254,11 +232,8 @@ def rename_old_run(path: Path) -> None:
 
 
 def acquire_run_lock(run: Path) -> IO[str] | None:
-    """Hold the lock of a run directory until the returned file is closed or this process ends.
-
-    Returns None if the file system lacks locks. Raises UserError, with the holder, after
-    LOCK_WAIT_SECONDS.
-    """
+    """Hold the lock of a run directory until the returned file is closed or this process ends; None
+    if the file system lacks locks. UserError, with the holder, after LOCK_WAIT_SECONDS."""
     try:
         return acquire_lock(run / LOCK, LOCK_WAIT_SECONDS)
     except LockHeld as held:

@@ -29,7 +29,6 @@ class Evaluator:
         self,
         recorder: Recorder,
         suites: Suites,
-        *,
         model: nn.Module,
         average: Average,
         stop: StopSignals,
@@ -42,7 +41,9 @@ class Evaluator:
 
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop; called between the passes of a measurement."""
-        self.recorder.show_progress()
+        self.recorder.beat()
+        status = self.ranks.status
+        self.ranks.mark(status.step, status.phase)  # this rank lives
         return self.stop.requested
 
     @property
@@ -54,16 +55,12 @@ class Evaluator:
         return step in (0, self.horizon.steps) or self.horizon.due(every, step)
 
     def measure(self) -> dict[str, Scores] | None:
-        """Measure and record the suites; None if a stop interrupted it.
-
-        At the last step all validation data is measured, if the recipe says so.
-        """
+        """Measure and record the suites; None if a stop interrupted it."""
         step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            whole = step == self.horizon.steps and measures_all(
-                self.recipe, self.horizon, len(self.suites.val or ())
-            )
+            is_last, samples = step == self.horizon.steps, len(self.suites.val or ())
+            whole = is_last and measures_all(self.recipe, self.horizon, samples)
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.begun(step) else None
@@ -90,25 +87,19 @@ class Evaluator:
         return due and can_sample(self.model, self.suites.tokenizer)
 
     def sample(self) -> bool:
-        """Generate texts from the recipe's prompt, equal on every rank and world size.
-
-        Returns False, and writes nothing, if a stop interrupted it.
-        """
+        """Generate texts from the recipe's prompt, equal on every rank and world size; False, with
+        nothing written, if a stop interrupted it."""
         settings, tokenizer = self.recipe.eval, self.suites.tokenizer
         recorder, step = self.recorder, self.state.step
         prompt = prompt_ids(self.model, tokenizer, settings.prompt)
-        sampling = Sampling(
-            max_tokens=settings.sample_tokens,
-            temperature=0.8,
-            seed=self.recipe.run.seed,
-            stop=stop_tokens(tokenizer, self.suites.template),
-        )
+        ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
+        sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
+        how: dict[str, Any] = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
+        how["autocast"] = partial(autocast, self.recipe, self.ranks.device)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            how = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
-            arithmetic = partial(autocast, self.recipe, self.ranks.device)
             prompts = [prompt] * settings.sample_count
-            texts = generate(self.model, prompts, sampling, self.ranks, autocast=arithmetic, **how)
+            texts = generate(self.model, prompts, sampling, self.ranks, **how)
         for index, ids in enumerate(texts or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import sysconfig
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.open import Data
-from windlass.data.samples import masks_documents
-from windlass.errors import UserError
+from windlass.data.samples import Samples, masks_documents
+from windlass.errors import RunFailed, UserError, first_line
 from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
-from windlass.model.build import build_model, keeping_modes, own_module, set_training, sizes_of
-from windlass.model.documents import takes_documents
+from windlass.model.build import (
+    build_model,
+    evaluating,
+    keeping_modes,
+    own_module,
+    scalar,
+    set_training,
+    sizes_of,
+)
+from windlass.model.documents import Documents, takes_documents
 from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
@@ -30,22 +42,126 @@ from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import parallelize, resolve_precision, unwrap
+from windlass.parallel.parallelize import (
+    autocast,
+    parallelize,
+    resolve_precision,
+    unwrap,
+    varying_shapes,
+)
 from windlass.recipe import Horizon, Recipe
-from windlass.training.checks import check_documents, check_loss_is_a_sum, check_weights, tie_groups
+from windlass.recipe.settings import IGNORE_INDEX
+from windlass.training.nonfinite import ran_out_of_memory
+
+LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
+
+
+def check_weights(
+    network: nn.Module, tied_before: list[list[str]], wanted: torch.dtype, ranks: Ranks
+) -> None:
+    """Check type and ties of the weights that will be trained; RunFailed on every rank."""
+    # With fewer bits a weight would lose small updates, unless the optimizer rounds for it.
+    trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    wrong = [name for name, parameter in trained if parameter.dtype != wanted]
+    problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
+    untied = [" and ".join(names) for names in tied_before if names not in tie_groups(network)]
+    problems += [f"{names} were tied in the model, and no longer are" for names in untied]
+    gathered = dict.fromkeys(chain(*ranks.all_gather_object("startup checks", problems)))
+    if gathered:
+        head = "the start-up checks failed (train.startup_checks):"
+        raise RunFailed("\n".join([head, *gathered]))
+
+
+def tie_groups(model: nn.Module) -> list[list[str]]:
+    """The names of each tied weight."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+
+
+@contextmanager
+def trial(model: nn.Module, recipe: Recipe, device: torch.device) -> Iterator[None]:
+    """The context of a check's pass, whose shapes must not reach the training's graphs."""
+    with torch.no_grad(), evaluating(model), varying_shapes(), autocast(recipe, device):
+        yield
+
+
+def check_loss_is_a_sum(model: nn.Module, samples: Samples, ranks: Ranks, recipe: Recipe) -> None:
+    """Raise UserError if a user's module does not return the sum of the loss over unmasked labels.
+
+    The loss of two samples equals the loss of one sample, plus the losses of both halves of the
+    labels of the other; a mean over tokens or over samples does not.
+    """
+    chosen = np.arange(min(2, len(samples)))
+    for start in range(0, min(MOST_READ, len(samples)), LOOKED_AT):  # the first that have labels
+        indices = np.arange(start, min(start + LOOKED_AT, len(samples)))
+        counts = (np.asarray(samples.read(indices)[1]) != IGNORE_INDEX).sum(1)
+        if counts.any():
+            chosen = indices[np.argsort(counts)[-2:]]
+            break
+    # A single sample twice; the second has the most labels.
+    two = (np.array(part, dtype=np.int64) for part in samples.read(chosen[[0, -1]])[:2])
+    tokens, labels = (torch.from_numpy(part).to(ranks.device) for part in two)  # [2, T]
+    order = (labels[1:] != IGNORE_INDEX).cumsum(1)  # numbers the labels of the second sample
+    first = order <= order[:, -1:] // 2
+    halves = [labels[1:].where(half, IGNORE_INDEX) for half in (first, ~first)]
+    passes = [(tokens, labels), (tokens[:1], labels[:1]), *((tokens[1:], half) for half in halves)]
+    try:
+        with trial(model, recipe, ranks.device):
+            whole, *parts = [float(scalar(unwrap(model)(*given))) for given in passes]
+    except UserError:
+        raise
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
+        raise UserError(
+            "forward(tokens, labels) of your model failed on two samples: "
+            f"{type(error).__name__}: {first_line(error)}. It takes tokens and labels, int64 "
+            "[B, T], and returns a scalar, the loss summed over labels that are not -100"
+        ) from error
+    # A part that is NaN is wrong, too: a mean over no labels.
+    wrong = math.isfinite(whole) and not abs(sum(parts) - whole) <= 0.3 * abs(whole)
+    if any(ranks.all_gather_object("sum of the loss", wrong)):
+        raise UserError(
+            f"your model's forward(tokens, labels) returns no sum: {whole:.4g} for two samples, "
+            f"{parts[0]:.4g} for the first, {parts[1]:.4g} and {parts[2]:.4g} for the halves of "
+            "the labels of the second. Return the loss summed over labels that are not -100 "
+            '(reduction="sum"); train.startup_checks=false skips this check'
+        )
+
+
+def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+    """Raise UserError unless a document's loss is independent of the document before it in a row;
+    all ranks call it."""
+    network, problem = unwrap(model), ""
+    places = torch.arange(8, device=ranks.device).unsqueeze(0)
+    second, losses = places >= 4, list[Tensor]()
+    documents = Documents((torch.arange(8) >= 4).long().unsqueeze(0), places % 4)
+    try:
+        for first in (places, places + 1) if takes_documents(network) else ():
+            tokens = torch.where(second, places, first)
+            labels = torch.where(second, places, IGNORE_INDEX)
+            with trial(model, recipe, ranks.device):
+                losses.append(network(tokens, labels, documents=documents))
+    except TypeError as error:
+        problem = f"the model takes no positions ({first_line(error)})"
+    if not problem and not losses:
+        problem = "your model's forward takes no `documents`"
+    elif not problem and not torch.equal(*losses):
+        problem = "the model's attention does not keep the documents of a row apart"
+    if problem:
+        key, advice = "data.document_mask", "write data.document_mask=false for whole rows"
+        if recipe.data.packing == "best-fit":
+            key, advice = (
+                'data.packing = "best-fit"',
+                'leave it out, or write "documents" for texts',
+            )
+        raise UserError(f"{key}: {problem}: {advice}")
 
 
 class Network:
-    """The model of a training: the recipe's, without values for its weights, or the user's.
-
-    Attributes:
-        own: Whether the module is the user's.
-        sizes, groups: Its parameters, counted, and by group of the optimizer.
-        origin: For `environment.json`: the user's class, or the files of `transformers`.
-        flops_per_token: Forward and backward; None: unknown.
-        precision, compiled: `train.precision` and `train.compile`, with `auto` resolved.
-        warnings: For the start.
-    """
+    """The model of a training: the recipe's, without values for its weights, or the user's."""
 
     def __init__(
         self,
@@ -54,14 +170,12 @@ class Network:
         data: Data,
         horizon: Horizon,
         stack: ExitStack,
-        *,
         module: nn.Module | None,
         run: Path | None,
     ):
         """Raises UserError if the model cannot be saved, or lacks a row for some token.
 
-        `module`: the user's; `run`: a run that may hold the configuration of a model of
-        `transformers`.
+        `module`: the user's. `run`: may hold the configuration of a model of `transformers`.
         """
         self.recipe, self.ranks, self.own = recipe, ranks, module is not None
         if module is not None:
@@ -75,19 +189,34 @@ class Network:
             if recipe.model.kernels == "liger":
                 use_liger(model, ranks.device, stack)
         named_state(model)  # raises for a tensor that a checkpoint cannot hold
-        if data.vocab > (rows := embedding_rows(model, data.vocab)):
+        tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+        rows = int(getattr(model, "vocab", tables[0] if len(tables) == 1 else data.vocab))
+        if data.vocab > rows:
             problem = f"{rows:,} token embeddings for {data.vocab:,} tokens of the data"
             raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.groups = count_groups(make_groups(model, recipe.optim))
-        self.origin = describe_origin(model, self.own)
+        self.origin = dict[str, Any]()  # for `environment.json`
+        if self.own:
+            wrapped = isinstance(model, HfModel)
+            name = type(model.model if wrapped else model).__name__
+            self.origin = {"own_model": name, "wrapped": wrapped}
+        elif isinstance(model, HfModel):
+            self.origin = {"model": hf_files.describe_origin(model)}
+        # Forward and backward; None: unknown
         self.flops_per_token = None if self.own else count_flops(recipe, self.sizes, data)
+        # `train.precision` and `train.compile`, with `auto` resolved
         self.precision = resolve_precision(recipe.train.precision, ranks.device)
-        check_master(recipe, self.precision)
+        if recipe.train.master == "bf16" and self.precision != "bf16":
+            problem = f"needs bf16 arithmetic, and it is {self.precision} on this device"
+            advice = 'write train.precision="bf16", or train.master="fp32"'
+            raise UserError(f'train.master = "bf16" {problem}: {advice}')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
             self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
-            if self.compiled and (missing := self._missing_tools()):
+        if self.compiled and recipe.train.compile == "auto":
+            device, capability = ranks.device, torch.cuda.get_device_capability
+            if missing := ranks.decide("compile", lambda: missing_tools(capability(device))):
                 self.compiled = False
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
@@ -104,20 +233,21 @@ class Network:
             "average": self.recipe.train.average.kind,
         }
 
-    def _missing_tools(self) -> str:
-        capability = torch.cuda.get_device_capability
-        return self.ranks.decide("compile", lambda: missing_tools(capability(self.ranks.device)))
-
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they
-        come `from_checkpoint`.
-
-        Raises UserError or RunFailed for mistakes that would stay silent.
-        """
+        come `from_checkpoint`."""
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
         ties, fp64 = tie_groups(self.model), self.precision == "fp64"
         master = torch.bfloat16 if recipe.train.master == "bf16" else torch.float32
-        set_objective(self.model, recipe)
+        objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
+        modules = list(self.model.modules())
+        owners = [m for m in modules if isinstance(getattr(m, "objective", None), Objective)]
+        for owner in owners:
+            owner.objective = objective  # type: ignore[assignment]
+        if any(objective) and not owners:
+            key = "train.z_loss" if objective.z else "train.label_smoothing"
+            problem = "your own module computes its loss itself"
+            raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
         model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
         network = unwrap(model)
         if recipe.train.startup_checks:
@@ -138,21 +268,6 @@ class Network:
         return model
 
 
-def check_master(recipe: Recipe, precision: str) -> None:
-    """UserError if the weights are bf16 and the arithmetic is not."""
-    if recipe.train.master == "bf16" and precision != "bf16":
-        raise UserError(
-            f'train.master = "bf16" needs bf16 arithmetic, and it is {precision} on this device: '
-            'write train.precision="bf16", or train.master="fp32"'
-        )
-
-
-def embedding_rows(model: nn.Module, default: int) -> int:
-    """The vocabulary of a model: its `vocab`, or the rows of its only embedding; else `default`."""
-    tables = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return int(getattr(model, "vocab", tables[0] if len(tables) == 1 else default))
-
-
 def missing_tools(capability: tuple[int, int]) -> str:
     """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
     if capability < (7, 0):
@@ -166,30 +281,9 @@ def missing_tools(capability: tuple[int, int]) -> str:
     return ""
 
 
-def set_objective(model: nn.Module, recipe: Recipe) -> None:
-    """Give the objective to the module that computes the loss; UserError if it is the user's."""
-    objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
-    owners = [m for m in model.modules() if isinstance(getattr(m, "objective", None), Objective)]
-    for owner in owners:
-        owner.objective = objective  # type: ignore[assignment]
-    if any(objective) and not owners:
-        key = "train.z_loss" if objective.z else "train.label_smoothing"
-        problem = "your own module computes its loss itself"
-        raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
-
-
 def count_flops(recipe: Recipe, sizes: CountedSizes, data: Data) -> float:
     """FLOPs of a token, forward and backward: 6N and attention, without frozen gradients."""
     if recipe.model.kind == "hf" or recipe.model.freeze:
         return sizes.flops_per_token()
     attended = getattr(data.train, "attended", None) if masks_documents(data.train) else None
     return flops_per_token(recipe.model, sizes.vocab, attended)
-
-
-def describe_origin(model: nn.Module, own: bool) -> dict[str, Any]:
-    """The model's origin for `environment.json`: a user's class, or files of `transformers`."""
-    if own:
-        wrapped = isinstance(model, HfModel)
-        name = type(model.model if wrapped else model).__name__
-        return {"own_model": name, "wrapped": wrapped}
-    return {"model": hf_files.describe_origin(model)} if isinstance(model, HfModel) else {}

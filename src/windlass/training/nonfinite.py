@@ -1,10 +1,6 @@
-"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies.
-
-On a CPU the host looks at every step before its update. On CUDA that would make the host wait, so
-the device skips the update itself (`found_inf` of torch's fused optimizers) and counts bad steps.
-The host reads the counts when it logs or saves. With the policy `stop` the device makes no update
-between a bad step and that moment. Every rank sees the same numbers, so all ranks decide alike.
-"""
+"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies. A CPU
+looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's fused
+optimizers) and counts bad steps; the host reads the counts when it logs or saves."""
 
 from __future__ import annotations
 
@@ -42,17 +38,14 @@ class Counts(NamedTuple):
 
 def decide_nonfinite(
     counts: Counts,
-    bad_ranks: list[int],
+    bad_ranks: list[int],  # whose loss is not finite
     step: int,
     grad_norm: float,
     settings: TrainSettings,
     fp16: bool,
 ) -> tuple[str, str]:
     """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
-
-    `bad_ranks` had a loss that is not finite. In fp16 an overflow of the gradient alone is an
-    ordinary event, which halves the loss scale and skips the step under every policy.
-    """
+    In fp16 an overflow of the gradient alone halves the loss scale and skips the step."""
     problem = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
         problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
@@ -76,12 +69,10 @@ def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
 def check_is_deferred(
     device: torch.device, optimizer: torch.optim.Optimizer, offload: bool
 ) -> bool:
-    """Whether the device decides about the update, and the host looks later.
-
-    Not with offloaded parameters: torch copies `found_inf` to their optimizer on the CPU without
-    waiting (`torch/optim/adamw.py`), so the update could read the flag too early.
-    """
+    """Whether the device decides about the update, and the host looks later."""
     able = getattr(optimizer, "_step_supports_amp_scaling", False)
+    # torch copies `found_inf` to offloaded parameters without waiting (`torch/optim/adamw.py`), so
+    # their update could read the flag too early.
     return device.type == "cuda" and not offload and able
 
 
@@ -105,15 +96,11 @@ class BadSteps:
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
     def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> tuple[Tensor, float | None]:
-        """Look at a step before its update.
+        """Look at a step before its update: 1.0, on the device, if the update must be skipped; and
+        the global loss if it is a spike, which makes the host wait (`train.on_spike`).
 
-        Returns, on the device, 1.0 if the update must be skipped; and the global loss if it is a
-        spike, which makes the host wait unless `train.on_spike` is `ignore`.
-
-        Args:
-            loss: This rank's. It may be infinite with a finite gradient.
-            grad_norm, zero: Equal on all ranks, which must act alike. NaN in place of zero: the
-                loss of some rank is not finite.
+        `loss` is this rank's, and may be infinite with a finite gradient. `grad_norm` and `zero`
+        are equal on all ranks, which must act alike; `zero` is NaN if a rank's loss is not finite.
         """
         bad, self._grad_norm = (grad_norm * 0 + zero != 0).float(), grad_norm.detach()
         if self.deferred or bool(bad):
@@ -147,11 +134,8 @@ class BadSteps:
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
     def decide(self, spike: float | None, look: bool) -> str:
-        """Act on bad steps by the policies; returns why the run must rewind, or "".
-
-        All ranks call it after a step; `look`: whether to read the counts of non-finite steps.
-        Raises RunFailed if a policy ends the run.
-        """
+        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call
+        it after a step; `look`: whether to read the counts of non-finite steps."""
         state, settings, action, reason = self.state, self.settings, "", ""
         counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)
         state.skips_in_a_row = counts.in_a_row
@@ -161,10 +145,9 @@ class BadSteps:
             norm, fp16 = float(self._grad_norm), self.scaler.enabled
             action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
             if action == "skip":
-                more = {"in_a_row": counts.in_a_row, "loss_scale": self.scaler.scale}
-                self._skipped(
-                    "skipped", reason, counts.bad, counts.longest, count=counts.bad, **more
-                )
+                more: dict[str, Any] = {"count": counts.bad, "in_a_row": counts.in_a_row}
+                more["loss_scale"] = self.scaler.scale
+                self._skipped("skipped", reason, counts.bad, counts.longest, **more)
         if spike is not None and action in ("", "skip"):
             action, sigmas = settings.on_spike, f"{settings.spike_sigmas:g} standard deviations"
             text = f"the loss {spike:.4f} is a spike of more than {sigmas}"
@@ -180,10 +163,9 @@ class BadSteps:
         self.recorder.emit(event, reason=reason, **fields)
         self.state.updates_skipped += updates
         if longest >= self.settings.max_skips:
-            raise RunFailed(
-                f"{longest} updates in a row were skipped, the last because of: {reason}; lower "
-                "optim.lr, use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
-            )
+            problem = f"{longest} updates in a row were skipped, the last because of: {reason}"
+            advice = "use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
+            raise RunFailed(f"{problem}; lower optim.lr, {advice}")
 
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
@@ -196,11 +178,8 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 
 def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step: int) -> RunFailed:
-    """The error after memory ran out in a step.
-
-    OutOfMemory if the next start has a smaller micro-batch. RunFailed with advice if the user chose
-    `train.micro_batch`, or the micro-batch is one sequence.
-    """
+    """The error after memory ran out in a step: OutOfMemory if the next start has a smaller
+    micro-batch, else RunFailed with advice."""
     sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
     phase, size = ranks.status.phase, f"micro-batches of {batch.micro_batch} sequences"
     problem = f"memory ran out in step {step} ({phase}), with {size} on each rank"
@@ -211,11 +190,7 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(run.path / SMALLER, json.dumps(smaller))
         return OutOfMemory(f"{problem}: the next start has micro-batches of {sizes[-1]}")
-    advice = list[str]()
-    if sizes:
-        advice.append(
-            f"train.micro_batch={sizes[-1]} (equal results, except for rounding and dropout)"
-        )
+    advice = [f"train.micro_batch={size}" for size in sizes[-1:]]
     if recipe.parallel.activation_checkpointing != "full" and phase != "optimizer":
         advice.append("parallel.activation_checkpointing=full")
     remedy = f"write {' or '.join(advice)}" if advice else "use a device with more"
@@ -223,10 +198,8 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
 
 
 def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
-    """The micro-batch recorded after memory ran out with this world size; else 0.
-
-    `starts`: else the micro-batch of the last start, if it had this world size.
-    """
+    """The micro-batch recorded after memory ran out with this world size, or with `starts` the last
+    start's, if it had this world size; else 0."""
     lines = [event for event in run.events if starts and event["event"] in STARTS]
     for recorded in (read_json(run.path / SMALLER), *lines[-1:]):
         if recorded.get("world") == world:

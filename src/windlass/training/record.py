@@ -1,7 +1,5 @@
-"""The reports of a training, to the ledger, the terminal and the trackers.
-
-Every rank calls each method at the same step; rank 0 writes.
-"""
+"""The reports of a training, to the ledger, the terminal and the trackers: every rank calls each
+method at the same step; rank 0 writes."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import psutil
 import torch
 
 from windlass.checkpoint.commit import Save
+from windlass.errors import plural
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
@@ -23,14 +22,7 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
 from windlass.telemetry.profile import StepProfile, record_memory
-from windlass.telemetry.timing import (
-    Goodput,
-    StepTimer,
-    averages,
-    device_hours,
-    mfu,
-    wall_time,
-)
+from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.state import StepResult, TrainState
 
@@ -49,7 +41,6 @@ class Recorder:
         horizon: Horizon,
         console: Console,
         stack: ExitStack,
-        *,
         attempt: int,
         precision: str,
         flops_per_token: float | None,
@@ -63,7 +54,6 @@ class Recorder:
         self.peak_flops = peak_flops(self.device_name, precision, tf32=recipe.train.tf32)
         self.goodput = Goodput()
         self.timer = StepTimer(ranks.device, self.goodput)
-        self.process = psutil.Process()
         self.started_up = False  # whether this start has done a step
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line.
@@ -73,37 +63,22 @@ class Recorder:
         seconds = self.goodput.seconds
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        self.sampler = DeviceSampler(
-            run.devices_dir,
-            rank=ranks.rank,
-            world=ranks.world,
-            device=ranks.device,
-            every=settings.sample_seconds,
-            attempt=attempt,
-            phases=seconds,
-        )
+        device, every = ranks.device, settings.sample_seconds
+        place: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "device": device}
+        place |= {"attempt": attempt, "phases": seconds}
+        self.sampler = DeviceSampler(run.devices_dir, every=every, **place)
         stack.callback(self.sampler.stop)
         names = settings.trackers if ranks.main else []
         self.trackers = Trackers(run.path, names, settings.flush_seconds)
         stack.callback(self.trackers.close)
-        self.profile = StepProfile(
-            settings.profile, run.path, ranks.rank, ranks.device, horizon.steps
-        )
+        self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)
         if settings.memory_snapshot and on_gpu:
             record_memory()
 
-    def emit(
-        self,
-        event: str,
-        text: str = "",
-        *,
-        step: int | None = None,
-        warning: bool = False,
-        **fields: Any,
-    ) -> None:
-        """Write an `event` line at `step` (default: the present one), and show `text`, if any."""
-        step = self.state.step if step is None else step
+    def emit(self, event: str, text: str = "", *, warning: bool = False, **fields: Any) -> None:
+        """Write an `event` line at the present step, or at `step`, and show `text`, if any."""
+        step = fields.pop("step", self.state.step)
         self.ledger.write("event", step, event=event, **fields)
         if text and warning:
             self.console.warning(text)
@@ -118,14 +93,9 @@ class Recorder:
             self.emit("save_failed", text, step=step, warning=True, reason=save.error)
         elif self.ranks.main:
             self.ledger.sync()  # as durable as the checkpoint, up to its step
-            self.emit(
-                "checkpoint",
-                step=step,
-                path=f"checkpoints/{save.path.name}",
-                bytes=save.total_bytes,
-                write_s=round(save.write_s, 4),
-                blocked_s=round(save.staged_s + save.waited_s, 4),
-            )
+            event: dict[str, Any] = {"step": step, "path": f"checkpoints/{save.path.name}"}
+            event |= {"bytes": save.total_bytes, "write_s": round(save.write_s, 4)}
+            self.emit("checkpoint", blocked_s=round(save.staged_s + save.waited_s, 4), **event)
             self.console.saved(save.path, save.write_s, step)
             if save.warning:
                 self.console.warning(save.warning)
@@ -145,10 +115,7 @@ class Recorder:
         self.evaluations.append(line)
 
     def rewound(self, reason: str, first: int, stop: int) -> None:
-        """Begin a new attempt, whose lines replace the lines of repeated steps.
-
-        The rewind leaves out samples `first` to `stop`.
-        """
+        """Begin a new attempt, whose lines replace the lines of repeated steps."""
         step = self.state.step
         self.evaluations = [line for line in self.evaluations if line["step"] <= step]
         self.ledger.attempt += 1
@@ -165,9 +132,8 @@ class Recorder:
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
         if measures:
-            self.ledger.write(
-                "log", self.state.step, **{f"log.{n}": v for n, v in measures.items()}
-            )
+            named = {f"log.{name}": value for name, value in measures.items()}
+            self.ledger.write("log", self.state.step, **named)
 
     @property
     def scores(self) -> Scores:
@@ -182,15 +148,17 @@ class Recorder:
 
     def finished(self, early: bool) -> None:
         """The end of the run; `early`: by `train.early_stop`."""
-        measure, scores = self.recipe.checkpoint.best, self.scores
         text, fields = "finished", dict[str, Any]()
         if early:
-            count, since = without_improvement(self.evaluations, measure), "there was none"
+            measure, scores = self.recipe.checkpoint.best, self.scores
+            count = without_improvement(self.evaluations, measure)
+            reason = f"{plural(count, 'evaluation')} without a better {measure}"
             if scores.best is not None:
-                since = f"the best was {scores.best:.4f} at step {scores.best_step:,}"
-            without = f"{count} evaluation{'s' * (count > 1)} without a better {measure}"
-            fields = {"early_stop": count, "reason": f"{without}; {since}"}
-            text = f"finished early, after {fields['reason']}"
+                reason += f"; the best was {scores.best:.4f} at step {scores.best_step:,}"
+            text, fields = (
+                f"finished early, after {reason}",
+                {"early_stop": count, "reason": reason},
+            )
         self.emit("finished", f"{text}: {self.run.path}", **fields)
 
     @property
@@ -203,25 +171,21 @@ class Recorder:
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
-            self.first_step()
+            self.started_up = True
+            self.console.done()
+            if self.ranks.device.type == "cuda":
+                torch.cuda.synchronize(self.ranks.device)
+            self.goodput.enter("train")
+            seconds = self.goodput.seconds()
+            startup, whole = seconds["startup"], sum(seconds.values())
+            first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+            parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+            text = f"first step done {whole:.1f} s after the start: {parts}"
+            self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
         if self.profile.ends(self.state.step):
             with self.outside("save"):
                 text, files = self.profile.write()
             self.emit("profile", text, files=files, warning=not files)
-
-    def first_step(self) -> None:
-        """Report the time from the start of the process to the end of the first step."""
-        self.started_up = True
-        self.console.done()
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        self.goodput.enter("train")
-        seconds = self.goodput.seconds()
-        startup, whole = seconds["startup"], sum(seconds.values())
-        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
-        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
-        text = f"first step done {whole:.1f} s after the start: {parts}"
-        self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def train(
         self,
@@ -231,10 +195,7 @@ class Recorder:
         loss_scale: torch.Tensor | None,
         sources: Mapping[str, float],
     ) -> None:
-        """A `train` line: the loss of this step over all ranks, and speeds since the last line.
-
-        `sources`: the fields of a mixture.
-        """
+        """A `train` line: the loss of this step over all ranks, and speeds since the last line."""
         state, world, flops = self.state, self.ranks.world, self.flops_per_token
         times = self.timer.read()  # waits for the device
         now = (state.step, state.samples, state.tokens, self.padded_tokens)
@@ -242,32 +203,27 @@ class Recorder:
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
-        line = self.ledger.write(
-            "train",
-            state.step,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            tokens=state.tokens,
-            samples=state.samples,
-            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epoch=self.epoch,
-            **times,
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_device=tokens_per_s / world,
-            padded_tokens_per_s=padded_per_s if padded_per_s != tokens_per_s else None,
-            samples_per_s=samples_per_s,
-            samples_per_s_per_device=samples_per_s / world,
-            steps_per_s=1 / seconds,
-            mfu=mfu(tokens_per_s, flops, self.peak_flops, world) if flops else None,
-            loss_scale=None if loss_scale is None else float(loss_scale),
-            **sources,
-        )
+        line: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
+        line |= self.totals() | {"epoch": self.epoch} | times
+        line |= {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / world}
+        line |= {"padded_tokens_per_s": padded_per_s} if padded_per_s != tokens_per_s else {}
+        line |= {"samples_per_s": samples_per_s, "samples_per_s_per_device": samples_per_s / world}
+        line |= {"steps_per_s": 1 / seconds}
+        line |= {"mfu": mfu(tokens_per_s, flops, self.peak_flops, world)} if flops else {}
+        line |= {} if loss_scale is None else {"loss_scale": float(loss_scale)}
+        line = self.ledger.write("train", state.step, **line, **sources)
         if self.ranks.device.type == "cuda":
-            memory = {"gpu_mem_mb": torch.cuda.memory_allocated(self.ranks.device) / 1e6}
+            line["gpu_mem_mb"] = torch.cuda.memory_allocated(self.ranks.device) / 1e6
         else:
-            memory = {"rss_mb": self.process.memory_info().rss / 1e6}
-        self.console.step(line | memory)
+            line["rss_mb"] = psutil.Process().memory_info().rss / 1e6
+        self.console.step(line)
+
+    def totals(self) -> dict[str, int]:
+        """The counts of tokens and samples so far."""
+        state = self.state
+        totals = {"tokens": state.tokens, "samples": state.samples}
+        masked = state.label_tokens != state.tokens
+        return totals | ({"label_tokens": state.label_tokens} if masked else {})
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
@@ -282,12 +238,6 @@ class Recorder:
             self._next_beat = now + HEARTBEAT_SECONDS
             with contextlib.suppress(OSError):
                 self.run.heartbeat_path.touch()
-
-    def show_progress(self) -> None:
-        """Show that this rank lives, in a work between two steps."""
-        self.beat()
-        status = self.ranks.status
-        self.ranks.mark(status.step, status.phase)
 
     def poll(self) -> None:
         """Show messages of trackers, and of a ledger or sampler that cannot write."""
@@ -312,32 +262,17 @@ class Recorder:
         start, seconds, scores = last_start(lines), wall_time(raw), scores_by_step(lines, measure)
         trained = [x["loss"] for x in lines if x["kind"] == "train"]
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
-        means = averages(lines)
-        means |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
-        self.ledger.write(
-            "summary",
-            state.step,
-            steps=self.horizon.steps,
-            tokens=state.tokens,
-            samples=state.samples,
-            label_tokens=state.label_tokens if state.label_tokens != state.tokens else None,
-            epochs=self.epoch,
-            steps_per_epoch=state.step * self.horizon.samples_per_epoch / state.samples or None,
-            final_loss=(trained or [None])[-1],
-            final_eval_loss=(losses or [None])[-1],
-            best_eval_loss=scores_by_step(lines, LOSS).best,
-            best_measure=measure,
-            best_step=scores.best_step,
-            best_score=scores.best,
-            runtime_s=seconds["total"],
-            samples_per_s_whole_run=state.samples / (seconds["total"] - seconds["startup"]),
-            wall_time=seconds,
-            device_hours=device_hours(raw),
-            world=self.ranks.world,
-            parameters=start["parameters"],
-            trained=start["trained"],
-            updates_skipped=state.updates_skipped,
-            attempts=self.ledger.attempt + 1,
-            **means,
-            **summarise_devices(self.run),
-        )
+        per_epoch = state.step * self.horizon.samples_per_epoch / state.samples or None
+        whole_run = state.samples / (seconds["total"] - seconds["startup"])
+        line: dict[str, Any] = {"steps": self.horizon.steps, **self.totals(), "epochs": self.epoch}
+        line |= {"steps_per_epoch": per_epoch, "final_loss": (trained or [None])[-1]}
+        line |= {"final_eval_loss": (losses or [None])[-1]}
+        line |= {"best_eval_loss": scores_by_step(lines, LOSS).best, "best_measure": measure}
+        line |= {"best_step": scores.best_step, "best_score": scores.best}
+        line |= {"runtime_s": seconds["total"], "samples_per_s_whole_run": whole_run}
+        line |= {"wall_time": seconds, "device_hours": device_hours(raw), "world": self.ranks.world}
+        line |= {"parameters": start["parameters"], "trained": start["trained"]}
+        line |= {"updates_skipped": state.updates_skipped, "attempts": self.ledger.attempt + 1}
+        line |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
+        line |= averages(lines) | summarise_devices(self.run)
+        self.ledger.write("summary", state.step, **line)

@@ -6,9 +6,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
-
 from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
@@ -37,24 +34,20 @@ class Saver(Writer):
         recorder: Recorder,
         callbacks: Callbacks,
         directory: RunDirectory,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
         losses: LossSum,
         scaler: LossScaler,
         average: Average,
-        trained: int,
         meta: dict[str, Any],
+        trained: int,
         own: bool,
     ):
         """Prepare to save; the state that is saved stays in the objects given here.
 
-        Args:
-            trained: The number of trained parameters.
-            meta: Facts in every checkpoint, beside its reason.
-            own: Whether the module is the user's, whose forward pass may change weights.
+        `meta`: facts in every checkpoint, beside its reason. `trained`: parameters. `own`: the
+        module is the user's, whose forward pass may change weights.
         """
         plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
+        self.model, self.optimizer = callbacks.model, callbacks.optimizer
         start = directory.checkpoint  # the weights come from it
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
@@ -66,11 +59,12 @@ class Saver(Writer):
             attempt=directory.attempt_name,
             policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
             background=plan.recipe.checkpoint.background,
-            base=None if own else base_of(unwrap(model), plan.recipe, plan.run.path, start, ranks),
+            base=None
+            if own
+            else base_of(unwrap(self.model), plan.recipe, plan.run.path, start, ranks),
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
-        self.recipe, self.ranks = plan.recipe, ranks
-        self.model, self.optimizer, self.losses, self.scaler = model, optimizer, losses, scaler
+        self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
         self.average, self.trained, self.meta, self.own = average, trained, meta, own
         if start is not None:
             self.resume_from(self.state.step)
@@ -86,25 +80,19 @@ class Saver(Writer):
         """Rank 0's warning if the disk is too full for the run's checkpoints; else empty."""
         if not self.ranks.main:
             return ""
-        # The ranks write about as much as each other.
-        size, recorder = self.shard().nbytes * self.world, self.recorder
+        size = self.shard().nbytes * self.world  # the ranks write about as much as each other
         # torch's optimizers lack their state before the first step.
         size += 0 if self.optimizer.state else 8 * self.trained
-        present = len(list(self.directory.glob("step-????????")))
-        count = checkpoints_to_come(self.recipe, recorder.horizon, self.state.step, present)
-        return shortage(recorder.run.path, count * size, "the run") if count else ""
+        present, horizon = len(list(self.directory.glob("step-????????"))), self.recorder.horizon
+        count = checkpoints_to_come(self.recipe, horizon, self.state.step, present)
+        return shortage(self.directory.parent, count * size, "the run") if count else ""
 
     def shard(self, average: bool = True) -> Shard:
         """The part of model, optimizer and, if asked, the average that this rank writes."""
-        return gather_shard(
-            self.model,
-            self.optimizer,
-            self.rank,
-            self.world,
-            self.ranks.mesh.sizes.pp,
-            average=self.average.tensors if average else {},
-            base=self.base.weights if self.base else (),
-        )
+        averages, base = self.average.tensors if average else {}, self.base
+        weights, stages = base.weights if base else (), self.ranks.mesh.sizes.pp
+        rank, world = self.rank, self.world
+        return gather_shard(self.model, self.optimizer, rank, world, stages, averages, weights)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -116,10 +104,8 @@ class Saver(Writer):
             self.losses.read()
             self.scaler.save(state)
             state.averaged = self.average.begun(state.step)
-            meta = self.meta | {"reason": reason}
-            shard = self.shard(average=state.averaged > 0)
-            scores = recorder.scores
-            self.write(state.step, shard, state.to_json(), meta, scores, recorder.beat)
+            meta, shard = self.meta | {"reason": reason}, self.shard(average=state.averaged > 0)
+            self.write(state.step, shard, state.to_json(), meta, recorder.scores, recorder.beat)
             if self.own:
                 self.settle()
 
@@ -143,7 +129,15 @@ class Saver(Writer):
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
-                self.report_seconds(save.write_s + save.staged_s)
+                seconds = save.write_s + save.staged_s
+                report_saved(seconds)  # to a batch job
+                if seconds > self.grace and not self._warned:
+                    self._warned = True
+                    self.recorder.console.warning(
+                        f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s: a "
+                        "stop loses the steps since the last save; raise checkpoint.grace_seconds "
+                        "(in a batch job --time)"
+                    )
                 self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
 
@@ -152,28 +146,20 @@ class Saver(Writer):
         """Seconds from a signal to the end of the run: the setting's, or more in a batch job."""
         return max(self.recipe.checkpoint.grace_seconds, job_grace())
 
-    def report_seconds(self, seconds: float) -> None:
-        """Tell a batch job how long a save takes; warn once if it does not fit into the grace."""
-        report_saved(seconds)
-        if seconds > self.grace and not self._warned:
-            self._warned = True
-            self.recorder.console.warning(
-                f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s for it: a "
-                "stop loses the steps since the last save; raise checkpoint.grace_seconds (in a batch "
-                "job --time)"
-            )
-
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
 
-        All ranks come here at the same step. If the grace is too short, a restart resumes from the
-        newest checkpoint; without one the run has failed.
+        If the grace is too short, a restart resumes from the newest checkpoint; without one the run
+        has failed.
         """
         step, recorder = self.state.step, self.recorder
         signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
-        mine = self.expected_seconds(step), self.grace
-        needed, grace = self.ranks.broadcast_object("needed", mine)
+        expected = 0.0  # if the step is saved; else as the last save, after a save in progress
+        if self.newest != step:
+            elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
+            expected = last + (max(0.0, last - elapsed) if self.busy else 0.0)
+        needed, grace = self.ranks.broadcast_object("needed", (expected, self.grace))
         signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
@@ -182,10 +168,10 @@ class Saver(Writer):
             self.finish(max(0.0, left))  # a save in progress may still be committed
             recorder.emit(event_of(reason), reason=reason, saved=False)
             newest = self.ranks.broadcast_object("newest", self.committed)
+            lost = f"{plural(step - newest, 'step')} lost (checkpoint.every)"
             text = (
                 f"stopped by {reason} at step {step}: a save takes about {needed:.0f} s and only "
-                f"{left:.0f} s are left (checkpoint.grace_seconds); "
-                f"{plural(step - newest, 'step')} lost (checkpoint.every)"
+                f"{left:.0f} s are left (checkpoint.grace_seconds); {lost}"
             )
             if not newest:
                 raise RunFailed(text)

@@ -5,52 +5,61 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from windlass.checkpoint.format import Checkpoint
+from windlass.data.open import Facts, describe, lines
+from windlass.data.open import warnings as data_warnings
 from windlass.data.locate import data_dirs
+from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data, open_data
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.data.split import eval_questions
-from windlass.errors import OutOfMemory, UserError
+from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.calendar import resolve_steps
+from windlass.estimate.calendar import evaluations, resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
+from windlass.model.convert import export_note
 from windlass.model.loss import takes_sources
-from windlass.model.size import CountedSizes
+from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
-from windlass.optim.build import build_optimizer
+from windlass.optim.build import build_optimizer, describe_groups
 from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
 from windlass.preflight.findings import code_for
+from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe.load import MEASURED_ON
 from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
+from windlass.run import Run
+from windlass.telemetry import environment
 from windlass.telemetry.console import Console
+from windlass.telemetry.measures import short
 from windlass.training.callbacks import Callbacks, UserCode
-from windlass.training.describe import record_launch, report_changes, report_start
 from windlass.training.directory import RunDirectory, check_shared
 from windlass.training.evaluator import Evaluator, can_sample
 from windlass.training.network import Network
-from windlass.training.nonfinite import BadSteps, check_is_deferred, recorded_micro_batch
+from windlass.training.nonfinite import (
+    OUT_OF_MEMORY,
+    BadSteps,
+    check_is_deferred,
+    is_new_size,
+    recorded_micro_batch,
+)
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.start import StartPlan, resolve_start
-from windlass.training.state import (
-    Buffers,
-    LossScaler,
-    LossSum,
-    TrainState,
-    load_state,
-    mixture_of,
-)
+from windlass.training.state import Buffers, LossScaler, LossSum, TrainState, load_state, mixture_of
 from windlass.training.stop import StopSignals, event_of
 from windlass.training.trainer import Trainer
 
@@ -62,15 +71,12 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
         context = recipe.model.context
         raise UserError(f"the training data has no sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
-        raise UserError(
-            "train.early_stop needs validation data: give data.eval_source=FILE, or "
-            "data.val_fraction=0.1"
-        )
+        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
+        raise UserError(f"train.early_stop needs validation data: {advice}")
     if recipe.train.steps == "compute-optimal":
         if own_model:
-            raise UserError(
-                'train.steps = "compute-optimal" is for a recipe\'s own model; write steps or epochs'
-            )
+            problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
+            raise UserError(f"{problem}; write steps or epochs")
         parameters = read_sizes(recipe).total if recipe.model.kind == "hf" else None
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
@@ -82,20 +88,15 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
     """The division of a step's samples over the ranks, with a micro-batch that fits into memory."""
-    batch = plan.recipe.batch(ranks.world, ranks.device.type)
+    batch, device, usable = plan.recipe.batch(ranks.world, ranks.device.type), ranks.device, None
     if plan.recipe.train.micro_batch:
         return batch
+    if device.type == "cuda":  # what this process may fill, with a plan's margin
+        free, total = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        usable = int(free - (1 - USABLE) * total)
     vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
-    return open_micro_batch(plan, ranks, batch, vocab, free_bytes(ranks.device), documents)
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """The bytes of a GPU that this process may fill, with a plan's margin; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free - (1 - USABLE) * total)
+    return open_micro_batch(plan, ranks, batch, vocab, usable, documents)
 
 
 def open_micro_batch(
@@ -109,9 +110,8 @@ def open_micro_batch(
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
     A resumed run keeps its micro-batch, for equal bits, unless memory ran out. On CUDA it is the
-    largest that fits into the `free` bytes of every rank; on a CPU, where `free` is None, the one
-    by tokens stays. `vocab`: 0 for a user's module. `documents`: their number in a row, if
-    attention keeps them apart.
+    largest that fits into the `free` bytes of every rank; on a CPU (None) the one by tokens stays.
+    `vocab`: 0 for a user's module. `documents`: in a row, if attention keeps them apart.
     """
     recipe = plan.recipe
     if free is not None:
@@ -123,48 +123,30 @@ def open_micro_batch(
             return size
         if free is None:
             return batch.micro_batch
-        precision = resolve_precision(recipe.train.precision, ranks.device)
+        precision, gpu = resolve_precision(recipe.train.precision, ranks.device), "cuda"
         rows, counted = vocab and (recipe.model.vocab or vocab), None
         if rows and recipe.model.kind == "hf":
-            counted = measured_sizes(recipe, rows, precision, batch.micro_batch)
-        layout = layout_on(
-            recipe,
-            rows,
-            ranks.world,
-            Device("", "cuda", None),
-            precision,
-            usable=free,
-            counted=counted,
-            documents=documents,
-        )
+            try:  # its activations by a pass with fake tensors
+                network = build_model(recipe, rows)
+                sizes = sizes_of(network)
+                peaks = measure_peaks(network, recipe, precision, batch.micro_batch, gpu)
+                counted = replace(sizes, peaks=peaks)
+            except Exception:  # code of `transformers`, or an operation without a fake kernel
+                counted = None  # the micro-batch by tokens stays
+        device, world = Device("", gpu, None), ranks.world
+        layout = layout_on(recipe, rows, world, device, precision, free, counted, documents)
         return layout.micro_batch
 
     return replace(batch, micro_batch=ranks.decide("micro-batch", choose))
-
-
-def measured_sizes(
-    recipe: Recipe, vocab: int, precision: str, micro_batch: int
-) -> CountedSizes | None:
-    """The size of a model of `transformers`, with its activations by a pass with fake tensors.
-
-    None if the pass fails: then the micro-batch by tokens stays.
-    """
-    try:
-        network = build_model(recipe, vocab)
-        sizes = sizes_of(network)
-        return replace(sizes, peaks=measure_peaks(network, recipe, precision, micro_batch, "cuda"))
-    except Exception:  # code of `transformers`, or an operation without a fake kernel
-        return None
 
 
 def train_rank(
     plan: StartPlan,
     code: UserCode,
     stop: StopSignals,
-    *,
-    module: nn.Module | None = None,
-    data: Data | None = None,
-    stop_at: int = 0,
+    module: nn.Module | None,
+    data: Data | None,
+    stop_at: int,
 ) -> None:
     """Train on this rank; a single rank starts again if memory ran out.
 
@@ -180,7 +162,10 @@ def train_rank(
             if detect_env().world > 1 or module is not None:
                 raise
         # Here the exception is gone, which held what the step had allocated.
-        release_memory()
+        gc.collect()
+        torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         plan = resolve_start(plan.recipe.replace({"checkpoint.resume": "latest"}))
 
 
@@ -196,13 +181,21 @@ def open_trainer(
     """Set up a training, in order; `stack` closes the parts in reverse order."""
     recipe, run, own = plan.recipe, plan.run, module is not None
 
-    ranks, data = join_ranks(plan, data, stack)
+    # At first the ranks exchange values only, because preparing the data may take longer than a
+    # collective. Then each rank chooses its device, and the mesh gets its groups.
+    ranks = stack.enter_context(init_store(detect_env(), recipe))
+    if ranks.env.nodes > 1:
+        check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
+    if data is None:
+        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+    init_process_group(ranks, recipe)
+    prepare_device(recipe, ranks.device, stack)
     batch = batch_of(plan, ranks, data, own)
     horizon = horizon_of(recipe, data, own)
 
     # The model without values, so that bad input is found before the directory changes.
     origin = None if plan.fresh else run.path
-    network = Network(recipe, ranks, data, horizon, stack, module=module, run=origin)
+    network = Network(recipe, ranks, data, horizon, stack, module, origin)
     check_evaluations(recipe, data, network.model)
 
     # The directory, its lock, and the checkpoint to start from.
@@ -217,14 +210,8 @@ def open_trainer(
 
     # What changes with the weights, perhaps from the checkpoint.
     bare, seed = unwrap(model), recipe.run.seed
-    optimizer = build_optimizer(
-        bare,
-        recipe.optim,
-        ranks.device.type,
-        replicas=ranks.mesh.replicas,
-        shard_state=ranks.strategy.shards_optimizer,
-        seed=seed,
-    )
+    zero, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
+    optimizer = build_optimizer(bare, recipe.optim, ranks.device.type, replicas, zero, seed)
     average = Average(bare, recipe.train.average, horizon, seed)
     facts, state = network.facts(data, batch.micro_batch), TrainState()
     if checkpoint is not None:
@@ -241,52 +228,22 @@ def open_trainer(
 
     # Every part that a user's input can break has worked, so the run begins.
     directory.begin(data.save_tokenizer)
-    launch, places = record_launch(run, ranks, network)
+    attempt, precision, flops = directory.attempt, network.precision, network.flops_per_token
     recorder = Recorder(
-        run,
-        recipe,
-        ranks,
-        state,
-        horizon,
-        console,
-        stack,
-        attempt=directory.attempt,
-        precision=network.precision,
-        flops_per_token=network.flops_per_token,
+        run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    saver = Saver(
-        recorder,
-        callbacks,
-        directory,
-        model=model,
-        optimizer=optimizer,
-        losses=losses,
-        scaler=scaler,
-        average=average,
-        trained=network.sizes.trained,
-        meta=facts,
-        own=own,
-    )
+    trained, size = network.sizes.trained, batch.micro_batch
+    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, trained, own)
     suites = Suites(
-        recipe,
-        data.tokenizer,
-        ranks,
-        val=data.val,
-        batch=batch.micro_batch,
-        own=callbacks.suites(),
-        train=data.train,
-        template=data.template,
+        recipe, data.tokenizer, ranks, data.val, size, callbacks.suites(), data.train, data.template
     )
-    evaluator = Evaluator(recorder, suites, model=model, average=average, stop=stop)
+    evaluator = Evaluator(recorder, suites, model, average, stop)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     trainer = Trainer(
-        recipe=recipe,
-        ranks=ranks,
         samples=data.train,
         batch=batch,
-        horizon=horizon,
-        precision=network.precision,
+        precision=precision,
         compiled=network.compiled,
         vocab=network.sizes.vocab or data.vocab,
         is_new=recipe.model.is_new and not own,
@@ -294,7 +251,6 @@ def open_trainer(
         model=model,
         optimizer=optimizer,
         average=average,
-        state=state,
         scaler=scaler,
         losses=losses,
         buffers=Buffers(model, ranks),
@@ -307,39 +263,10 @@ def open_trainer(
         stop_at=stop_at,
     )
     warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
-    report_start(
-        recorder,
-        plan,
-        network,
-        data,
-        batch,
-        mixture=mixture,
-        checkpoint=checkpoint,
-        launch=launch,
-        places=places,
-        warnings=warnings,
-    )
+    report_start(recorder, plan, network, data, batch, mixture, checkpoint, warnings)
     if plan.changes:
-        report_changes(recorder, plan)
         directory.write_settings()
     return trainer
-
-
-def join_ranks(plan: StartPlan, data: Data | None, stack: ExitStack) -> tuple[Ranks, Data]:
-    """This rank among the others, and the data, prepared if necessary.
-
-    At first the ranks exchange values only, because preparing the data may take longer than a
-    collective. Then each rank chooses its device, and the mesh gets its groups.
-    """
-    recipe = plan.recipe
-    ranks = stack.enter_context(init_store(detect_env(), recipe))
-    if ranks.env.nodes > 1:
-        check_shared(ranks, plan.run.path, data_dirs(recipe) if data is None else [])
-    if data is None:
-        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
-    init_process_group(ranks, recipe)
-    prepare_device(recipe, ranks.device, stack)
-    return ranks, data
 
 
 def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
@@ -354,17 +281,8 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
         try:
             data.tokenizer.prompt(settings.prompt)
         except UserError as error:
-            raise UserError(
-                f"eval.prompt = {settings.prompt!r}: {error}; write another, or eval.sample_every=0"
-            ) from None
-
-
-def release_memory() -> None:
-    """Free the memory of a trainer that has ended."""
-    gc.collect()
-    torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+            problem = f"eval.prompt = {settings.prompt!r}: {error}"
+            raise UserError(f"{problem}; write another, or eval.sample_every=0") from None
 
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
@@ -383,3 +301,111 @@ def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> No
         names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
         if device.type == "cuda" and not any(name in os.environ for name in names):
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+MORE_DATA = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
+"""Facts of the data that have a line each in the header."""
+
+
+def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, str], list[str]]:
+    """Write `environment.json`; returns the header's facts about the launch (empty for one rank
+    outside a job), and a line a rank."""
+    env = ranks.env
+    place = environment.describe_rank(
+        ranks.rank, ranks.device, env.local_rank, env.node, ranks.status.place
+    )
+    places = ranks.all_gather_object("environment", place)
+    if not ranks.main:
+        return {}, []
+    backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else ""
+    launch = {"launcher": env.launcher, "world": env.world, "nodes": env.nodes}
+    launch |= {"strategy": ranks.strategy.name, "backend": backend}
+    launch |= {"versions": environment.versions(places), **environment.describe_job(os.environ)}
+    environment.write_environment(run.path, places, launch=launch, **network.origin)
+    alone = ranks.world == 1 and "job" not in launch
+    facts = {} if alone else environment.describe_launch(launch, places)
+    return facts, environment.describe_places(places)
+
+
+def report_start(
+    recorder: Recorder,
+    plan: StartPlan,
+    network: Network,
+    data: Data,
+    batch: BatchPlan,
+    mixture: Mixture | None,
+    checkpoint: Checkpoint | None,
+    warnings: list[str],
+) -> None:
+    """`environment.json`, the header, warnings, and the event of the start; all ranks call it."""
+    ranks, console = recorder.ranks, recorder.console
+    state, horizon = recorder.state, recorder.horizon
+    launch, places = record_launch(plan.run, ranks, network)
+    facts = describe(data)
+    if mixture is not None:
+        facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
+    measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
+    shown = header(recorder, network, batch, facts, launch)
+    console.header(shown | {"eval": str(measured or "")}, state.step)
+    console.log(places)
+    export = "" if network.own else export_note(plan.recipe.model)
+    for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
+        if text:
+            console.warning(text)
+    sizes, branched = network.sizes, plan.branch_from
+    event: dict[str, Any] = {"world": ranks.world, "strategy": ranks.strategy.name}
+    event |= {"mesh": asdict(ranks.mesh.sizes), "precision": network.precision}
+    event |= {"compiles": network.compiled, "device": recorder.device_name}
+    event |= {"optimizer_groups": network.groups, "network": sizes.network or None}
+    event |= {"parameters": sizes.total, "trained": sizes.trained}
+    event |= {"threads": torch.get_num_threads(), "steps": horizon.steps}
+    event |= {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
+    event |= {"global_batch": batch.global_batch, "data": facts}
+    event |= {"samples_per_epoch": horizon.samples_per_epoch}
+    event |= {"extended_from": plan.extends_from or None}
+    event |= {"branched_from": str(branched.absolute())} if branched else {}
+    name = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
+    recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
+    if ranks.main and is_new_size(plan.run, batch.micro_batch):
+        text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
+        recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
+    if plan.changes:
+        text = f"settings changed: {plan.changed}"
+        recorder.emit("settings_changed", text, settings=plan.changes)
+    if any(key.startswith(MEASURED_ON) for key in plan.changes):
+        why = "later evaluations have other items"
+        console.warning(f"{why}, so the best checkpoint is chosen from them alone")
+
+
+def header(
+    recorder: Recorder, network: Network, batch: BatchPlan, facts: Facts, launch: dict[str, str]
+) -> dict[str, str]:
+    """The facts of a start by name; an empty one is not shown."""
+    recipe, ranks, horizon = recorder.recipe, recorder.ranks, recorder.horizon
+    layout = [f"{plural(ranks.world, 'rank')} x {recorder.device_name}", ranks.strategy.name]
+    layout += [ranks.mesh.sizes.layout, network.precision, "compiled" * network.compiled]
+    threads = f"{torch.get_num_threads()} of {plural(usable_cores(), 'core')}"
+    data = lines(facts, batch.context)
+    epochs = horizon.samples_per_step * horizon.steps / horizon.samples_per_epoch
+    count = f"{epochs:.2g}" if epochs < 10 else f"{epochs:,.0f}"
+    parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
+    parts += [f"validation {data['validation']}", data["tokenizer"]]
+    parts += [f"{count} epoch{'s' * (count != '1')}"]
+    per_sample = facts["train"].get("tokens_per_sample", batch.context)
+    tokens = round(per_sample * horizon.samples_per_step)
+    about = "about " * ("lengths" in data)  # rows differ in length
+    work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens"
+    work += f" = {short(horizon.steps * tokens)} tokens"
+    done = f", resumed after step {recorder.state.step:,}" if recorder.state.step else ""
+    return {
+        "run": str(recorder.run.path),
+        "recipe": f"{recipe.preset} ({recipe.config_hash})",
+        "ranks": ", ".join(filter(None, layout)),
+        **launch,
+        "threads": threads if ranks.device.type == "cpu" else "",
+        "model": describe_sizes(network.sizes),
+        "optim": f"{recipe.optim.kind}: {describe_groups(network.groups)}",
+        "data": "; ".join(parts),
+        **{key: data[key] for key in MORE_DATA if key in data},
+        "work": work + done,
+    }

@@ -1,8 +1,5 @@
-"""Decide what a start does in a run directory: begin a new run, resume, extend or branch.
-
-It changes nothing and needs no torch, so command line, launcher and ranks decide alike from equal
-files; `directory.py` writes. A restart by a scheduler repeats the command line; it resumes
-from the newest checkpoint.
+"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It changes
+nothing, so command line, launcher and ranks decide alike from equal files; `directory.py` writes.
 """
 
 from __future__ import annotations
@@ -30,17 +27,14 @@ from windlass.run import LOCK, Run, last_start
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
-    "optim.",
-    "data.mix",
-    "data.stages",
-    "train.steps",
-    "train.average",
-    "train.on_",
-    "train.spike_",
-    "train.max_skips",
-    "train.grad_clip",
-    "train.z_loss",
-    "train.label_smoothing",
+    *("optim.", "data.mix", "data.stages", "train.steps", "train.average", "train.on_"),
+    *(
+        "train.spike_",
+        "train.max_skips",
+        "train.grad_clip",
+        "train.z_loss",
+        "train.label_smoothing",
+    ),
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
@@ -83,7 +77,7 @@ class StartPlan:
         if ends and ends[-1]:
             why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
         resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
-        if resume.isdigit() or resume == "best":
+        if resume != "latest":
             without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
         return why + (f"; without effect: {', '.join(without)}" if without else "")
 
@@ -91,11 +85,8 @@ class StartPlan:
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
 ) -> StartPlan:
-    """Decide what a start does in the recipe's run directory; changes nothing.
-
-    Raises UserError: the directory holds other files or a run of another recipe, or an extension or
-    branch does not fit it.
-    """
+    """Decide what a start does in the recipe's run directory. UserError if this holds other files or
+    a run of another recipe, or an extension or branch does not fit it."""
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and (step.isdigit() or step == "best")):
@@ -122,7 +113,19 @@ def _resume(
     recipe: Recipe, run: Run, restarted: bool, extend_to: int | str, branch_from: str
 ) -> StartPlan:
     """The start of a run that exists."""
-    recipe, extends_from = _extension(run, recipe, extend_to) if extend_to else (recipe, 0)
+    extends_from = 0  # the steps so far; 0 too if the run has the new length already
+    if extend_to:
+        length = int(extend_to) if str(extend_to).isdigit() else extend_to
+        option = argument("extend_to", extend_to)
+        if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
+            raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
+        steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
+        if steps is None or new is None:
+            raise UserError(f"{run.path} has not begun to train: start it without {option}")
+        if new < steps:
+            raise UserError(f"{option} is not past the run's {plural(steps, 'step')}")
+        extends_from = steps if new > steps else 0
+        recipe = recipe.replace({"train.steps": length if extends_from else run.recipe.train.steps})
     longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
     rename = f"{argument('fresh')} to rename the old run"
     advice = f"undo them, give another run.dir, or {rename}; for other steps {longer}"
@@ -142,46 +145,24 @@ def _resume(
             begin = begins_at if begins_at.name else "step 0"
             text = f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir"
             raise UserError(text)
-    old, new = run.recipe.flat(), recipe.flat()
+    finished = run.state == "finished" and not extends_from
+    if finished:
+        end = next(line for line in reversed(run.events) if line["event"] == "finished")
+        if early := end.get("early_stop", 0):  # a larger one continues the run
+            finished = 0 < recipe.train.early_stop <= early
+        else:  # a run whose extension was killed has an earlier end in its ledger
+            finished = end["step"] == steps_of(run, run.recipe.train.steps)
+    old = run.recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
     unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
-    changed = [key for key in new if not key.startswith(unrecorded) and old.get(key) != new[key]]
+    changes = {
+        key: [old.get(key), value]
+        for key, value in recipe.flat().items()
+        if not key.startswith(unrecorded) and old.get(key) != value
+    }
     return StartPlan(
-        recipe,
-        run,
-        resuming=True,
-        finished=not extends_from and _is_finished(run, recipe),
-        extends_from=extends_from,
-        restarted=restarted,
-        changes={key: [old.get(key), new[key]] for key in changed},
+        recipe, run, True, finished, extends_from, restarted=restarted, changes=changes
     )
-
-
-def _is_finished(run: Run, recipe: Recipe) -> bool:
-    """Whether the run is done; a recipe with a larger `train.early_stop` continues it."""
-    if run.state != "finished":
-        return False
-    end = next(line for line in reversed(run.events) if line["event"] == "finished")
-    if early := end.get("early_stop", 0):
-        return 0 < recipe.train.early_stop <= early
-    # A run whose extension was killed has an earlier end in its ledger.
-    return bool(end["step"] == steps_of(run, run.recipe.train.steps))
-
-
-def _extension(run: Run, recipe: Recipe, extend_to: int | str) -> tuple[Recipe, int]:
-    """The recipe of the extended run, and its steps so far; 0 if it has that length already."""
-    length = int(extend_to) if str(extend_to).isdigit() else extend_to
-    option = argument("extend_to", extend_to)
-    if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
-        raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
-    steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
-    if steps is None or new is None:
-        raise UserError(f"{run.path} has not begun to train: start it without {option}")
-    if new < steps:
-        raise UserError(f"{option} is not past the run's {plural(steps, 'step')}")
-    if new == steps:  # the same command again
-        return recipe.replace({"train.steps": run.recipe.train.steps}), 0
-    return recipe.replace({"train.steps": length}), steps
 
 
 def steps_of(run: Run, length: int | str) -> int | None:
@@ -231,11 +212,8 @@ def refuse_changes(
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The identity of this process's job, which survives a restart; empty strings outside a job.
-
-    `launch`: torchrun's run id, or the process of the launcher on a single host; `scheduled`: the
-    scheduler's id of the job.
-    """
+    """The identity of this process's job, which survives a restart; empty strings outside a job:
+    torchrun's run id, or the launcher's process on a single host; and the scheduler's id."""
     env, launch = detect_env(environ), environ.get("TORCHELASTIC_RUN_ID", "")
     if launch == "none":  # the default of torchrun, in every job
         launch = ""
@@ -257,11 +235,8 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, the first choice first; empty: step 0. On rank 0.
-
-    `checkpoint.resume` names them. But a restart takes the newest, and an extended WSD run the
-    newest before its decay. Raises UserError: the checkpoint does not exist.
-    """
+    """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the newest,
+    an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
     settings, run = plan.recipe.checkpoint, plan.run.path
     if not plan.resuming:
         return [plan.branch_from] if plan.branch_from is not None else []
@@ -277,10 +252,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
 
 
 def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
-    """The step at which the decay of a WSD run began, if its extension moves the decay; else None.
-
-    `horizon` is the longer one.
-    """
+    """The step at which the decay of a WSD run began, if its extension to `horizon` moves it."""
     schedule, old = plan.recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
     if not plan.extends_from or schedule.kind != "wsd":
         return None

@@ -46,11 +46,8 @@ def step_seed(seed: int, step: int, micro: int) -> int:
 
 @dataclass
 class TrainState:
-    """The counters of a training after `step` optimizer steps.
-
-    With the tensors they are the whole state, because data order, dropout and initialisation follow
-    from the seed and these counters.
-    """
+    """The counters of a training after `step` optimizer steps. With the tensors they are the whole
+    state: data order, dropout and initialisation follow from the seed and these counters."""
 
     step: int = 0  # optimizer steps completed, skipped updates included
     samples: int = 0  # sequences trained on
@@ -73,22 +70,9 @@ class TrainState:
     source_losses: list[list[float]] = field(default_factory=list)
     """Loss and labels of each source of a mixture, summed since the last `train` line."""
 
-    def advance(self, samples: int, tokens: int, label_tokens: int) -> None:
-        """Count a completed step."""
-        self.step += 1
-        self.samples += samples
-        self.tokens += tokens
-        self.label_tokens += label_tokens
-
     def epochs(self, horizon: Horizon) -> float:
         """Completed epochs of the training data."""
         return self.samples / horizon.samples_per_epoch
-
-    def return_to(self, checkpoint: TrainState, left_out: tuple[int, int]) -> None:
-        """Go back to a checkpoint's counters, in place, and leave out a range of samples there."""
-        skipped, mixture = [*self.skipped, left_out], self.mixture
-        vars(self).update(vars(checkpoint))
-        self.skipped, self.mixture = skipped, mixture
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -117,9 +101,8 @@ class LossScaler:
     """fp16's loss scale, on the device. An overflow halves it, 2,000 good steps double it."""
 
     def __init__(self, device: torch.device, state: TrainState, precision: str):
-        """`scale` is None in other precisions."""
         self.enabled = precision == "fp16"
-        self.scale: Tensor | None = None
+        self.scale: Tensor | None = None  # in other precisions
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.load(state)
 
@@ -149,10 +132,8 @@ class LossScaler:
 def mixture_of(
     recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
 ) -> Mixture | None:
-    """The mixture from the state's step on; None if the data is not one.
-
-    Puts its stages into the state. UserError if its sources end before the run.
-    """
+    """The mixture from the state's step on, with its stages put into the state; None if the data is
+    not one. UserError if its sources end before the run."""
     if not isinstance(samples, MixedSamples):
         return None
     planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
@@ -188,22 +169,19 @@ def load_state(
 
 
 class LossSum:
-    """Adds the loss of every step to the counters, in the order of the steps.
-
-    A step leaves its loss on the device; only `read` waits for it. For a mixture it also adds up
-    the loss of each source.
-    """
+    """Adds the loss of every step, and of each source of a mixture, to the counters, in the order
+    of the steps. A step leaves its loss on the device; only `read` waits for it."""
 
     def __init__(
         self,
         state: TrainState,
         ranks: Ranks,
         mixture: Mixture | None = None,
-        shows_sources: bool = True,
+        by_source: bool = True,
     ):
-        """`shows_sources`: whether the model gives the loss of each source (`takes_sources`)."""
+        """`by_source`: whether the model gives the loss of each source (`takes_sources`)."""
         self._state, self._ranks, self.mixture = state, ranks, mixture
-        self._shows_sources = shows_sources
+        self._shows_sources = by_source
         self.reset()
 
     def reset(self) -> None:
@@ -261,12 +239,9 @@ class LossSum:
 
 
 class Buffers:
-    """The persistent buffers of a model, such as statistics of BatchNorm.
-
-    The ranks see different samples, so buffers that change in training would differ. After each
-    step the first data rank sends its values to the others, as in DDP: a value of one rank is
-    always valid, but a mean of counters or codes is not.
-    """
+    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ because
+    the ranks see different samples. After each step the first data rank sends its values to the
+    others, as in DDP: a mean of counters or codes would not be valid."""
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.mesh = ranks.mesh
@@ -282,10 +257,9 @@ class Buffers:
         """Take the first data rank's values; every rank calls it after the same step."""
         if not self.owners:
             return
-        # A module may replace its buffers. A view of bytes must begin at a multiple of its type's
-        # size.
-        buffers = [module._buffers[name] for module, name in self.owners]
+        buffers = [module._buffers[name] for module, name in self.owners]  # may be replaced
         tensors = [buffer.detach() for buffer in buffers if buffer is not None]
+        # A view of bytes must begin at a multiple of its type's size.
         tensors.sort(key=lambda tensor: -tensor.element_size())
         flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
         group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group

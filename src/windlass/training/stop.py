@@ -1,9 +1,6 @@
-"""Signals that ask a training to stop.
-
-Before the first optimizer step nothing can be lost, so a signal ends the process at once with exit
-code 75. From the first step on it only sets a flag. The ranks exchange their flags in each step, so
-all of them save the same step and exit with 75.
-"""
+"""Signals that ask a training to stop. Before the first step nothing can be lost, so a signal ends the
+process with exit code 75. Later it sets a flag, which the ranks exchange in each step, so all of
+them save the same step."""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ def event_of(signal_name: str) -> str:
 
 
 class StopSignals:
-    """Catches the stop signals while its context is open.
-
-    Python allows handlers in the main thread only; in another thread nothing is ever requested.
-    """
+    """Catches the stop signals while its context is open; in another thread than the main one Python
+    allows no handlers, and nothing is ever requested."""
 
     def __init__(self) -> None:
         self.requested, self.received_at = False, 0.0  # of the first signal on this rank
@@ -53,8 +48,7 @@ class StopSignals:
         self._catching.__exit__(None, None, None)
 
     def follow(self, state: TrainState, before_exit: Callable[[str], object]) -> None:
-        """Messages name the step of `state`. `before_exit` receives the name of a signal that ends
-        the process."""
+        """`before_exit` receives the name of a signal that ends the process."""
         self._state, self._before_exit = state, before_exit
 
     def hold(self) -> None:

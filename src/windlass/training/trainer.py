@@ -1,13 +1,7 @@
 """The loop of a training on one rank: forward, backward, clip, update, log.
 
-- Everything random is a pure function of `(seed, step, micro-batch)`, so a resume needs counters
-  and no generator states.
-- The loss is a sum over the step's unmasked labels on all ranks, divided once by their global
-  number. World size, accumulation and padding change nothing but rounding.
-- All ranks act on a flag of one rank (a stop signal, failed saves) after the same step: flags
-  travel over the gloo group while the step computes (`max_async`).
-- No collective is called after an exception, because other ranks may be gone.
-"""
+The loss is a sum over the step's unmasked labels on all ranks, divided once by their global number.
+No collective is called after an exception, because other ranks may be gone."""
 
 from __future__ import annotations
 
@@ -34,32 +28,17 @@ from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import (
-    autocast,
-    check_gradients_reduced,
-    counted,
-    sync_gradients,
-)
+from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
-from windlass.training.checks import check_first_loss
 from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import (
-    Buffers,
-    LossScaler,
-    LossSum,
-    StepResult,
-    TrainState,
-    load_state,
-    step_seed,
-)
+from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, load_state, step_seed
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -72,22 +51,18 @@ FAILING_SAVE_SECONDS = 5.0
 class Trainer:
     """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
-    recipe: Recipe
-    ranks: Ranks
     samples: Samples
     batch: BatchPlan
-    horizon: Horizon
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
     vocab: int  # the rows of the embedding
     is_new: bool  # the training began with random weights
     directory: RunDirectory
 
-    # The state: all of it is in a checkpoint.
+    # The state, with the counters: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
     optimizer: Optimizer
     average: Average
-    state: TrainState
     scaler: LossScaler
     losses: LossSum
 
@@ -102,6 +77,8 @@ class Trainer:
     ends_early: bool = False  # set by `train.early_stop`: no further step
 
     def __post_init__(self) -> None:
+        self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
+        self.state, self.horizon = self.recorder.state, self.recorder.horizon
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
 
@@ -151,19 +128,19 @@ class Trainer:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
-                wishes = [
-                    self.stop.requested,
-                    self.saver.failures,
-                    bool(self.callbacks.stop_reason),
-                ]
+                # All ranks act on these after the same step; gloo exchanges them meanwhile.
+                callback_stops = bool(self.callbacks.stop_reason)
+                wishes = [self.stop.requested, self.saver.failures, callback_stops]
                 flags = collectives.max_async(wishes, ranks)
                 multiplier = lr_multiplier(recipe.optim.schedule, horizon, state.step)
                 lr = recipe.optim.lr * multiplier
                 recorder.profile.begin(state.step + 1)
                 result = self.step(batch, multiplier)
                 stop_requested, failed_saves, stop_asked = flags.wait()
-                samples = horizon.samples_per_step
-                state.advance(samples, result.tokens, result.label_tokens)
+                state.step += 1
+                state.samples += horizon.samples_per_step
+                state.tokens += result.tokens
+                state.label_tokens += result.label_tokens
                 self.losses.add(result.loss)
                 if owns_collector and state.step % GC_STEPS == 0:
                     gc.collect()  # else one rank collects in a step, and the others wait
@@ -222,10 +199,9 @@ class Trainer:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        if self.state.step == 1 and self.recipe.train.startup_checks:
-            text = check_first_loss(loss, self.vocab, self.is_new)
-            if text:
-                self.recorder.emit("warning", text, warning=True, reason=text)
+        text = check_first_loss(loss, self.vocab, self.is_new) if self.state.step == 1 else ""
+        if text and self.recipe.train.startup_checks:
+            self.recorder.emit("warning", text, warning=True, reason=text)
         sources = self.losses.take_sources(self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
@@ -347,17 +323,15 @@ class Trainer:
                 )
 
     def evaluate(self) -> bool:
-        """Measure the suites, and save the model if it is the best so far.
-
-        Returns False, and writes nothing, if a stop interrupted the measurement.
-        """
-        state, recorder, checkpoint = self.state, self.recorder, self.recipe.checkpoint
+        """Measure the suites, and save the model if it is the best so far; False, with nothing
+        written, if a stop interrupted it."""
+        step, recorder = self.state.step, self.recorder
         self.saver.settle()  # an evaluation of averaged weights exchanges them
         scores = self.evaluator.measure()
         if scores is None:
             return False
-        unsaved = state.step and checkpoint.keep_best and self.saver.newest != state.step
-        if unsaved and recorder.scores.best_step == state.step:
+        unsaved = step and self.recipe.checkpoint.keep_best and self.saver.newest != step
+        if unsaved and recorder.scores.best_step == step:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
@@ -372,14 +346,15 @@ class Trainer:
         for note in checkpoint.notes:
             recorder.console.warning(note)
         self.losses.reset()
-        saved = load_state(
-            checkpoint, self.model, self.optimizer, self.average, self.recipe, self.ranks
-        )
+        model, recipe, ranks = self.model, self.recipe, self.ranks
+        saved = load_state(checkpoint, model, self.optimizer, self.average, recipe, ranks)
         first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
         last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
         samples = (first, last + 1)
         self.directory.leave_out(checkpoint, samples)
-        state.return_to(saved, samples)
+        skipped, mixture = [*state.skipped, samples], state.mixture
+        vars(state).update(vars(saved))  # in place, because other parts refer to it
+        state.skipped, state.mixture = skipped, mixture
         self.bad_steps.reset()
         self.scaler.load(state)
         self.saver.resume_from(state.step)
@@ -397,3 +372,18 @@ class Trainer:
         recorder.summary()
         recorder.finished(self.ends_early)
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
+
+
+def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
+    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
+    chance = math.log(max(2, rows))
+    likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
+    if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
+        return ""
+    causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
+    if fresh and loss > chance:
+        causes = "look at model.init_std and model.logit_cap, or the labels"
+    elif fresh:
+        causes = "labels may be in the input"
+    guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
+    return f"the first loss is {loss:.4g}, and {guess}: {causes}"
