@@ -23,10 +23,7 @@ Item = TypeVar("Item")
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, as FSDP2 and `shard_optim` have them.
-
-    The import of DTensor takes as long as half of torch's own, so only what makes one imports it.
-    """
+    """Whether a tensor is a DTensor, without the import of DTensor, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -81,10 +78,7 @@ class Cut:
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor from the parts of all ranks; every rank of `tp` calls it.
-
-        The parts go through a table of zeros, because they may differ in size and order.
-        """
+        """The whole tensor from the parts of all ranks, which may differ in size; a collective."""
         shape = list(part.shape)
         shape[self.dim] = self.size
         whole, start = part.new_zeros(shape), 0
@@ -108,7 +102,6 @@ def with_cut(tensor: T_, cut: Cut | None) -> T_:
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape over all ranks."""
     shape, cut = list(tensor.shape), cut_of(tensor)
     if cut is not None:
         shape[cut.dim] = cut.size
@@ -179,9 +172,5 @@ def become(module: nn.Module, part: type[nn.Module]) -> None:
 
 @functools.cache
 def subclass(part: type, kind: type) -> type:
-    """One class for all modules of one class and part.
-
-    Dynamo guards a function set on a module by its identity, so a function for each module would
-    compile every block again.
-    """
+    """One class for all modules of one class and part, so that Dynamo compiles a block once."""
     return type(kind.__name__, (part, kind), {"__module__": kind.__module__})

@@ -191,7 +191,7 @@ class DividedGPT(GPT):
         positions, within = super().prepare(tokens, labels, 0, None).positions, None
         if documents is not None:
             rate = self.settings.dropout if self.training else 0.0
-            positions, within = documents.positions, documents.within(self.blocks(), rate)
+            positions, within = documents.positions, documents.within(self.blocks, rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
         labels = None if labels is None else part.labels(labels)
         return Pass(part.tokens(tokens), labels, part.tokens(positions), part)
@@ -209,7 +209,7 @@ class DividedGPT(GPT):
         """
         context, parts, mine = self.context_ranks if has_labels else None, 1, [0]
         if context is not None:
-            by_heads = next(iter(self.blocks())).attn.kv_heads % context.size == 0  # type: ignore
+            by_heads = next(iter(self.blocks)).attn.kv_heads % context.size == 0  # type: ignore
             parts = context.size if by_heads else 2 * context.size
             mine = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
         tensor = self.tensor_ranks
