@@ -60,8 +60,6 @@ def export(
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
 
-    A model of your own code gets only its weights, and a README.md that says how to load them.
-
     Args:
         run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path; or the
             directory of an adapter, to merge it into its base.
@@ -84,8 +82,7 @@ def export(
     if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
     if source.tokenizer is None and not source.own_model:
-        problem = f"{run} was trained on data without a tokenizer, which an export needs"
-        raise UserError(f"{problem}: give it to train as Data(tokenizer=...)")
+        raise UserError(f"{run} has no tokenizer: give it to train as Data(tokenizer=...)")
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
@@ -105,12 +102,7 @@ def export(
             name = push or directory.name
             _write(partial / "README.md", card(source, checkpoint, name, adapter))
         if source.recipe.data.format == "chat" and not source.template.source:
-            tokenizer = source.tokenizer
-            end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
-            begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
-            text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
-            text = text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
-            _write(partial / "chat_template.jinja", text)
+            _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read what they write
             file.chmod(0o666 & ~umask)
@@ -119,8 +111,15 @@ def export(
     return directory
 
 
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The plain template with the tokenizer's begin and end of a text."""
+    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
+    text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+    return text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
+
+
 def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
-    """The weights of a model of the user's own code, and how to load them."""
     # a model of `transformers` is inside an `HfModel`
     wrapped = source.run and source.run.environment.get("wrapped")
     prefix = f"{MODEL}model." if wrapped else MODEL
@@ -256,7 +255,6 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
 
 
 def bos_of(tokenizer: Tokenizer) -> int | None:
-    """The token before a text, for `config.json`; None if only the end of a text stands there."""
     start = tokenizer.prompt("")[0]
     return None if start == tokenizer.eot and not tokenizer.begin else start
 
@@ -274,7 +272,6 @@ def _copy(files: Iterable[Path], directory: Path) -> None:
 
 
 def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
-    """The files for `PeftModel.from_pretrained(base, DIR)`."""
     model: Any = open_model(source, alone("cpu"))
     base = Path(source.recipe.model.name).expanduser()
     local = base.is_dir() and (hub.repository_of(base) or str(base.resolve()))
@@ -319,7 +316,6 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
 
 
 def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> str:
-    """The model card."""
     from jinja2 import Environment, StrictUndefined
 
     run, step = source.run, checkpoint.step

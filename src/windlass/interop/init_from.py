@@ -73,7 +73,6 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
 
 
 def check_adapter(there: LoraSettings, recipe: Recipe, keys: Iterable[str]) -> None:
-    """Raise UserError if the weights have other adapters than the recipe."""
     here, name = recipe.model.lora, recipe.model.init_from
     differs = [key for key in keys if getattr(there, key) != getattr(here, key)]
     if differs and (there.rank or here.rank):

@@ -160,7 +160,6 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
-    """The sizes of a recipe's model; our GPT needs `vocab`."""
     return sizes_of(build_model(recipe, vocab))
 
 

@@ -109,7 +109,6 @@ CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}
 
 
 def their_names(m: ModelSettings, name: str) -> list[str]:
-    """The names of one of our weights in `transformers`."""
     module, _, leaf = name.rpartition(".")
     number = re.search(r"\d+", module)
     there = MODULES[architecture(m)][re.sub(r"\d+", "#", module)]
@@ -129,7 +128,6 @@ def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[
 
 
 def own_biases(m: ModelSettings) -> set[str]:
-    """The `BIASES` that our model has."""
     has = {key for key in BIASES if getattr(m, key)}
     return has if m.norm == "layernorm" else has - {"norm_bias"}
 
@@ -179,7 +177,6 @@ def unit_weights(m: ModelSettings) -> dict[str, int]:
 
 
 def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
-    """One of our weights, by its name, from the weights of the matching architecture."""
     import torch
 
     tensor = torch.cat([read(there) for there in their_names(m, name)])
@@ -230,14 +227,12 @@ def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
 
 
 def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, Any]:
-    """The entries that both kinds of `config.json` have; `names`: our settings and their keys."""
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
     entries = {there: resolved[key] for key, there in names.items()}
     return entries | {"vocab_size": vocab, "tie_word_embeddings": m.tie_head}
 
 
 def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
-    """The `config.json` of a model that `transformers` knows."""
     kind = architecture(m)
     causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
     entries = _entries(m, vocab, SETTINGS[kind])

@@ -91,7 +91,6 @@ def _part_for(module: nn.Module) -> type[nn.Module] | None:
 
 
 def in_autocast(x: Tensor) -> Tensor:
-    """`x` in the precision of autocast, if that is on."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -112,8 +111,6 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class Linear4bit(nn.Linear):
-    """A frozen linear layer; `quantise` gives its matrix values."""
-
     def __init__(self, like: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
@@ -207,8 +204,6 @@ def turned(a: Rounded) -> Rounded:
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T of x [M, K] in bf16 and w [N, K]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         a = rounded(x, E4M3)
@@ -228,8 +223,6 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8 while it trains."""
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)

@@ -69,14 +69,11 @@ class RotaryEmbedding:
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turn queries or keys [B, T, any, E]."""
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return (x * self.cos + swapped * self.sin).to(x.dtype)
 
 
 class LayerCache:
-    """The KV cache of one layer."""
-
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
         self.keys = self.values = torch.empty(0)
@@ -163,8 +160,6 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer, each on the normalised stream and added to it."""
-
     def __init__(self, m: ModelSettings):
         super().__init__()
         self.attn_norm, self.attn = Norm(m), Attention(m)
@@ -180,8 +175,6 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The head: a matrix [V, D] unless it is tied, and perhaps a bias [V]."""
-
     def __init__(self, m: ModelSettings, vocab: int):
         super().__init__()
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
@@ -206,8 +199,6 @@ class Head(nn.Module):
 
 
 class Pass(NamedTuple):
-    """The tokens of one forward pass."""
-
     tokens: Tensor  # [B, T]
     labels: Tensor | None
     positions: Tensor  # [T], or [B, T] with documents
@@ -332,12 +323,10 @@ class GPT(nn.Module):
         return list(filter(None, [self.embedding])), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
-        """An empty cache for `batch` rows of up to `length` tokens."""
         assert length <= self.context, f"{length} tokens, context {self.context}"
         return [LayerCache(batch, length) for _ in range(self.settings.layers)]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
-        """The rows of each matrix stacked in a parameter; empty if it is one matrix."""
         m = self.settings
         keys = m.width // m.heads * m.kv_heads_
         return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()
@@ -377,7 +366,6 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """The CPU generator of a seed and a parameter's name."""
     return torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
 
 

@@ -161,7 +161,6 @@ class HfModel(nn.Module):
         return given
 
     def blocks(self) -> list[nn.Module]:
-        """The units of sharding, activation checkpointing and compilation, in order."""
         return find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -299,7 +298,6 @@ class HfCache:
         self.tokens: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the last of the tokens [B, T], which follow the cached tokens."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
@@ -317,7 +315,6 @@ class HfCache:
 
 
 def is_filled(cache: Any, length: int) -> bool:
-    """Whether every layer of a cache holds `length` tokens; some architectures ignore a cache."""
     layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
     for layer in layers:
         states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
@@ -329,7 +326,6 @@ def is_filled(cache: Any, length: int) -> bool:
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
-    """The model of a recipe, with parameters on the meta device; arguments as in `build_model`."""
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, vocab)

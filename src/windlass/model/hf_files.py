@@ -35,8 +35,6 @@ CODE_FILES = "*.py"
 
 
 class WeightFiles:
-    """The tensors of a directory's safetensors files, which it opens once, by name."""
-
     def __init__(self, directory: Path, file_name: str = "", remote_code: bool = False):
         from safetensors import SafetensorError, safe_open
 
@@ -54,7 +52,6 @@ class WeightFiles:
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name: str, prefix: str) -> str | None:
-        """A parameter's name in the files, with or without the network's prefix."""
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
@@ -124,7 +121,6 @@ def fill_from_files(
 
 
 def with_mean_rows(values: Tensor, rows: int) -> Tensor:
-    """The values, with their mean in the rows after them."""
     mean = values.double().mean(0, keepdim=True).to(values.dtype)
     return torch.cat([values, *[mean] * (rows - len(values))])
 
@@ -200,7 +196,6 @@ def save_origin(model: Any, run: Path) -> None:
 
 
 def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
-    """The folder that `save_origin` wrote into a run for this model."""
     record = read_json(run / FOLDER / RECORD)
     same = record.get("name") == settings.name and record.get("revision") == settings.revision
     return run / FOLDER if record and same else None

@@ -64,7 +64,6 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
 
 
 def add_rows(model: Any, vocab: int) -> int:
-    """Give the embedding and the head rows for `vocab` tokens; returns how many are new."""
     added = max(0, vocab - len(model.get_input_embeddings().weight))
     if added:
         model.resize_token_embeddings(vocab, mean_resizing=False)
@@ -72,7 +71,6 @@ def add_rows(model: Any, vocab: int) -> int:
 
 
 def end_names(model: Any) -> list[str]:
-    """The names of the embedding and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if module in ends]
 
@@ -118,8 +116,6 @@ def head_form(model: Any) -> tuple[float, float] | None:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
-        """The output of a network without cross-attentions and routers."""
-
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
                 raise AttributeError(name)

@@ -23,8 +23,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 
 class Piece(NamedTuple):
-    """The rows of the vocabulary that this rank holds."""
-
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
     vocab: int  # the rows of all ranks
@@ -60,7 +58,6 @@ class SourceSums:
     """
 
     def __init__(self, rows: Tensor, sums: Tensor):
-        """`rows` are the sources of the rows [B], int64; `sums`, float64 [sources, 2], grow."""
         self.rows, self.sums = rows, sums
 
     def add(
@@ -84,12 +81,10 @@ def takes_sources(model: Any) -> bool:
 
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
-    """Logits [..., V] of hidden states [..., D]."""
     return cap_of_logits(F.linear(x.to(weight.dtype), weight, bias), cap)
 
 
 def cap_of_logits(logits: Tensor, cap: float) -> Tensor:
-    """Logits with a soft bound; 0 for none."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -138,7 +133,6 @@ def cross_entropy_sum(
 
 
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The precision of the products with the head's matrix."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -234,8 +228,6 @@ def eager_tail(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Logits, loss and gradients, a chunk of tokens at a time."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -29,19 +29,15 @@ def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards a module, without the import of FSDP2."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The storage on this rank; writing to it writes to the tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class Peers(NamedTuple):
-    """The ranks of one dimension of the mesh."""
-
     group: str  # torch's name of their process group
     rank: int  # this rank's place
     size: int
@@ -51,7 +47,6 @@ class Peers(NamedTuple):
         return range(number * self.rank // self.size, number * (self.rank + 1) // self.size)
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks."""
         done = collective.all_reduce(x.contiguous(), "sum", self.group)
         return collective.wait_tensor(done)  # type: ignore[no-any-return]
 
@@ -73,7 +68,6 @@ class Cut:
             start, stop = start - len(r), stop - len(r)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
         parts = [whole.narrow(self.dim, r.start, len(r)) for r in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
@@ -166,7 +160,6 @@ def assign(parameter: Tensor, full: Tensor) -> None:
 
 
 def become(module: nn.Module, part: type[nn.Module]) -> None:
-    """Put `part` before a module's class."""
     module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
 
 

@@ -38,12 +38,10 @@ class Parameters:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that multiply every token: all except look-up tables."""
         return self.non_embedding + self.head + (self.embedding if self.tied else 0)
 
 
 def count(settings: ModelSettings, vocab: int) -> Parameters:
-    """The parameters of a GPT with `vocab` rows in its embedding."""
     m, kv = settings, settings.width // settings.heads * settings.kv_heads_
     ups = 2 if m.activation == "swiglu" else 1
     norm = m.width * (2 if m.norm == "layernorm" and m.norm_bias else 1)
@@ -172,7 +170,6 @@ def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = 
 
 
 def describe_network(network: dict[str, Any]) -> str:
-    """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
     words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}"}
     words |= {
         "vocab": "vocabulary {:,}",
@@ -196,7 +193,6 @@ def describe_sizes(sizes: CountedSizes) -> str:
 
 
 def trainable(trained: int, total: int) -> str:
-    """The trained part of a model, for a report."""
     return f"{trained:,} of {total:,} ({100 * trained / total:.1f} %)"
 
 

@@ -30,7 +30,6 @@ class Pending:
             self._work = dist.all_reduce(self._numbers, op, group, async_op=True)
 
     def wait(self) -> list[float]:
-        """The reduced numbers, equal on all ranks of the group."""
         if self._work is not None:
             self._work.wait()
             self._reduced, self._work = self._numbers.tolist(), None
@@ -38,7 +37,6 @@ class Pending:
 
 
 def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
-    """Begin to add up numbers over the ranks that see different tokens."""
     return Pending(numbers, ranks.mesh.loss_ranks, dist.ReduceOp.SUM)
 
 
@@ -84,7 +82,6 @@ def norm_and_sum(
 
 
 def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over all ranks, in place and on its device."""
     if group := ranks.mesh.all_ranks:
         dist.all_reduce(tensor, group=group if tensor.device.type == "cpu" else dist.group.WORLD)
     return tensor
@@ -105,7 +102,6 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
 
 
 def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Add up tensors of one type over a group, in place and in one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
@@ -113,7 +109,6 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over the stages of a pipeline, in place."""
     if ranks.mesh.pp is not None:
         dist.all_reduce(tensor, group=ranks.mesh.pp)
     return tensor
@@ -127,7 +122,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """This rank's part of gradients, by device and type."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.device, grad.dtype), []).append(local_part(grad))

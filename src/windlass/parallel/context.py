@@ -33,7 +33,6 @@ def gather(x: Tensor, dim: int, peers: Peers) -> Tensor:
 
 
 def scatter(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """This rank's part, along a dimension, of the sum over the ranks."""
     x = x.contiguous() if dim == 0 else torch.cat(x.chunk(peers.size, dim))
     part = collective.reduce_scatter_tensor(x, "sum", peers.size, peers.group)
     return collective.wait_tensor(part)  # type: ignore[no-any-return]
@@ -93,8 +92,6 @@ class Copy(Function):
 
 
 class Sum(Function):
-    """The sum over the ranks, whose gradient every rank has."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         return peers.add_up(x)
@@ -122,7 +119,6 @@ class TokenPart(NamedTuple):
         return whole[..., self.places.clamp(max=self.length - 1)]
 
     def labels(self, whole: Tensor) -> Tensor:
-        """The columns of labels [B, T]; padding is masked."""
         return self.tokens(whole).masked_fill(self.places >= self.length, IGNORE_INDEX)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
@@ -164,15 +160,11 @@ class TokenPart(NamedTuple):
 
 
 class DividedBlock(Block):
-    """A block of our GPT whose dropout takes slices of the masks of all tokens."""
-
     def drop(self, x: Tensor, spans: Any) -> Tensor:
         return spans.drop(x, self.dropout) if self.training else x  # type: ignore[no-any-return]
 
 
 class DividedGPT(GPT):
-    """Our GPT; ranks divide its heads and its vocabulary, or its tokens."""
-
     shares_gradient = False  # the head's gradient and the lookup's are of other ranks
     tensor_ranks: Peers | None
     context_ranks: Peers | None

@@ -77,7 +77,6 @@ class Ranks:
         self._restore = process_settings()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest time of a collective or of a wait on the store."""
         self._timeout = seconds
         # gloo's collectives end in time by themselves.
         if self._heartbeat is not None and self.device.type == "cuda":
@@ -220,14 +219,12 @@ def process_settings() -> Callable[[], None]:
 
 
 def use_deterministic(mode: bool, warn_only: bool = False) -> None:
-    """Choose deterministic kernels or not; without a change, without torch's import of Inductor."""
     now = torch.are_deterministic_algorithms_enabled()
     if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """Connect to the other ranks: `init_store`, then `init_process_group`."""
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(init_store(env, recipe, store))
         init_process_group(ranks, recipe)
@@ -331,7 +328,6 @@ def address_to(host: str) -> str:
 
 
 def interface_to(host: str) -> str:
-    """This machine's network interface on the route to a host; empty if it is the loopback."""
     import psutil
 
     address, interfaces = address_to(host), psutil.net_if_addrs().items()
@@ -364,7 +360,6 @@ def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
 
 
 def gloo_interface(ranks: Ranks) -> str:
-    """The network interface between the ranks; empty if it is unknown."""
     env = ranks.env
     if env.nodes == 1:
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
@@ -375,7 +370,6 @@ def gloo_interface(ranks: Ranks) -> str:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone or late."""
     lost = type(error) is RuntimeError and re.search(LOST_CONTACT, str(error).lower()) is not None
     return lost or isinstance(error, dist.DistError)
 

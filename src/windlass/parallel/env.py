@@ -141,7 +141,6 @@ def _first(environ: Mapping[str, str], names: str) -> str:
 
 
 def _number(environ: Mapping[str, str], names: str, default: int | None = None) -> int:
-    """The first of some variables that is set."""
     for name in names.split():
         if text := environ.get(name, "").strip():
             if not text.isdigit():

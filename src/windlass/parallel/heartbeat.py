@@ -185,7 +185,6 @@ def unfinished_collective() -> str:
 
 
 def who_waits(beats: Sequence[dict[str, Any]]) -> str:
-    """Which ranks wait in which collective, and which in none."""
     ranks: dict[str, list[str]] = {}
     for beat in beats:
         ranks.setdefault(beat.get("waits", ""), []).append(str(beat["rank"]))

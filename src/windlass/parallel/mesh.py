@@ -74,7 +74,6 @@ class Mesh:
             self.loss_ranks, self.loss_group = split(rows, backend="gloo")[0], split(rows)[0]
 
     def connect_ends(self, timeout: timedelta) -> None:
-        """Create the group of the first and last stage; every rank calls it."""
         pairs = [[row[0], row[-1]] for row in self.rows(("pp",))]
         two = self.sizes.pp == 2
         self.ends = self.pp if two else dist.new_subgroups_by_enumeration(pairs, timeout=timeout)[0]
@@ -95,14 +94,12 @@ class Mesh:
         return self.devices[names] if self.devices is not None and names else None
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Every process group of this rank."""
         groups = [dist.group.WORLD, self.all_ranks, self.loss_ranks, self.loss_group]
         groups += self.devices.get_all_groups() if self.devices is not None else []
         groups += [self.cp, self.ends]
         return list({id(group): group for group in groups if group is not None}.values())
 
     def cutting_groups(self, parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of several ranks that hold different pieces of a parameter."""
         tp = (self.tp,) if self.tp is not None and cut_of(parameter) else ()
         if not is_sharded(parameter):
             return tp

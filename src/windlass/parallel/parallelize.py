@@ -142,7 +142,6 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass: low precision for the operations that tolerate it."""
     low = LOW.get(resolve_precision(recipe.train.precision, device))
     return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
 
@@ -230,7 +229,6 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cu
 def _replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
-    """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers"  # torch >= 2.12
     # `training.state.Buffers` shares them after each step.
@@ -340,7 +338,6 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
 
 def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the outputs of matrix products, attention and sums over ranks; recompute the rest."""
     if op in SAVED:
         return CheckpointPolicy.MUST_SAVE
     if any(name in str(op) for name in ATTENTION):

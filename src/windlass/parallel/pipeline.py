@@ -35,8 +35,6 @@ TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its 
 
 
 class Task(NamedTuple):
-    """A forward or backward pass of one stage for one micro-batch, both counted from 0."""
-
     backward: bool
     stage: int
     micro: int
@@ -86,7 +84,6 @@ def timetable(
 
 
 def needs(task: Task, stages: int) -> set[Task]:
-    """The tasks that come before a task."""
     backward, stage, micro = task
     if not backward:
         return {Task(False, stage - 1, micro)} if stage else set()
@@ -95,7 +92,6 @@ def needs(task: Task, stages: int) -> set[Task]:
 
 
 def receiver(task: Task, stages: int) -> Task | None:
-    """The task that gets the result of a task: hidden states or their gradient."""
     stage = task.stage - 1 if task.backward else task.stage + 1
     return task._replace(stage=stage) if 0 <= stage < stages else None
 
@@ -107,8 +103,6 @@ def wait(works: list[Any]) -> None:
 
 
 class Pipeline:
-    """This rank's stages, and the messages between stages."""
-
     def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
         settings, mesh = recipe.parallel, ranks.mesh
         assert mesh.pp is not None
@@ -214,7 +208,6 @@ class Pipeline:
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
-        """The shape of the hidden states of tokens [B, T], and of their gradient."""
         rows, length = tokens.shape
         if isinstance(model, DividedGPT):
             length = len(model.part(length, has_labels, torch.device("cpu")).stream)

@@ -76,8 +76,6 @@ class Part(nn.Module):
 
 
 class Columns(Part):
-    """A linear layer with some of its outputs."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
 
@@ -110,8 +108,6 @@ class Rows(Part):
 
 
 class DividedEmbedding(Part):
-    """An embedding with some rows of the vocabulary."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         elsewhere = (tokens < self.held.start) | (tokens >= self.held.stop)
         x = super().forward((tokens - self.held.start).masked_fill(elsewhere, 0))
@@ -128,8 +124,6 @@ class DividedPositions(Part):
 
 
 class DividedHead(Part):
-    """A head with some rows of the vocabulary: its loss, or all logits, without gradients."""
-
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         y: Tensor = super().forward(x, *args)
         if y.dim() == 0:
@@ -191,21 +185,17 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
 
 
 class Divider:
-    """Gives modules their styles and cuts parameters."""
-
     def __init__(self, network: Any, tensor: Peers, sequence: bool = False):
         self.network, self.tensor, self.sequence = network, tensor, sequence
         self.modules, self.cuts = dict(network.named_modules()), Cuts()
 
     def style(self, module: nn.Module, part: type[Part]) -> Any:
-        """Give a module a style."""
         divided: Any = module
         divided.tensor, divided.sequence = self.tensor, self.sequence
         become(module, part)
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
-        """Divide the linear layers of a plan."""
         for name, style in plan.items():
             if style == SHARED:
                 continue
