@@ -15,8 +15,9 @@ from torch import nn
 from windlass.data.loader import Loader
 from windlass.errors import UserError
 from windlass.model.build import build_model
+from windlass.model.size import stage_layers
 from windlass.parallel.parallelize import counted, parallelize, unwrap
-from windlass.parallel.pipeline import needs, order, split_blocks, timetable
+from windlass.parallel.pipeline import needs, order, timetable
 from windlass.recipe.network import ModelSettings
 
 TIED = {"model__layers": 5, "model__head_bias": True}
@@ -89,7 +90,7 @@ def rejected(join):
             parallelize(Own(), ranks, recipe)
         frozen = ["blocks.[0-2].*", "embedding.*", "positions.*"]
         recipe = recipe.replace({"model.freeze": frozen, "model.tie_head": False})
-        assert split_blocks(recipe.model, VOCAB, 2)[0] == range(3)
+        assert stage_layers(recipe.model, VOCAB, 2)[0] == 3
         with pytest.raises(UserError, match=r"model\.freeze.*stage 0 of 2"):
             parallelize(build_model(recipe, VOCAB), ranks, recipe)
 
@@ -135,13 +136,11 @@ def test_timetables_have_each_task_once_after_what_it_needs():
 
 def test_blocks_are_divided_by_their_cost():
     even = ModelSettings(layers=8, width=64, heads=4, context=64, vocab=100)
-    assert split_blocks(even, 100, 2) == [range(4), range(4, 8)]
-    assert split_blocks(even, 100, 3) == [range(3), range(3, 6), range(6, 8)]
-    assert split_blocks(even.model_copy(update={"layers": 7}), 100, 3)[0] == range(2)
+    assert stage_layers(even, 100, 2) == [4, 4]
+    assert stage_layers(even, 100, 3) == [3, 3, 2]
+    assert stage_layers(even.model_copy(update={"layers": 7}), 100, 3)[0] == 2
     # The head costs as much as 2.4 blocks.
-    assert split_blocks(even, 2000, 2) == [range(5), range(5, 8)]
-    assert split_blocks(even, 2000, 4) == [range(2), range(2, 4), range(4, 7), range(7, 8)]
-    assert split_blocks(even, 100, 8) == [range(i, i + 1) for i in range(8)]
-    for stages in range(1, 9):
-        parts = split_blocks(even, 500, stages)
-        assert [i for part in parts for i in part] == list(range(8))
+    assert stage_layers(even, 2000, 2) == [5, 3]
+    assert stage_layers(even, 2000, 4) == [2, 2, 3, 1]
+    assert stage_layers(even, 100, 8) == [1] * 8
+    assert all(sum(stage_layers(even, 500, stages)) == 8 for stages in range(1, 9))

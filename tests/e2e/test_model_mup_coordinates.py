@@ -28,7 +28,7 @@ def changes(recipe) -> dict[str, float]:
     tokens = torch.from_numpy(data.train.read(np.arange(8))[0])
     for model in (first.eval(), load_model(train(recipe))):
         out = dict[str, Any]()
-        for number, block in enumerate(model.blocks()):
+        for number, block in enumerate(model.blocks):
             name = f"block {number}"
             block.register_forward_hook(lambda _, __, x, name=name, out=out: out.update({name: x}))
         with torch.no_grad():

@@ -64,7 +64,7 @@ def test_documents_compile_once_on_a_gpu(device):
 
     eager = losses()
     counters.clear()
-    for block in model.blocks():
+    for block in model.blocks:
         block.forward = torch.compile(block.forward)
     assert losses() == pytest.approx(eager, rel=1e-3)
     assert not counters["graph_break"]

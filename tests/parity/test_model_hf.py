@@ -109,7 +109,7 @@ def test_numbers_are_those_of_transformers(kind, chunk_bytes, directories, monke
 def test_a_residual_stream_in_bf16_is_that_of_cast_embeddings(kind, how, directories):
     """These models add no positions to their embeddings, so `transformers` gets cast ones."""
     ours, reference = built(directories[kind]), reference_of(directories[kind])
-    lower_stream(ours, "bf16")
+    lower_stream(ours)
     checkpoint_activations(ours.blocks(), how)
     seen = []
     for block in ours.blocks():

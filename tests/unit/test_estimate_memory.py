@@ -53,7 +53,7 @@ def saved_bytes(settings: ModelSettings, precision: str) -> int:
         return tensor
 
     if precision == "float8":
-        use_float8(model.blocks(), torch.device("cpu"))
+        use_float8(model.blocks, torch.device("cpu"))
     context = torch.autocast("cpu", torch.bfloat16, enabled=precision in ("bf16", "float8"))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t), context:
         model(tokens, tokens)
@@ -161,7 +161,7 @@ def test_checkpointed_blocks_save_less(how, over):
     settings = ModelSettings(**{**BASE, **over})
     model = GPT(settings, VOCAB)
     initialise(model, 0)
-    checkpoint_activations(model.blocks(), how)
+    checkpoint_activations(model.blocks, how)
     tokens = torch.zeros(BATCH, settings.context, dtype=torch.int64)
     left = allocations(lambda: model(tokens, tokens))[-1]
     assert predicted_bytes(settings, "fp32", how) == pytest.approx(left, rel=0.01)

@@ -63,7 +63,7 @@ def test_attention_drops_weights():
     q, k = torch.randn(2, 3, 4, 64, 8)
     v = torch.eye(64).expand(3, 4, 64, 64)
     whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    weights = attend(q, k, v, is_causal=True, dropout=0.25)
+    weights = attend(q, k, v, causal=True, dropout=0.25)
     kept = weights != 0
     torch.testing.assert_close(weights[kept], whole[kept] / 0.75)
     seen = torch.ones(64, 64, dtype=torch.bool).tril().expand_as(kept)

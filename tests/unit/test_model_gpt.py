@@ -158,7 +158,7 @@ def test_names_are_stable() -> None:
     inside = ["attn_norm", "attn.qkv", "attn.out", "ff_norm", "ff.gate", "ff.up", "ff.down"]
     modules = ["embedding", "positions", *(f"blocks.0.{name}" for name in inside), "norm", "head"]
     assert list(dict(model.named_parameters())) == [f"{module}.weight" for module in modules]
-    assert not list(model.buffers()) and model.get_submodule("blocks.0") is model.blocks()[0]
+    assert not list(model.buffers()) and model.get_submodule("blocks.0") is model.blocks[0]
     assert "head.weight" not in gpt().state_dict()
 
 
@@ -208,7 +208,7 @@ def test_spreads_are_those_of_gpt2() -> None:
             assert abs(float(value.mean())) < bound, name
             assert abs(float(value.std()) - std) < bound, name
     model, x = gpt(dtype=torch.float32, zero_init_output=True), torch.randn(2, 5, 32)
-    assert all(torch.equal(block(x), x) for block in model.blocks())
+    assert all(torch.equal(block(x, None, None, None), x) for block in model.blocks)
     assert bool(model.state_dict()["blocks.0.ff.up.weight"].any())
 
 

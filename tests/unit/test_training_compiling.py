@@ -53,7 +53,7 @@ class Own(torch.nn.Module):
         initialise(self.network, 1)
 
     def blocks(self) -> list[torch.nn.Module]:
-        return self.network.blocks()
+        return list(self.network.blocks)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.network(tokens, labels)

@@ -58,7 +58,7 @@ def test_a_step_reads_no_value(monkeypatch, shape, precision, recompute, chunked
     )
     with META:
         model = GPT(recipe.model, 300)
-    checkpoint_activations(model.blocks(), recompute)
+    checkpoint_activations(model.blocks, recompute)
     trainer = bare_trainer(model, recipe, Ranks(DistEnv(), META), deferred=True)
     updates = list[Any]()
     update = SimpleNamespace(param_groups=[], zero_grad=trainer.optimizer.zero_grad, found_inf=None)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from windlass.model.frozen import Linear4bit
+from windlass.model.share import blocks_of
 from windlass.model.size import CHUNK_BYTES, Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations, lower_stream
 from windlass.recipe import Recipe
@@ -44,9 +45,9 @@ def measure_peaks(
     `network` is on the meta device, as `build_model` returns it. It cannot be used afterwards.
     """
     model: Any = network.train()
-    if recipe.train.stream == "bf16":
-        lower_stream(model, precision)
-    checkpoint_activations(model.blocks(), recipe.parallel.activation_checkpointing)
+    if recipe.train.stream == "bf16" == precision:
+        lower_stream(model)
+    checkpoint_activations(blocks_of(model) or [], recipe.parallel.activation_checkpointing)
     matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
     chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])
     low, on_cuda = LOW.get(precision), device == "cuda"

@@ -1,8 +1,6 @@
 """A run as a directory that `transformers` loads: weights, configuration, tokenizer, model card.
 
-Our GPT becomes GPT-2, Llama or a relative (model/convert.py). If no architecture computes the same,
-the export includes its code (modeling_windlass.py). A model of `transformers` saves itself after
-its adapters are merged. The directory appears whole or not at all.
+If no architecture computes the same as our GPT, the export includes code (modeling_windlass.py).
 """
 
 from __future__ import annotations
@@ -62,8 +60,6 @@ def export(
 ) -> Path:
     """Write a run's model, tokenizer and model card for `transformers`; returns the directory.
 
-    A model of your own code gets only its weights, and a README.md that says how to load them.
-
     Args:
         run: `RUN` (its newest checkpoint), `RUN@STEP`, `RUN@best` or a checkpoint's path; or the
             directory of an adapter, to merge it into its base.
@@ -86,8 +82,7 @@ def export(
     if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
     if source.tokenizer is None and not source.own_model:
-        problem = f"{run} was trained on data without a tokenizer, which an export needs"
-        raise UserError(f"{problem}: give it to train as Data(tokenizer=...)")
+        raise UserError(f"{run} has no tokenizer: give it to train as Data(tokenizer=...)")
     if adapter and not source.recipe.model.lora.rank:
         problem = f"{run} has no adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
@@ -106,22 +101,25 @@ def export(
         if checkpoint and not source.own_model:
             name = push or directory.name
             _write(partial / "README.md", card(source, checkpoint, name, adapter))
-        _write_plain_template(source, partial)
-        _let_others_read(partial)
+        if source.recipe.data.format == "chat" and not source.template.source:
+            _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
+        os.umask(umask := os.umask(0))
+        for file in partial.iterdir():  # some libraries let only the owner read what they write
+            file.chmod(0o666 & ~umask)
     if push:
         hub.push(directory, push)
     return directory
 
 
-def _let_others_read(directory: Path) -> None:
-    """Give files the usual rights; some libraries let only the owner read what they write."""
-    os.umask(umask := os.umask(0))
-    for file in directory.iterdir():
-        file.chmod(0o666 & ~umask)
+def plain_template(tokenizer: Tokenizer) -> str:
+    """The plain template with the tokenizer's begin and end of a text."""
+    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
+    begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
+    text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
+    return text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
 
 
 def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
-    """The weights of a model of the user's own code, and how to load them."""
     # a model of `transformers` is inside an `HfModel`
     wrapped = source.run and source.run.environment.get("wrapped")
     prefix = f"{MODEL}model." if wrapped else MODEL
@@ -178,7 +176,16 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
         stored = str(base.get("dtype") or base.get("torch_dtype"))
         dtypes = {name: short for short, name in DTYPES.items()}
         dtype = "fp32" if model.settings.from_scratch else dtypes.get(stored, "fp32")
-    _cast(network, getattr(torch, DTYPES[dtype]))
+    wanted = getattr(torch, DTYPES[dtype])
+    exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
+    if wanted == torch.float16:
+        exact |= set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+        if tensor.is_floating_point() and not any(part in name for part in exact):
+            tensor.data = tensor.data.to(wanted)
+    parts = [getattr(network.config, name, None) for name in network.config.sub_configs]
+    for part in (network.config, *filter(None, parts)):
+        part.dtype = wanted
     network.save_pretrained(directory)
     config = read_json(directory / "config.json")
     if "text_config" in config:
@@ -190,25 +197,8 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     _write_text_files(source, model, directory)
 
 
-def _cast(network: Any, dtype: torch.dtype) -> None:
-    """Round the weights, except those that the architecture keeps in float32."""
-    exact = set(getattr(network, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        exact |= set(getattr(network, "_keep_in_fp32_modules", None) or ())
-    for tensors in (network.named_parameters(), network.named_buffers()):
-        for name, tensor in tensors:
-            if tensor.is_floating_point() and not any(part in name for part in exact):
-                tensor.data = tensor.data.to(dtype)
-    parts = [getattr(network.config, name, None) for name in network.config.sub_configs]
-    for config in (network.config, *filter(None, parts)):
-        config.dtype = dtype
-
-
 def older_names(config: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a configuration under the names of `transformers` 4, which other programs read.
-
-    They are the base's own, or follow from the entries of `transformers` 5.
-    """
+    """Entries of a configuration under the names of `transformers` 4, which other programs read."""
     rope, kind = config.get("rope_parameters") or {}, str(config.get("model_type"))
     names = ("rope_theta", "partial_rotary_factor")
     entries: dict[str, Any] = {}
@@ -237,10 +227,8 @@ def _untie_adapted(network: Any) -> None:
 
 def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     """The tokenizer, the chat template and the tokens that end a text, of base and training."""
-    files = [
-        path for name in hf_files.TOKENIZER_FILES if (path := model.directory / name).is_file()
-    ]
-    template = source.template
+    files = [model.directory / name for name in hf_files.TOKENIZER_FILES]
+    files, template = [file for file in files if file.is_file()], source.template
     if not files or not same_tokenizer(source, model.directory):
         save_tokenizer(source.tokenizer, template, model.context, directory)
     elif (
@@ -267,7 +255,6 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
 
 
 def bos_of(tokenizer: Tokenizer) -> int | None:
-    """The token before a text, for `config.json`; None if only the end of a text stands there."""
     start = tokenizer.prompt("")[0]
     return None if start == tokenizer.eot and not tokenizer.begin else start
 
@@ -285,7 +272,6 @@ def _copy(files: Iterable[Path], directory: Path) -> None:
 
 
 def _write_adapter(source: Source, directory: Path, dtype: str) -> None:
-    """The files for `PeftModel.from_pretrained(base, DIR)`."""
     model: Any = open_model(source, alone("cpu"))
     base = Path(source.recipe.model.name).expanduser()
     local = base.is_dir() and (hub.repository_of(base) or str(base.resolve()))
@@ -305,32 +291,21 @@ def save_weights(
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
     wanted = getattr(torch, DTYPES[dtype])
     copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}
-    save_torch_state_dict(
-        copies,
-        directory,
-        filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=FILE_BYTES,
-        metadata={"format": "pt"},
-    )
-
-
-def start_of(tokenizer: Tokenizer) -> int | None:
-    """The token before a text; None for a tokenizer without special tokens."""
-    return next(
-        (i for i in (*tokenizer.begin, tokenizer.start, tokenizer.eot) if i is not None), None
-    )
+    how: Any = {"max_shard_size": FILE_BYTES, "metadata": {"format": "pt"}}
+    save_torch_state_dict(copies, directory, filename_pattern=stem + "{suffix}.safetensors", **how)
 
 
 def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, with the chat template if any."""
-    inner, start = tokenizer.inner, start_of(tokenizer)
+    inner = tokenizer.inner
+    starts = [i for i in (*tokenizer.begin, tokenizer.start, tokenizer.eot) if i is not None]
     inner.save(str(directory / "tokenizer.json"))
     end = None if tokenizer.eot is None else inner.id_to_token(tokenizer.eot)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "bos_token": None if start is None else inner.id_to_token(start),
+        "bos_token": inner.id_to_token(starts[0]) if starts else None,
         "eos_token": end,
         "pad_token": end,
         **template.tokens,
@@ -340,20 +315,7 @@ def save_tokenizer(tokenizer: Tokenizer, template: Template, context: int, direc
     _write_json(directory / TOKENIZER_CONFIG, config)
 
 
-def _write_plain_template(source: Source, directory: Path) -> None:
-    """Write the plain template with the tokenizer's end of a text, if a chat run has no other."""
-    if source.recipe.data.format != "chat" or source.template.source:
-        return
-    tokenizer = source.tokenizer
-    end = "" if tokenizer.eot is None else tokenizer.inner.id_to_token(tokenizer.eot)
-    begin = "".join(map(tokenizer.inner.id_to_token, tokenizer.begin))
-    text = PLAIN.replace("end_of_text", json.dumps(end, ensure_ascii=False))
-    text = text.replace("begin_of_text", json.dumps(begin, ensure_ascii=False))
-    _write(directory / "chat_template.jinja", text)
-
-
 def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> str:
-    """The model card: origin, data, results and recipe."""
     from jinja2 import Environment, StrictUndefined
 
     run, step = source.run, checkpoint.step
@@ -402,11 +364,11 @@ def _other_data(
     settings, own = measured.get("settings", {}), recipe.flat()
     if suite == LOSS_SUITE and measured.get("data") == checkpoint.meta.get("data"):
         return ""
-    names = [k for k in settings if k.startswith("data.") or k.endswith("_file")]
     changed = [
-        f"`{k}={typed(scrub(settings[k]))}`"
-        for k in names
-        if settings[k] != own.get(k) and k != "data.dir"
+        f"`{key}={typed(scrub(value))}`"
+        for key, value in settings.items()
+        if key.startswith("data.") or key.endswith("_file")
+        if value != own.get(key) and key != "data.dir"
     ]
     return ", ".join(changed) or "other data" * (suite == LOSS_SUITE)
 
@@ -418,9 +380,8 @@ def _shown(value: float) -> str:
 def _origin(run: Run, m: ModelSettings) -> dict[str, str]:
     """Where the first weights come from: a repository of the Hub or a name; empty for new ones."""
     name = m.init_from or ("" if m.kind == "gpt" or m.from_scratch else m.name)
-    commit = ""
-    if name and not m.init_from and (saved := hf_files.saved_origin(run.path, m)):
-        commit = read_json(saved / hf_files.RECORD).get("commit", "")
+    saved = hf_files.saved_origin(run.path, m) if name and not m.init_from else None
+    commit = read_json(saved / hf_files.RECORD).get("commit", "") if saved else ""
     if not (repository := hub.repository_of(Path(name).expanduser())):
         repository = name.removeprefix("hf:") if name.startswith("hf:") or commit else ""
     return {"origin": Path(name).name, "commit": commit, "repository": repository}

@@ -22,7 +22,7 @@ from windlass.model.share import assign, whole_shape
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.layers import typed
-from windlass.recipe.network import LoraSettings, ModelSettings
+from windlass.recipe.network import LoraSettings
 from windlass.run import Run
 
 # Entries of a configuration that do not change what a network of the same shapes computes.
@@ -35,13 +35,9 @@ IRRELEVANT = re.compile(
 
 
 def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
-    """Fill a model, whole or sharded, from `model.init_from`.
+    """Fill a model, whole or sharded, from `model.init_from`; UserError if it does not fit.
 
-    This is `RUN`, `RUN@STEP`, `RUN@best`, a checkpoint, a directory of `transformers` or of an
-    adapter, or `hf:NAME`. Collective over `ranks`, which share the hashing of a checkpoint.
-
-    Raises:
-        UserError: it does not exist, or its weights do not fit; the message names the remedy.
+    Collective over `ranks`, which share the hashing of a checkpoint.
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
@@ -68,30 +64,23 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         check_adapter(origin.lora, recipe, keys)
         fill_base(checkpoint, model, recipe, ranks)
         restore(checkpoint, model)
-        check_multipliers(origin, recipe)
+        if origin.multipliers != recipe.model.multipliers:
+            settings = origin.mup.model_dump() if origin.mup.base_width else {"base_width": 0}
+            lines = "; ".join(f"model.mup.{key} = {value}" for key, value in settings.items())
+            raise UserError(f"its weights are for other multipliers of muP; write {lines}")
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 
 
 def check_adapter(there: LoraSettings, recipe: Recipe, keys: Iterable[str]) -> None:
-    """Raise UserError if the weights have other adapters than the recipe."""
     here, name = recipe.model.lora, recipe.model.init_from
     differs = [key for key in keys if getattr(there, key) != getattr(here, key)]
     if differs and (there.rank or here.rank):
         lines = " ".join(f"model.lora.{key}={typed(getattr(there, key))}" for key in differs)
+        merged = f"export {name}, which merges the weights, and write its directory as model.name"
         raise UserError(
-            f"{name} was trained with {lines}: write that to train it further. Adapters are not "
-            f"stacked: for another adapter, or none, export {name}, which merges the weights, and "
-            "write the exported directory as model.name, without model.init_from"
+            f"{name} was trained with {lines}: write that to train it further, or {merged}"
         )
-
-
-def check_multipliers(there: ModelSettings, recipe: Recipe) -> None:
-    """Raise UserError if the weights belong to a model with other multipliers of muP."""
-    if there.multipliers != recipe.model.multipliers:
-        settings = there.mup.model_dump() if there.mup.base_width else {"base_width": 0}
-        lines = "; ".join(f"model.mup.{key} = {value}" for key, value in settings.items())
-        raise UserError(f"its weights are for other multipliers of muP; write {lines}")
 
 
 def check_same_network(model: nn.Module, directory: Path) -> None:
@@ -105,12 +94,9 @@ def check_same_network(model: nn.Module, directory: Path) -> None:
         if here.get(key) != there.get(key) and not IRRELEVANT.fullmatch(key)
     ]
     if differs:
-        raise UserError(
-            f"model.init_from: the weights in {directory} belong to another network than "
-            f"{ours.settings.name}: {'; '.join(differs[:8])}{'; and more' * (len(differs) > 8)}. "
-            "Take its own configuration (model.name), or, if you want the difference, put its "
-            "weights beside your config.json and name that directory"
-        )
+        problem = f"the weights in {directory} belong to another network than {ours.settings.name}"
+        advice = "write its own configuration as model.name, or put the weights beside yours"
+        raise UserError(f"model.init_from: {problem}: {'; '.join(differs[:8])}; {advice}")
 
 
 def _config(directory: Path, remote_code: bool = False) -> Any:
@@ -123,10 +109,7 @@ def _config(directory: Path, remote_code: bool = False) -> Any:
 
 
 def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
-    """Copy GPT-2's or Llama's weights into our GPT, a tensor at a time.
-
-    Rows of an embedding that the file lacks keep their values, which follow from the seed.
-    """
+    """Copy weights into our GPT; rows of an embedding that the file lacks follow from the seed."""
     config = _config(directory)
     there = convert.settings_of(config)
     convert.check_fit(model.settings, model.vocab, there, str(directory))

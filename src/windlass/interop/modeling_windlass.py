@@ -1,8 +1,4 @@
-"""A GPT of Windlass for `transformers`, written by `windlass export` if no architecture there fits.
-
-    model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
-
-It needs only torch and transformers. Modules and weights have the same names in Windlass.
+"""A GPT of Windlass: `AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)`.
 
 Legend: B batch, T time (tokens of this pass), S time seen (T and the tokens in the cache), D model
 width, H heads, K key and value heads, E = D / H width of a head, V vocabulary.
@@ -71,8 +67,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a non-linearity between them, or three with a gate."""
-
     def __init__(self, config):
         super().__init__()
         self.gated = config.activation == "swiglu"
@@ -90,8 +84,6 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer, each on the normalised stream and added to it."""
-
     def __init__(self, config, layer):
         super().__init__()
         self.attn_norm, self.attn = norm(config), Attention(config, layer)
@@ -105,8 +97,6 @@ class Block(nn.Module):
 
 
 class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
-    """The whole network."""
-
     config_class = WindlassConfig
     _input_embed_layer = "embedding"
     _no_split_modules = ["Block"]  # noqa: RUF012
@@ -186,7 +176,6 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         return (seen & attention_mask[:, None, None, :].bool()) | alone
 
     def _rotary(self, places, x):
-        """The cosines and sines by which queries and keys turn [B, T, 1, E] (arXiv 2104.09864)."""
         width = self.config.width // self.config.heads
         dtype = torch.promote_types(x.dtype, torch.float32)
         half = torch.arange(0, width, 2, device=x.device, dtype=dtype) / width

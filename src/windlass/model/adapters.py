@@ -1,7 +1,6 @@
 """Low-rank adapters of `peft` on a model of `transformers`, and their directories.
 
-`peft` adds the layers. Modules that are trained whole stay in their places, unlike in `peft`, which
-copies them. A directory of an adapter has the form that `peft` writes and reads.
+Modules that are trained whole stay in their places, unlike in `peft`, which copies them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from windlass.errors import UserError, first_line, require
 from windlass.fileio import read_json
 from windlass.model.gpt import assign
 from windlass.model.hf_files import WeightFiles
-from windlass.model.share import is_sharded
 from windlass.recipe.network import LoraSettings
-from windlass.seeds import seed_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in an adapter's file
@@ -37,10 +34,7 @@ BASE_KEPT = ("true", "gaussian", "eva", "orthogonal")
 
 
 def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
-    """Add adapters to the layers that `lora` names, and freeze all but them and `modules_to_save`.
-
-    Modules in `apart` get none.
-    """
+    """Add adapters, except in `apart`, and freeze all but them and `modules_to_save`."""
     require("peft", "model.lora")
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -54,7 +48,7 @@ def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
         is_mamba = getattr(model.config, "model_type", "") in MAMBA
         excluded += [r".*\.out_proj"] * is_mamba
     elif not all(re.fullmatch(r"[\w.]+", target) for target in targets):
-        targets = any_of(targets)
+        targets = any_of(targets)  # regular expressions
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -104,29 +98,8 @@ def modules_to_save(model: nn.Module, lora: LoraSettings) -> list[str]:
     return outermost
 
 
-def fill_adapter(name: str, parameter: Tensor, seed: int) -> None:
-    """Initialise an adapter as LoRA does: A like a linear layer, B to zero."""
-    whole = torch.zeros(parameter.shape)
-    if ".lora_A." in name or ".lora_embedding_B." in name:
-        generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
-        nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
-    assign(parameter, whole)
-
-
-def fill_magnitudes(model: nn.Module) -> None:
-    """Give DoRA's magnitudes, whole or sharded, the norms of the matrices; a collective."""
-    for layer in model.modules():
-        for vector in getattr(layer, "lora_magnitude_vector", {}).values():
-            weight = layer.get_base_layer().weight  # type: ignore[operator]
-            weight = weight.full_tensor() if is_sharded(weight) else weight
-            assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
-
-
 def adapter_settings(directory: Path) -> dict[str, Any]:
-    """The `[model]` of an adapter of `peft` or of our export; UserError for an unknown kind.
-
-    The tensors in the file say which modules have adapters, and which are whole.
-    """
+    """The `[model]` of an adapter of `peft` or of our export; UserError for an unknown kind."""
     config = read_json(directory / CONFIG)
     plain = {"peft_type": "LORA", "bias": "none"}
     unlike = [key for key in UNLIKE_OURS if config.get(key)]
@@ -137,6 +110,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
         problem = f"has {', '.join(unlike)}" if unlike else "names no base"
         merge = "merge it with peft (merge_and_unload), save model and tokenizer, and name that"
         raise UserError(f"{directory / CONFIG} {problem}, which Windlass does not read: {merge}")
+    # The tensors in the file say which modules have adapters, and which are whole.
     names = [name.removeprefix(PREFIX) for name in WeightFiles(directory, WEIGHTS).files]
     lora: dict[str, Any] = {"rank": config["r"], "alpha": config["lora_alpha"]}
     lora["dropout"] = config.get("lora_dropout") or 0.0
@@ -149,10 +123,7 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
 
 
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:
-    """Fill a network's adapters, and the modules trained whole, from the file of an adapter.
-
-    Raises UserError if they do not fit.
-    """
+    """Fill a network's adapters, and the modules trained whole, from the file of an adapter."""
     files = WeightFiles(directory, WEIGHTS).files
     ours, names = dict[str, Tensor](), dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -180,10 +151,7 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
 
 
 def export_adapter(model: Any, lora: LoraSettings, base: str, directory: Path) -> dict[str, Tensor]:
-    """Write the configuration for `PeftModel.from_pretrained`; returns the tensors of the file.
-
-    A module that is tied to a trained one is written too, because `peft` unties them.
-    """
+    """Write the configuration for `PeftModel.from_pretrained`; returns the tensors of the file."""
     from peft import get_peft_model_state_dict
 
     config = model.peft_config["default"]
@@ -193,6 +161,7 @@ def export_adapter(model: Any, lora: LoraSettings, base: str, directory: Path) -
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
     whole = modules_to_save(model, lora)
     trained = {id(p) for name in whole for p in model.get_submodule(name).parameters()}
+    # A module that is tied to a trained one is written too, because `peft` unties them.
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for name, module in model.named_modules():
         if name in whole or (module in ends and id(getattr(module, "weight", None)) in trained):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.frozen import HELD, Linear4bit, hold_frozen, hold_trained, holds_in_bf16
+from windlass.model.frozen import HELD, Linear4bit, hold_frozen, hold_trained
 from windlass.model.gpt import GPT
 from windlass.model.share import is_fsdp, is_sharded
 from windlass.model.size import CountedSizes
@@ -23,21 +23,17 @@ from windlass.recipe import Recipe
 def build_model(
     recipe: Recipe, vocab: int, device: str | torch.device = "meta", run: Path | None = None
 ) -> nn.Module:
-    """The network of a recipe's `[model]`, with float32 parameters on `device`, not initialised.
+    """The network of a recipe's `[model]` on `device`, not initialised.
 
-    `model.frozen_precision` and `train.master` may hold weights in bf16. On the meta device the model takes no
-    memory. `parallelize` gives it storage, then `initialise` or a checkpoint gives it values. The
-    embedding has `model.vocab` rows, or by default one for each of the tokenizer's `vocab` tokens.
-    `run` may hold the configuration of a model of `transformers`.
-    Raises UserError if `model.vocab` is too small, and as `windlass.model.hf.build_hf`.
+    `parallelize` gives the meta device's parameters storage, then `initialise` or a checkpoint gives
+    them values. `vocab`: the tokenizer's tokens; `run` may hold a configuration of `transformers`.
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
 
         model: Any = build_hf(recipe, vocab, run)
         freeze(model.model, recipe.model.freeze)
-        if holds_in_bf16(recipe.model, model.directory):
-            hold_frozen(model.model)
+        hold_frozen(model.model, recipe.model, model.directory)
     else:
         rows = recipe.model.vocab or vocab
         if rows < vocab:
@@ -55,8 +51,7 @@ def build_model(
 
 
 def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Move parameters and buffers to their devices, in place, tied ones together; tensors on the
-    meta device get storage without values."""
+    """Move parameters and buffers in place; those on the meta device get storage without values."""
     moved: dict[Tensor, Any] = {}
     for module in model.modules():
         for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):
@@ -90,8 +85,7 @@ def own_module(model: nn.Module, context: int) -> nn.Module:
 def set_training(model: nn.Module) -> None:
     """Put a user's module in training mode: `from_pretrained` returns models in evaluation mode.
 
-    A frozen part or a single layer in evaluation mode stays in it, on purpose, if the module around
-    it is in training mode.
+    A frozen part or a single layer inside a training module keeps its evaluation mode.
     """
     parts = [part for whole in model.modules() if whole.training for part in whole.children()]
     evaluating = [part for part in parts if not part.training]
@@ -115,13 +109,7 @@ def keeping_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off inside; afterwards modes are restored and parameters sharded again.
-
-    It also drops the weights of `casting_once`.
-
-    Without a backward pass FSDP2 leaves the root's parameters gathered, and an optimizer made then
-    would train the wrong ones.
-    """
+    """Dropout off inside; afterwards modes are restored, and FSDP2's root is sharded again."""
     with keeping_modes(model):
         model.eval()
         try:
@@ -135,10 +123,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 @contextmanager
 def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """One of several passes with unchanged weights: only the first casts them to low precision.
-
-    The end of an outermost `autocast` drops what it cast.
-    """
+    """Around one of several passes with equal weights, of which only the first casts them."""
     torch.autocast_increment_nesting()
     try:
         with autocast():
@@ -151,9 +136,8 @@ def scalar(loss: Any) -> Tensor:
     """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
-    what = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        what = f"a tensor of shape {list(loss.shape)}"
+    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+    what = f"a {type(loss).__name__}{shape}"
     advice = "return a scalar, the loss summed over labels that are not -100"
     raise UserError(f"forward(tokens, labels) of your model returned {what}; {advice}")
 
@@ -176,15 +160,20 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
-    """The sizes of a recipe's model; our GPT needs `vocab`. Raises as `build_model`."""
     return sizes_of(build_model(recipe, vocab))
 
 
 def sizes_of(model: nn.Module) -> CountedSizes:
     """Count the parameters of a model, not parallelized, perhaps on the meta device."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    config = getattr(model, "config", None)
-    network = {} if config is None else hf_network(config.get_text_config())
+    network: dict[str, Any] = {}
+    if hasattr(model, "config"):
+        names = {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+        names |= {"width": "hidden_size", "vocab": "vocab_size"}
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        known = {own: getattr(config, name, None) for own, name in names.items()}
+        network = {own: value for own, value in known.items() if isinstance(value, int)}
+        network["architecture"] = config.model_type
     if apart := getattr(model, "apart", ()):
         network["apart"] = ", ".join(apart)
     if added := getattr(model, "added", 0):
@@ -197,12 +186,3 @@ def sizes_of(model: nn.Module) -> CountedSizes:
     in_bf16 = sum(p.numel() for p in model.parameters() if p.dtype == HELD)
     total = sum(n for n, _ in sizes) + in_4bit
     return CountedSizes(total, trained, vocab, network, positions, in_4bit, in_bf16)
-
-
-def hf_network(config: Any) -> dict[str, Any]:
-    """The sizes in a configuration of `transformers`, under the names of `[model]`."""
-    names = {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
-    names |= {"width": "hidden_size", "vocab": "vocab_size"}
-    values = {own: getattr(config, name, None) for own, name in names.items()}
-    known = {own: value for own, value in values.items() if isinstance(value, int)}
-    return {"architecture": config.model_type, **known}

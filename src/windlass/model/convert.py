@@ -1,7 +1,6 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back, by tensors.
 
-Each table serves both directions. The functions read one tensor at a time, so memory never holds a
-model twice. Only functions import torch, because `plan` uses this module.
+Each table serves both directions. Only functions import torch, because `plan` uses this module.
 """
 
 from __future__ import annotations
@@ -110,7 +109,6 @@ CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}
 
 
 def their_names(m: ModelSettings, name: str) -> list[str]:
-    """The names of one of our weights in `transformers`."""
     module, _, leaf = name.rpartition(".")
     number = re.search(r"\d+", module)
     there = MODULES[architecture(m)][re.sub(r"\d+", "#", module)]
@@ -119,27 +117,23 @@ def their_names(m: ModelSettings, name: str) -> list[str]:
 
 def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[str]:
     """The names of our weights, with the given `BIASES`; a bias follows its weight."""
-    first, *modules = MODULES[kind]
+    modules = MODULES[kind]
     inside = [name for name in modules if "#" in name]
     in_blocks = [name.replace("#", str(i)) for i in range(m.layers) for name in inside]
     outside = [name for name in modules if "#" not in name and not (name == "head" and m.tie_head)]
-    for module in (first, *in_blocks, *outside):
+    for module in (*outside, *in_blocks):
         yield f"{module}.weight"
         if next((key for key, part in BIASES.items() if part in module), "") in biases:
             yield f"{module}.bias"
 
 
 def own_biases(m: ModelSettings) -> set[str]:
-    """The `BIASES` that our model has."""
     has = {key for key in BIASES if getattr(m, key)}
     return has if m.norm == "layernorm" else has - {"norm_bias"}
 
 
 def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of `transformers`, one after the other.
-
-    GPT-2 has every bias (zero if our model lacks it), and its matrices are transposed.
-    """
+    """The weights under the names of `transformers`; GPT-2 has every bias, and transposed matrices."""
     import torch
 
     kind = architecture(m)
@@ -162,14 +156,11 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
 
 def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
-    """One of our weights for a model without muP's multipliers: the weights contain them.
-
-    The final norm scales the logits, because it is the last step before a head without bias.
-    """
+    """One of our weights for a model without muP's multipliers: the weights contain them."""
     tensor, (embedding, queries, hidden) = read(name), m.multipliers
     if name in ("embedding.weight", "positions.weight"):
         return tensor if embedding == 1 else tensor * embedding
-    if name.startswith("norm."):  # a tied head has the embedding's multiplier already
+    if name.startswith("norm."):  # scales the logits; a tied head has the embedding's multiplier
         factor = hidden / embedding if m.tie_head else hidden
         return tensor if factor == 1 else tensor * factor
     if ".attn.qkv." in name and queries != 1 and not m.qk_norm:
@@ -179,14 +170,13 @@ def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
 
 
 def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """Names and sizes of the norm weights of queries and keys, which are 1 in our model without muP."""
+    """Names and sizes of the norm weights of queries and keys, which our model does not have."""
     layers = range(m.layers if m.qk_norm else 0)
     norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
     return dict.fromkeys(norms, m.width // m.heads)
 
 
 def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
-    """One of our weights, by its name, from the weights of the matching architecture."""
     import torch
 
     tensor = torch.cat([read(there) for there in their_names(m, name)])
@@ -237,14 +227,12 @@ def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
 
 
 def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, Any]:
-    """The entries that both kinds of `config.json` have; `names`: our settings and their keys."""
     resolved = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_}
     entries = {there: resolved[key] for key, there in names.items()}
     return entries | {"vocab_size": vocab, "tie_word_embeddings": m.tie_head}
 
 
 def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
-    """The `config.json` of a model that `transformers` knows."""
     kind = architecture(m)
     causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
     entries = _entries(m, vocab, SETTINGS[kind])
@@ -264,10 +252,7 @@ def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The settings `[model]` of our GPT for a configuration of `transformers`, with `vocab`.
-
-    Raises UserError if our GPT does not have the architecture or the variant.
-    """
+    """The settings `[model]` of our GPT for a configuration of `transformers`, with `vocab`."""
     kind = getattr(config, "model_type", "")
     if kind not in SETTINGS:
         fit = ", ".join(SETTINGS)
@@ -310,16 +295,15 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
     A shorter context, extra rows of the embedding and `dropped` biases fit.
     """
     if m.multipliers != Multipliers():
-        problem = (
-            f"model.init_from: the weights of {where} are for a model without muP's multipliers"
-        )
+        problem = f"model.init_from: the weights of {where} have no multipliers of muP"
         raise UserError(f"{problem}: drop model.mup, or start from a run")
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
     fits |= {key: True for key in BIASES if there.get(key)}
-    wrong = {key: value for key, value in there.items() if not fits.get(key, own[key] == value)}
     lines = [
-        f"  model.{k} = {json.dumps(v)}  (it is {json.dumps(own[k])})" for k, v in wrong.items()
+        f"  model.{key} = {json.dumps(value)}  (it is {json.dumps(own[key])})"
+        for key, value in there.items()
+        if not fits.get(key, own[key] == value)
     ]
     if lines:
         problem = f"model.init_from: the weights of {where} have another shape; write"

@@ -1,14 +1,8 @@
 """Attention within documents: rows of several documents, of which each attends to itself alone.
 
-Windlass makes `Documents` once for a micro-batch, on the host, from the numbers of `Batch`, and
-`Spans` once for a pass, which all blocks share. How attention is computed:
-
-- On a GPU by `torch.nn.attention.varlen_attn` (flash attention), in bf16 or fp16 without dropout.
-  The number of edges is padded to a power of two, and its dimension is dynamic: one graph.
-- Otherwise on a GPU by a mask [B, 1, T, T], which all blocks share.
-- On a CPU by a product for each document, which costs the sum of their squared lengths. It takes
-  a mask if rows are so short that this is faster, with dropout (so that the dropout masks are those
-  of any layout), and in compiled blocks (without new shapes).
+On a GPU it is flash attention in bf16 or fp16 without dropout, on a CPU a product for each
+document. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout (so that the
+dropout masks are those of any layout), in short rows, and in a CPU's compiled blocks.
 
 Legend: B batch, T time, H heads, K key and value heads, E head width.
 """
@@ -29,25 +23,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def draws_bits(x: Tensor) -> bool:
-    """Whether Windlass draws the dropout masks of a tensor: on a CPU, outside compiled code."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def dropped(x: Tensor, rate: float) -> Tensor:
-    """Dropout; it costs nothing at rate 0."""
     if not rate:
         return x
-    return x * dropout_mask(x.shape, rate, x) if draws_bits(x) else F.dropout(x, rate)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return x * dropout_mask(x.shape, rate, x)
+    return F.dropout(x, rate)
 
 
 def dropout_mask(shape: Sequence[int], rate: float, like: Tensor) -> Tensor:
     """A mask of 0 and 1 / (1 - rate) in the precision and on the device of `like`.
 
-    Torch draws a mask on a CPU by one Bernoulli number for each element. 16 random bits for each
-    take a sixth of the time, and change the rate by less than 1e-5.
+    On a CPU 16 random bits an element take a sixth of the time of torch's Bernoulli numbers.
     """
-    if not draws_bits(like):
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), rate)
     count, lowest = math.prod(shape), -(1 << 15)
     words = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(1 << 63), None)
@@ -59,12 +48,9 @@ def dropout_mask(shape: Sequence[int], rate: float, like: Tensor) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with a dropout mask.
+    """Attention of [B, H, T, E] to [B, K, S, E] with a dropout mask [B, H, T, S].
 
-    Args:
-        q, k, v: [B, H, T, E] and twice [B, K, S, E].
-        keep: The dropout mask [B, H, T, S].
-        mask: Numbers to add to the scores. Without it the last T of S tokens attend causally.
+    `mask` is added to the scores; without it the last T of S tokens attend causally.
     """
     T, S = q.shape[2], k.shape[2]
     if q.shape[1] != k.shape[1]:
@@ -81,29 +67,23 @@ MASKED_TOKENS = 128  # in a row on a CPU; longer rows are faster with products (
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, mask: Any = None, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
     """`scaled_dot_product_attention` of [B, H, T, E] to [B, K, S, E], for K heads or fewer."""
     masked = type(mask) is Tensor  # not torch's `CausalBias`
-    if dropout and draws_bits(q):
+    if dropout and q.device.type == "cpu" and not torch.compiler.is_compiling():
         keep = dropout_mask((*q.shape[:3], k.shape[2]), dropout, q)
         return masked_attention(q, k, v, keep, mask if masked else None)
     if repeats_heads(q.shape[1], k.shape[1], q.device.type, q.dtype, masked):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    how: Any = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout}
-    return F.scaled_dot_product_attention(q, k, v, **how, enable_gqa=q.shape[1] != k.shape[1])
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=gqa)
 
 
 def repeats_heads(heads: int, kv_heads: int, device: str, dtype: torch.dtype, masked: bool) -> bool:
     """Whether each head of queries needs a copy of its key and value head.
 
-    On a GPU only flash attention and cuDNN share them (sdp_utils.cpp), which a float32 pass, an
-    older GPU (fp16), or a mask rules out. Without copies torch then computes all T x S scores.
+    On a GPU only flash attention and cuDNN share them; otherwise torch computes all T x S scores.
     """
     return device == "cuda" and heads != kv_heads and (dtype != torch.bfloat16 or masked)
 
@@ -111,22 +91,18 @@ def repeats_heads(heads: int, kv_heads: int, device: str, dtype: torch.dtype, ma
 class Documents:
     """The documents of a micro-batch, for `forward(..., documents=...)`.
 
-    Attributes:
-        numbers: each token's document in its row, in order, int64 [B, T], in the host's memory.
-        positions: each token's place in its document, int64 [B, T], on the model's device.
+    `numbers`: each token's document in its row [B, T], on the host. `positions`: its place there.
     """
 
     def __init__(self, numbers: Tensor, positions: Tensor):
         self.numbers, self.positions = numbers, positions
 
     def split(self, sizes: Sequence[int]) -> list[Documents]:
-        """The documents of consecutive groups of rows."""
         parts = self.numbers.split(list(sizes)), self.positions.split(list(sizes))
         return list(itertools.starmap(type(self), zip(*parts, strict=True)))
 
     @property
     def several(self) -> bool:
-        """Whether a row has more than one document."""
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
@@ -140,14 +116,15 @@ class Documents:
             short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
             masked = compiled or short or rate > 0
         else:
-            masked = rate > 0 or not takes_flash(device, dtype, attention.head_width)
+            fits = attention.head_width % 8 == 0 and attention.head_width <= 256 and dtype in HALF
+            flash = fits and torch.cuda.get_device_capability(device) >= (8, 0)
+            masked = rate > 0 or not flash
         return partial(self.spans, dtype=dtype if masked else None)
 
     def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
-        """The attention of the tokens from `first` to before `stop` in each row.
+        """The attention of the tokens from `first` to before `stop` in each row, with a mask in `dtype`.
 
-        Tokens past the row's end (padding) belong to its last document. `dtype` is the precision of
-        a mask; without it the result has none.
+        Tokens past the row's end (padding) belong to its last document.
         """
         rows, length = self.numbers.shape
         begins = torch.ones_like(self.numbers, dtype=torch.bool)
@@ -173,10 +150,7 @@ class Documents:
 
 
 class Branches(Documents):
-    """The beginning of a row (number 0) and its continuations (1, 2, ...).
-
-    Each continuation sees the beginning and itself, and its positions follow the beginning's.
-    """
+    """The beginning of a row (number 0) and its continuations, which see it and themselves."""
 
     def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
         numbers = self.numbers.to(self.positions.device, non_blocking=True)
@@ -186,7 +160,7 @@ class Branches(Documents):
 
 
 def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
-    """The argument of a model's forward pass for rows of several documents; none for others."""
+    """The argument `documents` of a model's forward pass, if rows have several."""
     if batch.documents is None or not takes_documents(model):
         return {}
     return {"documents": Documents(batch.documents, batch.positions)}
@@ -199,10 +173,7 @@ def takes_documents(model: nn.Module) -> bool:
 
 
 class Spans:
-    """The documents of all rows, end to end, in an attention of T tokens to the S up to them.
-
-    `queries` and `keys` are the lengths of each document among the T and among the S tokens.
-    """
+    """The documents of all rows, end to end, by their lengths among the T queries and S keys."""
 
     def __init__(
         self, queries: list[int], keys: list[int], mask: Tensor | None, device: torch.device
@@ -223,14 +194,10 @@ class Spans:
             return y.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
         if self.mask is not None:
             return attend(q, k, v, self.mask, dropout=dropout)
-        return self.one_by_one(q, k, v, dropout)
-
-    def one_by_one(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        """A product for each document."""
+        if self.queries == [k.shape[2]] * q.shape[0]:  # each row is one document
+            return attend(q, k, v, causal=True, dropout=dropout)
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
 
-        if self.queries == [k.shape[2]] * q.shape[0]:  # each row is one document
-            return attend(q, k, v, is_causal=True, dropout=dropout)
         lengths, outputs = (self.queries, self.keys, self.keys), list[Tensor]()
         # One `split` has one backward pass; slices would each write a gradient of the whole.
         parts = (end_to_end(x).split(n) for x, n in zip((q, k, v), lengths, strict=True))
@@ -245,22 +212,13 @@ class Spans:
         return torch.cat(outputs).unflatten(0, (q.shape[0], -1)).transpose(1, 2)
 
 
-def takes_flash(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
-    """Whether flash attention takes heads of this width on a device."""
-    fits = dtype in HALF and head_width % 8 == 0 and head_width <= 256
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def end_to_end(x: Tensor) -> Tensor:
     """[B, H, T, E] -> [B T, H, E]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def edges_of(lengths: list[int], device: torch.device) -> Tensor:
-    """Where documents begin, and the end of all, int32 [N + 1]; N is a power of two.
-
-    The documents that do not exist begin and end at the end.
-    """
+    """Where documents begin, int32 [N + 1], padded by the end of all to a power of two N."""
     edges = list(itertools.accumulate(lengths, initial=0))
     size = 1 << (len(lengths) - 1).bit_length()
     padded = edges + [edges[-1]] * (size + 1 - len(edges))

@@ -15,11 +15,7 @@ GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 def flash(
     q: Tensor, k: Tensor, v: Tensor, edges: tuple[Tensor, Tensor], longest_q: int, longest_k: int
 ) -> Tensor:
-    """Causal attention of [B T, H, E] to [B S, K, E], by the documents' edges.
-
-    The last query of a document is aligned with its last key. The longest lengths are limits, and
-    constants of a compiled graph.
-    """
+    """Causal attention of [B T, H, E] to [B S, K, E]; a document's last query sees its last key."""
     return varlen_attn(  # type: ignore[no-any-return]
         q, k, v, *edges, longest_q, longest_k, window_size=(-1, 0), **GQA
     )

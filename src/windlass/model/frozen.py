@@ -1,9 +1,6 @@
-"""Frozen matrices in fewer bits; a copy in the precision of the pass lives only during a product.
+"""Matrices in fewer bits: frozen ones in bf16 or 4 bits (QLoRA, arXiv 2305.14314), float8 products.
 
-- In bf16, as the Hub has most models: half the memory, and no bit is lost. The residual stream stays
-  in float32.
-- Under adapters in 4 bits (QLoRA, arXiv 2305.14314): NF4 in blocks of 64 numbers, by `bitsandbytes`.
-  Codes and scales are buffers, saved, restored and moved like any other, and whole on each rank.
+A copy of a frozen matrix in the precision of the pass lives only during a product.
 """
 
 from __future__ import annotations
@@ -27,18 +24,19 @@ HELD = torch.bfloat16
 BLOCK = 64  # numbers that share a scale in 4 bits
 
 
-def holds_in_bf16(settings: ModelSettings, directory: Path) -> bool:
-    """Whether the frozen matrices of a model are held in bf16; `auto`: if its files are in bf16."""
-    if settings.frozen_precision != "auto":
-        return settings.frozen_precision == "bf16"
-    config = read_json(directory / "config.json")
-    places = (config, config.get("text_config") or {})
-    named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
-    return not settings.from_scratch and "bfloat16" in named
+def hold_frozen(model: nn.Module, settings: ModelSettings, directory: Path) -> None:
+    """Hold the frozen matrices of linear layers and embeddings in bf16, in place, if asked to.
 
-
-def hold_frozen(model: nn.Module) -> None:
-    """Hold the frozen matrices of linear layers and embeddings in bf16, in place; others stay."""
+    With `model.frozen_precision = "auto"` if the files in `directory` are in bf16.
+    """
+    wanted = settings.frozen_precision
+    if wanted == "auto" and not settings.from_scratch:
+        config = read_json(directory / "config.json")
+        places = (config, config.get("text_config") or {})
+        named = [place.get(key) for place in places for key in ("dtype", "torch_dtype")]
+        wanted = "bf16" if "bfloat16" in named else "fp32"
+    if wanted != "bf16":
+        return
     others = [p for m in model.modules() if _part_for(m) is None for p in m._parameters.values()]
     stay = {id(parameter) for parameter in others}  # a head tied to Gemma's embedding
     held: dict[nn.Parameter, nn.Parameter] = {}
@@ -93,7 +91,6 @@ def _part_for(module: nn.Module) -> type[nn.Module] | None:
 
 
 def in_autocast(x: Tensor) -> Tensor:
-    """`x` in the precision of autocast, if that is on."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -114,8 +111,6 @@ class FrozenProduct(torch.autograd.Function):
 
 
 class Linear4bit(nn.Linear):
-    """A frozen linear layer; `quantise` gives its matrix values."""
-
     def __init__(self, like: nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = like.in_features, like.out_features
@@ -127,18 +122,15 @@ class Linear4bit(nn.Linear):
 
     @property
     def numbers(self) -> int:
-        """Entries of the matrix."""
         return self.in_features * self.out_features
 
     def quantise(self, weight: Tensor) -> None:
-        """Take the values of a matrix [out, in]."""
         weight = weight.to(self.qweight.device)
         codes, state = _bitsandbytes().quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
         self.qweight.copy_(codes)
         self.scales.copy_(state.absmax)
 
     def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The matrix that the codes stand for."""
         bnb = _bitsandbytes()
         computed = torch.float32 if dtype == torch.float64 else dtype
         state = bnb.QuantState(
@@ -158,14 +150,12 @@ class Linear4bit(nn.Linear):
         return FrozenProduct.apply(x, self.matrix, bias)
 
     def plain(self) -> nn.Linear:
-        """An ordinary layer that computes the same."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         layer.weight, layer.bias = nn.Parameter(self.matrix()), self.bias
         return layer
 
 
 def _bitsandbytes() -> Any:
-    """The functions of the package, which only real weights need."""
     require("bitsandbytes", 'model.lora.base = "4bit"')
     return importlib.import_module("bitsandbytes.functional")
 
@@ -183,34 +173,29 @@ def quantise_linear(blocks: list[nn.Module]) -> int:
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sizes of every operand, for the kernels of cuBLAS
-NARROWEST = 128  # a smaller matrix gains nothing: adapters, the routers of experts
 CAPABILITY = (8, 9)  # Ada and Hopper are the first with units for float8
-Rounded = tuple[Tensor, Tensor]
-"""A tensor in float8, and the float32 scale that it is multiplied by."""
+NARROWEST = 128  # a smaller matrix gains nothing: adapters, the routers of experts
+Rounded = tuple[Tensor, Tensor]  # in float8, and the float32 scale that it is multiplied by
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Rounded:
-    """A tensor in float8, in rows; what is not finite makes every product with it NaN or infinite."""
+    """A tensor in float8, in rows; a number that is not finite makes every product with it so."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
     scale = largest.clamp(min=1e-12) / torch.finfo(dtype).max
     return (x.float() / scale).to(dtype, memory_format=torch.contiguous_format), scale
 
 
 def product(a: Rounded, b: Rounded, fast: bool = False) -> Tensor:
-    """The product a @ b.T in bf16, of [M, K] and [N, K], both contiguous.
-
-    `fast`: a GPU may add up a part of the sums in fewer bits.
-    """
-    (x, x_scale), (y, y_scale) = a, b
-    if x.device.type == "cpu":
+    """The product a @ b.T in bf16, of [M, K] and [N, K]; `fast`: a GPU may sum in fewer bits."""
+    if a[0].device.type == "cpu":  # torch's own kernel takes minutes
         with torch.autocast("cpu", enabled=False):
-            return (x.float() @ y.float().T * (x_scale * y_scale)).bfloat16()
-    how: Any = {"scale_a": x_scale, "scale_b": y_scale, "use_fast_accum": fast}
-    return torch._scaled_mm(x, y.T, out_dtype=torch.bfloat16, **how)
+            return (a[0].float() @ b[0].float().T * (a[1] * b[1])).bfloat16()
+    how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return torch._scaled_mm(a[0], b[0].T, scale_a=a[1], scale_b=b[1], **how)
 
 
 def turned(a: Rounded) -> Rounded:
-    """The transposed tensor, whose rows have a multiple of MULTIPLE numbers."""
+    """The transposed tensor, with rows of a multiple of MULTIPLE numbers."""
     x, scale = a
     if missing := -x.shape[0] % MULTIPLE:
         # Zeros add nothing to a product. Not every kernel that pads knows float8.
@@ -219,8 +204,6 @@ def turned(a: Rounded) -> Rounded:
 
 
 class _Product(torch.autograd.Function):
-    """x @ w.T of x [M, K] in bf16 and w [N, K]."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
         a = rounded(x, E4M3)
@@ -240,8 +223,6 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that multiplies in float8 while it trains."""
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
@@ -252,12 +233,10 @@ class Float8Linear(nn.Linear):
 
 def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
     """Have the linear layers of `blocks` multiply in float8, in place; UserError if none can."""
-    problem, count = "", 0
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        problem = lacks_float8(about.name, (about.major, about.minor))
-    if problem:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        problem = f"{torch.cuda.get_device_name(device)} is older than Ada and Hopper"
         raise UserError(f'train.precision = "float8": {problem}: write "auto"')
+    count = 0
     for module in [module for block in blocks for module in block.modules()]:
         if type(module) is nn.Linear:
             sizes = module.in_features, module.out_features
@@ -267,11 +246,3 @@ def use_float8(blocks: list[nn.Module], device: torch.device) -> None:
     if not count:
         problem = f"no linear layer of a block has sizes from {NARROWEST} that {MULTIPLE} divides"
         raise UserError(f'train.precision = "float8": {problem}: write "auto"')
-
-
-def lacks_float8(name: str, capability: tuple[int, int]) -> str:
-    """Why a GPU cannot multiply in float8, or ""."""
-    if capability >= CAPABILITY:
-        return ""
-    own, needed = (".".join(map(str, one)) for one in (capability, CAPABILITY))
-    return f"{name} has compute capability {own}, and float8 needs {needed}"

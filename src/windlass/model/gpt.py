@@ -1,12 +1,7 @@
 """A GPT with the choices of `ModelSettings`; GPT-2 and Llama are two of its configurations.
 
-Unusual:
-
-- `forward` computes the loss itself, so that a head sharded by FSDP2 is used inside the root's
-  forward. The loss is a sum, because the step divides it once by the number of unmasked labels of
-  all ranks.
-- A pass has parts (`prepare`, `begin`, `through`, `end`): `parallel.tensor` replaces `prepare`, and
-  `parallel.pipeline` runs the others on different ranks.
+`forward` computes the loss itself, so that FSDP2 gathers a sharded head inside the root's forward.
+It is a sum, because the step divides it once by the number of unmasked labels of all ranks.
 
 Legend: B batch, T time (tokens of this pass), S time seen (T and the cached tokens), D model width,
 H heads, K key and value heads, E = D / H width of a head, V vocabulary.
@@ -40,7 +35,7 @@ from windlass.seeds import seed_of
 
 
 class Norm(nn.Module):
-    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467), with a weight, perhaps a bias."""
+    """LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467)."""
 
     def __init__(self, m: ModelSettings):
         super().__init__()
@@ -74,24 +69,19 @@ class RotaryEmbedding:
         self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(-2)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Turn queries or keys [B, T, any, E]."""
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return (x * self.cos + swapped * self.sin).to(x.dtype)
 
 
 class LayerCache:
-    """The KV cache of one layer. The first forward pass allocates the buffers."""
-
     def __init__(self, batch: int, capacity: int):
         self.batch, self.capacity, self.length = batch, capacity, 0
         self.keys = self.values = torch.empty(0)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add the keys and values [B, K, T, E] of T new tokens.
+        """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
 
-        Returns all keys and all values so far [B, K, S, E], and the mask [T, S] of the tokens that
-        each new token sees. The mask is None if the cache was empty (then it is the causal mask)
-        and for a single new token, which sees all.
+        The mask is None if the cache was empty (causal), and for a single new token, which sees all.
         """
         start, stop = self.length, self.length + k.shape[2]
         assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
@@ -117,13 +107,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryEmbedding | None = None,
-        cache: LayerCache | None = None,
-        spans: Any = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, cache: LayerCache | None, spans: Any) -> Tensor:
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x).unflatten(-1, (H + 2 * K, self.head_width))  # [B, T, H + 2K, E]
         if rotary or self.qk_norm:
@@ -145,7 +129,7 @@ class Attention(nn.Module):
         elif spans is not None:
             y = spans.attention(q, k, v, rate)
         else:
-            y = attend(q, k, v, is_causal=True, dropout=rate)
+            y = attend(q, k, v, causal=True, dropout=rate)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -176,32 +160,21 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward layer, each on the normalised stream and added to it."""
-
     def __init__(self, m: ModelSettings):
         super().__init__()
         self.attn_norm, self.attn = Norm(m), Attention(m)
         self.ff_norm, self.ff = Norm(m), FeedForward(m)
         self.dropout = m.dropout
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: RotaryEmbedding | None = None,
-        cache: LayerCache | None = None,
-        spans: Any = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Any, cache: LayerCache | None, spans: Any) -> Tensor:
         x = x + self.drop(self.attn(self.attn_norm(x), rotary, cache, spans), spans)
         return x + self.drop(self.ff(self.ff_norm(x)), spans)
 
     def drop(self, x: Tensor, spans: Any) -> Tensor:
-        """Dropout of a sub-layer's output."""
         return dropped(x, self.dropout if self.training else 0.0)
 
 
 class Head(nn.Module):
-    """The head: a matrix [V, D] unless it is tied, and perhaps a bias [V]."""
-
     def __init__(self, m: ModelSettings, vocab: int):
         super().__init__()
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
@@ -212,11 +185,7 @@ class Head(nn.Module):
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
 
     def forward(
-        self,
-        x: Tensor,
-        labels: Tensor | None,
-        table: Tensor | None,
-        by_source: SourceSums | None = None,
+        self, x: Tensor, labels: Tensor | None, table: Tensor | None, by_source: SourceSums | None
     ) -> Tensor:
         """Logits of hidden states [B, T, D], or their summed loss; a tied head uses `table`."""
         weight = table if self.weight is None else self.weight
@@ -229,19 +198,7 @@ class Head(nn.Module):
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 
-class Blocks(nn.ModuleList):
-    """The blocks; a call lists them: the units of sharding, checkpointing and compilation.
-
-    It is a module, so that parameters are named `blocks.0...` and `model.blocks()` works too.
-    """
-
-    def forward(self) -> list[nn.Module]:
-        return list(self)
-
-
 class Pass(NamedTuple):
-    """The tokens of one forward pass."""
-
     tokens: Tensor  # [B, T]
     labels: Tensor | None
     positions: Tensor  # [T], or [B, T] with documents
@@ -264,7 +221,7 @@ class GPT(nn.Module):
         if settings.position == "learned":
             size = settings.context, settings.width
             self.positions = nn.Embedding(*size, _weight=torch.empty(size))
-        self.blocks = Blocks(Block(settings) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
         if settings.final_norm:
             self.norm = Norm(settings)
         self.head = Head(settings, vocab)
@@ -285,12 +242,10 @@ class GPT(nn.Module):
             labels: The tokens that follow [B, T]; -100 masks one. With labels the result is the
                 sum of the cross-entropy over the unmasked ones: a scalar in float32 (float64 if the
                 model is).
-            cache: Earlier tokens, from `new_cache`; this pass adds its tokens. With a cache the
-                result is the last token's logits [B, 1, V].
+            cache: From `new_cache`; this pass adds its tokens. Returns the last logits [B, 1, V].
             by_source: Where to add the loss of each row's source, for a mixture.
-            documents: Of each row, with [B, T] as in `tokens`; attention stays within them, and
-                positions restart in each.
-            places: Of tokens, counted over all rows [N]; then only their logits [N, V] result.
+            documents: The documents of each row; attention stays within them.
+            places: Tokens, counted over all rows [N], of which to return the logits [N, V].
         """
         here = self.prepare(tokens, labels, cache[0].length if cache else 0, documents)
         x, table = self.begin(here)
@@ -305,7 +260,7 @@ class GPT(nn.Module):
         assert stop <= self.context, f"{stop} tokens, context {self.context}"
         if documents is None:
             return Pass(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
-        within = documents.within(self.blocks(), self.settings.dropout if self.training else 0.0)
+        within = documents.within(self.blocks, self.settings.dropout if self.training else 0.0)
         return Pass(tokens, labels, documents.positions, within(0, stop))
 
     def begin(self, here: Pass) -> tuple[Tensor, Tensor | None]:
@@ -327,13 +282,11 @@ class GPT(nn.Module):
         return x
 
     def drop(self, x: Tensor, here: Pass) -> Tensor:
-        """Dropout of the embedded tokens."""
         return dropped(x, self.settings.dropout if self.training else 0.0)
 
     def through(
         self, x: Tensor, layers: range, here: Pass, cache: list[LayerCache] | None = None
     ) -> Tensor:
-        """The stream after some blocks."""
         m, seed, rotary = self.settings, torch.initial_seed(), None
         if m.position == "rope":
             rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
@@ -353,7 +306,6 @@ class GPT(nn.Module):
         by_source: SourceSums | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the loss, from the stream after the last block."""
         m = self.settings
         x = multiplied(self.norm(x) if m.final_norm else x, m.multipliers.hidden)
         if places is not None:
@@ -371,23 +323,18 @@ class GPT(nn.Module):
         return list(filter(None, [self.embedding])), list(filter(None, last))
 
     def new_cache(self, batch: int, length: int) -> list[LayerCache]:
-        """An empty cache for `batch` rows of up to `length` tokens."""
         assert length <= self.context, f"{length} tokens, context {self.context}"
         return [LayerCache(batch, length) for _ in range(self.settings.layers)]
 
     def matrix_parts(self, name: str) -> tuple[int, ...]:
-        """The rows of each matrix stacked in a parameter; empty if it is one matrix."""
         m = self.settings
         keys = m.width // m.heads * m.kv_heads_
         return (m.width, keys, keys) if name.endswith("attn.qkv.weight") else ()
 
     def initial_value(self, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-        """A parameter's initial value, whole, in float32 on the CPU.
+        """A parameter's initial value as in GPT-2, whole, in float32 on the CPU.
 
-        As in GPT-2: matrices and tables are normal, output projections of sub-layers narrower by
-        1 / sqrt(2 layers) (or zero), norms 1, biases 0. With muP the blocks' matrices
-        are narrower by 1 / sqrt(width / base width). A sharded parameter takes its slice, so any
-        world size and strategy starts from the same bits.
+        A sharded parameter takes its slice, so any world size starts from the same bits.
         """
         m = self.settings
         is_output = name.endswith(("attn.out.weight", "ff.down.weight"))
@@ -402,32 +349,23 @@ class GPT(nn.Module):
 
 
 def multiplied(x: Tensor, factor: float) -> Tensor:
-    """`x * factor`; it costs nothing for 1."""
     return x if factor == 1 else x * factor
 
 
 def kept_low(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context for the norm of `x`: autocast does not raise it to float32.
-
-    The kernels add up in float32 by themselves.
-    """
+    """A context in which autocast does not raise the norm of `x`; its kernels sum in float32."""
     low = x.dtype in (torch.bfloat16, torch.float16)
     return torch.autocast(x.device.type, enabled=False) if low else contextlib.nullcontext()
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed torch's generators of a CPU and of `device`.
-
-    `torch.manual_seed` seeds the generators of every GPU, which takes longer than a small block.
-    Without CUDA it takes 0.4 ms, because it formats the stack.
-    """
+    """Seed torch's generators of a CPU and of `device`; `torch.manual_seed` takes 0.4 ms."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """The CPU generator of a seed and a parameter's name."""
     return torch.Generator().manual_seed(seed_of(f"windlass/init/{seed}/{name}"))
 
 
@@ -436,8 +374,7 @@ def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = No
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. The ranks of `group` hold the same parameters, or shards of
-    them; each draws some and sends them to the others.
+    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and sends them to the others.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):

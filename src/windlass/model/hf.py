@@ -1,6 +1,5 @@
 """A causal language model of `transformers` with the interface of our GPT.
 
-`hf_network` makes the network, and `hf_files` fills its weights later, perhaps into shards.
 Legend: B batch, T time, D model width, V vocabulary.
 """
 
@@ -48,8 +47,10 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
+from windlass.model.share import assign, is_sharded
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
+from windlass.seeds import seed_of
 
 UNLIMITED = 2**31  # the limit of a model whose configuration has none
 UNKNOWN_CONTEXT = 2048  # the default context of a model without a limit, as with ALiBi
@@ -62,8 +63,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")
 class HfModel(nn.Module):
     """A model of `AutoModelForCausalLM`; `fill_weights` gives its parameters values.
 
-    `directory` holds its configuration and weights; `settings` is a recipe's `[model]`. The last
-    `added` rows of the embedding are new.
+    `directory` holds its configuration; the last `added` rows of the embedding are new.
     """
 
     def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings, added: int = 0):
@@ -100,26 +100,31 @@ class HfModel(nn.Module):
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
-        `model.from_scratch` from the seed and their names; the ranks of `group` share this work.
-        Adapters always follow from the seed.
-        UserError if the files do not fit or are pickled.
+        `model.from_scratch` from the seed, as adapters always do. UserError if files do not fit.
         """
-        self._fill(seed, directory, group)
-        adapters.fill_magnitudes(self.model)
-
-    def _fill(self, seed: int, directory: Path | None, group: dist.ProcessGroup | None) -> None:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
-            if ".lora_" in name:
-                adapters.fill_adapter(name, parameter, seed)
-            else:
+            if ".lora_" not in name:
                 tensors[name.replace(".base_layer", "")] = parameter
+                continue
+            whole = torch.zeros(parameter.shape)  # as LoRA: A like a linear layer, B zero
+            if ".lora_A." in name or ".lora_embedding_B." in name:
+                generator = torch.Generator().manual_seed(seed_of(f"windlass/hf/{seed}/{name}"))
+                nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
+            assign(parameter, whole)
         if self.settings.from_scratch:
             template = from_directory(self.directory, self.settings)
             add_rows(template, self.vocab)
             hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
-            return
-        directory = directory or hf_files.weights_directory(self)
+        else:
+            self._read_files(tensors, directory or hf_files.weights_directory(self))
+        for layer in self.model.modules():  # DoRA's magnitudes are the norms of the matrices
+            for vector in getattr(layer, "lora_magnitude_vector", {}).values():
+                weight = layer.get_base_layer().weight  # type: ignore[operator]
+                weight = weight.full_tensor() if is_sharded(weight) else weight
+                assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
+
+    def _read_files(self, tensors: dict[str, Tensor], directory: Path) -> None:
         files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
         prefix = str(self.model.base_model_prefix)
         for path, module in self.model.named_modules():
@@ -139,8 +144,7 @@ class HfModel(nn.Module):
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
         """The arguments for rows of documents, which `transformers` finds from the positions.
 
-        Flash attention would look at a single row only, so it gets the edges. On a GPU flex
-        attention takes the place of others, until a pass without documents.
+        Flash attention would look at a single row only, so it gets the edges.
         """
         on_gpu = documents is not None and documents.positions.device.type == "cuda"
         wanted = attention_within_documents(self.model, self.settings) if on_gpu else self.plain
@@ -157,7 +161,6 @@ class HfModel(nn.Module):
         return given
 
     def blocks(self) -> list[nn.Module]:
-        """The units of sharding, activation checkpointing and compilation, in order."""
         return find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -168,7 +171,6 @@ class HfModel(nn.Module):
         return [] if tied else [embedding], []
 
     def new_cache(self, batch: int, length: int) -> HfCache:
-        """An empty cache of keys, values and states, which grows with use."""
         return HfCache(self.model)
 
     def forward(
@@ -180,10 +182,7 @@ class HfModel(nn.Module):
         documents: Documents | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`.
-
-        Padding is at the end, where no unmasked token attends to it.
-        """
+        """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`."""
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         given |= self.keep_apart(documents)
         if cache is not None:
@@ -191,7 +190,7 @@ class HfModel(nn.Module):
         objective = self.objective if self.training else PLAIN
         if self.head_form is None or (labels is None and places is None):
             given = given if labels is None else self.for_training(given)
-            with without_reads(documents):
+            with without_reads(documents):  # padding at the end needs no mask
                 output = self.model(**given)
             logits: Tensor = output.logits
             if labels is None:
@@ -202,8 +201,11 @@ class HfModel(nn.Module):
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
-        tied = labels is not None and not self.piece and self._looks_up(weight)
-        if tied and one_gradient(weight):
+        table = self.model.get_input_embeddings()  # type: ignore[operator]
+        tied = table.weight is weight and labels is not None and not self.piece and self._takes_rows
+        plain = type(table) is nn.Embedding and table.padding_idx is None
+        plain = plain and not table._forward_hooks and not table._forward_pre_hooks
+        if tied and plain and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
         given = given if labels is None else self.for_training(given)
         with without_reads(documents):
@@ -233,36 +235,23 @@ class HfModel(nn.Module):
         return given
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
-        """The summed loss with the gradient of the routers' balancing loss, once for each label.
-
-        Tokens after a row's last unmasked label, such as padding, have no part in it.
-        """
+        """The summed loss with the gradient of the routers' balancing loss, once for each label."""
         routers = getattr(output, "router_logits", None)
         if not self.training or self.balance is None or not routers:  # no layer has experts
             return loss
         coefficient, balancing_loss = self.balance
         valid = labels != IGNORE_INDEX
-        mask = valid.flip(1).cummax(1).values.flip(1)
+        mask = valid.flip(1).cummax(1).values.flip(1)  # without padding at a row's end
         mask = mask | ~valid.any()  # a mean over no tokens would be NaN
         model: Any = self.model
         experts = model.num_experts, model.num_experts_per_tok
         extra = balancing_loss(routers, *experts, mask) * coefficient * valid.sum()
         return loss + (extra - extra.detach())
 
-    def _looks_up(self, weight: Tensor) -> bool:
-        """Whether the head's matrix is the embedding's, and the embedding only looks rows up."""
-        table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-        plain = type(table) is nn.Embedding and table.padding_idx is None
-        plain = plain and not table._forward_hooks and not table._forward_pre_hooks
-        return plain and table.weight is weight and self._takes_rows
-
 
 @contextlib.contextmanager
 def without_reads(documents: Documents | None) -> Iterator[None]:
-    """A pass of `transformers` in which the host does not wait for the device.
-
-    It would look for documents in the positions, and for padding in the tokens.
-    """
+    """A pass of `transformers` that does not read positions and tokens on the host."""
     from unittest.mock import patch
 
     from transformers import PreTrainedModel, masking_utils
@@ -277,10 +266,7 @@ def without_reads(documents: Documents | None) -> Iterator[None]:
 
 
 def wrap(model: Any, context: int) -> HfModel:
-    """Wrap a loaded model of `transformers`, perhaps with adapters of `peft`, in float32.
-
-    Raises UserError if it is not a causal language model, or its limit is under `context`.
-    """
+    """Wrap a loaded model of `transformers`, perhaps with adapters of `peft`, in float32."""
     kind, config = type(model).__name__, model.config
     if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
         advice = "load it with AutoModelForCausalLM"
@@ -299,10 +285,7 @@ def wrap(model: Any, context: int) -> HfModel:
 
 
 class HfCache:
-    """The cache of one batch of texts: keys and values, or states of a recurrent network.
-
-    Some architectures ignore a cache. They read all tokens again in each pass.
-    """
+    """Keys and values, or states of a recurrent network; without them it reads all tokens again."""
 
     def __init__(self, model: nn.Module):
         from transformers import DynamicCache
@@ -315,7 +298,6 @@ class HfCache:
         self.tokens: Tensor | None = None
 
     def read(self, tokens: Tensor) -> Tensor:
-        """Logits [B, 1, V] of the last of the tokens [B, T], which follow the cached tokens."""
         first = self.tokens is None
         self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
@@ -333,7 +315,6 @@ class HfCache:
 
 
 def is_filled(cache: Any, length: int) -> bool:
-    """Whether every layer of a cache holds the keys or the states of `length` tokens."""
     layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
     for layer in layers:
         states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
@@ -345,10 +326,6 @@ def is_filled(cache: Any, length: int) -> bool:
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
-    """The model of a recipe, with parameters on the meta device; arguments as in `build_model`.
-
-    Raises UserError if it is not a causal language model, or its context or embedding is too short.
-    """
     settings, name = recipe.model, recipe.model.name
     directory = hf_files.saved_origin(run, settings) if run else None
     model = open_hf(directory or hub.directory(name, settings.revision), settings, vocab)
@@ -372,10 +349,7 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
 
 
 def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel:
-    """The model in a directory with its own context, its parameters on the meta device.
-
-    The embedding has at least `vocab` rows.
-    """
+    """The model in a directory, on the meta device, with `vocab` rows in the embedding or more."""
     model = from_directory(directory, settings)
     added = add_rows(model, vocab)
     if settings.lora.base == "4bit":
@@ -401,9 +375,7 @@ ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh", "relu2")
 def use_liger(model: HfModel, device: torch.device, stack: ExitStack) -> None:
     """Replace the forward passes of a model's parts by Liger's, in place.
 
-    Liger also replaces functions and classes in the files of the architecture. Networks that are
-    built later get the classes of `transformers`, and `stack` restores the functions.
-    UserError without a GPU, or if Liger has no kernels for the architecture.
+    Liger also patches the architecture's file: classes are restored at once, functions by `stack`.
     """
     if device.type != "cuda":
         raise UserError(f'{NAME} needs a GPU: write "torch"')

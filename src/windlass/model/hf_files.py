@@ -1,8 +1,6 @@
 """The files of a model of `transformers`: its weights, streamed into parameters, and its origin.
 
-Each rank reads only its slices of the safetensors files, without communication. `RUN/origin` holds
-configuration, code, the tokenizer's files and a record (`origin.json`). If weights are trained, a
-run is complete with it and a checkpoint; frozen ones stay in their files.
+Each rank reads only its slices. `RUN/origin` holds configuration, code, tokenizer and a record.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ CODE_FILES = "*.py"
 
 
 class WeightFiles:
-    """The tensors of a directory's safetensors files, which it opens once, by name."""
-
     def __init__(self, directory: Path, file_name: str = "", remote_code: bool = False):
         from safetensors import SafetensorError, safe_open
 
@@ -56,14 +52,12 @@ class WeightFiles:
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name: str, prefix: str) -> str | None:
-        """A parameter's name in the files, with or without the network's prefix; None: missing."""
         names = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
         return next((n for n in names if n in self.files), None)
 
     @functools.cached_property
     def converted(self) -> tuple[dict[str, Tensor], set[str]]:
-        """The tensors of an older layout, which `transformers` converts, and the names that it
-        lacks; needs the whole model in memory."""
+        """The tensors of an older layout, converted in memory, and the names that it lacks."""
         from transformers import AutoModelForCausalLM
 
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True}
@@ -78,15 +72,11 @@ class WeightFiles:
 
 
 def fill_from_files(
-    tensors: dict[str, Tensor],
-    files: WeightFiles,
-    prefix: str,
-    longer: Collection[str] = (),
+    tensors: dict[str, Tensor], files: WeightFiles, prefix: str, longer: Collection[str] = ()
 ) -> None:
     """Fill parameters and buffers, whole or sharded, from files; UserError if they do not fit.
 
-    Some files omit the network's `base_model_prefix`, here `prefix`, from the names. The tensors
-    `longer` have rows for added tokens, which get the mean of the others.
+    Some files omit `prefix` from the names. Rows of added tokens in `longer` get the others' mean.
     """
     keys = {name: key for name in tensors if (key := files.find(name, prefix)) is not None}
     if len(keys) < len(tensors):
@@ -131,7 +121,6 @@ def fill_from_files(
 
 
 def with_mean_rows(values: Tensor, rows: int) -> Tensor:
-    """The values, with their mean in the rows after them."""
     mean = values.double().mean(0, keepdim=True).to(values.dtype)
     return torch.cat([values, *[mean] * (rows - len(values))])
 
@@ -145,8 +134,7 @@ def fill_from_seed(
 ) -> None:
     """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
 
-    `template` is the network on the meta device. One block or other module at a time gets storage,
-    and one rank of `group` draws it for all.
+    One block or other module of `template`, on the meta device, gets storage at a time.
     """
     left, units = dict(parameters), list[tuple[nn.Module, str, dict[str, Tensor]]]()
     inside = {id(module) for block in blocks for module in block.modules()}
@@ -208,7 +196,6 @@ def save_origin(model: Any, run: Path) -> None:
 
 
 def saved_origin(run: Path, settings: ModelSettings) -> Path | None:
-    """The folder that `save_origin` wrote into a run; None if there is none of this model."""
     record = read_json(run / FOLDER / RECORD)
     same = record.get("name") == settings.name and record.get("revision") == settings.revision
     return run / FOLDER if record and same else None

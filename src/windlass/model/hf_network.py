@@ -1,7 +1,4 @@
-"""The network of a model of `transformers`: made from a configuration, and what its parts are.
-
-Its parameters begin on the meta device, while buffers, which hold tables, are real.
-"""
+"""The network of a model of `transformers`, made from a configuration, and its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +64,6 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
 
 
 def add_rows(model: Any, vocab: int) -> int:
-    """Give the embedding and the head rows for `vocab` tokens; returns how many are new."""
     added = max(0, vocab - len(model.get_input_embeddings().weight))
     if added:
         model.resize_token_embeddings(vocab, mean_resizing=False)
@@ -75,13 +71,12 @@ def add_rows(model: Any, vocab: int) -> int:
 
 
 def end_names(model: Any) -> list[str]:
-    """The names of the embedding and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return [name for name, module in model.named_modules() if module in ends]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of the classes in `_no_split_modules`; else the longest ModuleList."""
+    """The outermost modules of `_no_split_modules`; else the longest ModuleList."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = list[nn.Module]()
     inside = {part for name in unreached(model) for part in model.get_submodule(name).modules()}
@@ -110,10 +105,9 @@ def unreached(model: Any) -> list[str]:
 
 
 def head_form(model: Any) -> tuple[float, float] | None:
-    """The scale and the soft cap (0: none) of the logits `cap(head(scale * last hidden state))`;
-    None if they are something else.
+    """The scale and the soft cap (0: none) of the logits `cap(head(scale * last hidden state))`.
 
-    It tries a shallow copy of the model with a fixed hidden state and a small head.
+    It tries a shallow copy of the model with a small head; None if the logits are something else.
     """
     head, base = model.get_output_embeddings(), model.base_model
     name = next((name for name, module in model.named_children() if module is head), None)
@@ -122,8 +116,6 @@ def head_form(model: Any) -> tuple[float, float] | None:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Output(BaseModelOutputWithPast):
-        """The output of a network without cross-attentions and routers."""
-
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
                 raise AttributeError(name)
@@ -150,10 +142,7 @@ def head_form(model: Any) -> tuple[float, float] | None:
 
 
 def attention_within_documents(model: Any, settings: ModelSettings) -> str:
-    """The implementation of attention for rows of documents on a GPU.
-
-    Flex attention has no dropout. Without it there is a mask [B, 1, T, T], as in our GPT.
-    """
+    """The attention for rows of documents on a GPU; flex attention has no dropout."""
     current = str(model.config._attn_implementation)
     text = model.config.get_text_config()
     dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
@@ -175,105 +164,62 @@ def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[...
     return (wanted, function) if wanted else None
 
 
-COLUMNS = ("colwise", "colwise_gather_output")
-ROWS = ("rowwise", "rowwise_split_input")
-"""Styles of linear layers: with some of the outputs, with some of the inputs."""
+STYLES = ("colwise", "rowwise")  # of linear layers: some of the outputs, some of the inputs
 SHARED = "replicated_with_grad_allreduce"
 """A module with whole parameters that serves this rank's heads only, as the norm of queries."""
 WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
 
 
 def check(model: Any, ranks: int) -> dict[str, str]:
-    """The style of each module that this number of ranks divide.
+    """The style of each module that this number of ranks divide; UserError if Windlass cannot."""
+    kind, modules = type(model).__name__, dict(model.named_modules())
 
-    UserError if Windlass cannot divide the network.
-    """
-    plan, kind = plan_of(model), type(model).__name__
-    modules, advice = dict(model.named_modules()), "use data parallelism (parallel.tensor=1)"
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        problem = "Windlass does not divide a model with adapters (model.lora)"
+    def reject(problem: str) -> NoReturn:
+        advice = "use data parallelism (parallel.tensor=1)"
         raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
+
+    parameters = [name for name, _ in model.named_parameters()]
+    if any(".lora_" in name for name in parameters):
+        reject("Windlass does not divide a model with adapters (model.lora)")
+    ends = (
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )  # cut by vocabulary, or whole
+    names = [name for name, module in modules.items() if module not in ends] + parameters
+    patterns = getattr(model, "_tp_plan", None) or {}
+    styles = {name: patterns.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "") for name in names}
+    plan = {name: style for name, style in styles.items() if style not in ("", *WITHOUT_EFFECT)}
     if not plan:
-        raise UserError(f"parallel.tensor = {ranks}: {kind} has no tp_plan: {advice}")
+        reject(f"{kind} has no tp_plan")
     for name, style in plan.items():
-        linear = isinstance(modules.get(name), nn.Linear)
-        if name not in modules or style not in (SHARED, *(COLUMNS + ROWS if linear else ())):
-            problem = f'{kind} divides {name} by the style "{style}", which Windlass does not have'
-            raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
-    for name, is_shared in between(model, plan).items():
-        if not is_shared:
-            problem = f"{kind}'s tp_plan does not say how to divide {name}"
-            raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
-        plan[name] = SHARED
-    for name in attention_layers(plan):
-        if has_dropout(modules[name.rpartition(".")[0]]):
-            problem = f"Windlass does not divide the dropout in the attention of {kind}"
-            raise UserError(f"parallel.tensor = {ranks}: {problem}: {advice}")
-    counts = head_counts(model, plan)
+        fits = style in STYLES if isinstance(modules.get(name), nn.Linear) else style == SHARED
+        if name not in modules or not fits:
+            reject(f'{kind} divides {name} by the style "{style}", which Windlass does not have')
+    config, counts = model.config.get_text_config(), list[int]()
+    for name in [name for name, style in plan.items() if style == "colwise"]:
+        owner, _, last = name.rpartition(".")
+        layer: Any = modules[owner]
+        # A norm of one head's queries and an activation with parameters work on this rank's part.
+        for parameter, value in layer.named_parameters(prefix=owner):
+            other = parameter.rpartition(".")[0]
+            whole_head = value.numel() == getattr(layer, "head_dim", None)
+            shared = ("act_fn", "q_norm", "k_norm") if whole_head else ("act_fn",)
+            if other not in plan and other.rpartition(".")[2] not in shared:
+                reject(f"{kind}'s tp_plan does not say how to divide {other}")
+            plan.setdefault(other, SHARED)
+        if "att" not in owner.split(".")[-1]:
+            continue
+        rates = [value for key, value in vars(layer).items() if "dropout" in key]
+        rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            reject(f"Windlass does not divide the dropout in the attention of {kind}")
+        if last in ("k_proj", "v_proj") and isinstance(getattr(layer, "head_dim", None), int):
+            counts.append(getattr(layer, last).out_features // layer.head_dim)
+        elif isinstance(config.num_attention_heads, int):
+            counts.append(config.num_attention_heads)
     if unfit := [count for count in counts if count % ranks]:
         fit = [n for n in range(1, ranks) if math.gcd(*counts) % n == 0]
         heads = "attention heads" if max(unfit) == max(counts) else "key and value heads"
         problem = f"{ranks} ranks do not divide the {max(unfit)} {heads} of {kind}"
         raise UserError(f"parallel.tensor: {problem}; write {max(fit)}")
     return plan
-
-
-def plan_of(model: Any) -> dict[str, str]:
-    """The plan of a network with the names of its modules and parameters; maybe empty."""
-    plan = dict(getattr(model, "_tp_plan", None) or {})
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters()]
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    found = {name: plan.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "") for name in names}
-    for name, module in model.named_modules():
-        if any(module is end for end in ends):
-            found[name] = ""  # cut by vocabulary, or whole
-    return {name: style for name, style in found.items() if style not in ("", *WITHOUT_EFFECT)}
-
-
-def between(model: Any, plan: dict[str, str]) -> dict[str, bool]:
-    """Modules without a style beside layers that are cut, and whether each rank can have all of them.
-
-    A norm of one head's queries, and an activation with parameters, work on this rank's part. So
-    their gradients are partial.
-    """
-    found = {}
-    for owner in {name.rpartition(".")[0] for name, style in plan.items() if style == "colwise"}:
-        layer = model.get_submodule(owner)
-        for name, parameter in layer.named_parameters(prefix=owner):
-            module = name.rpartition(".")[0]
-            if module in plan:
-                continue
-            is_head = parameter.numel() == getattr(layer, "head_dim", None)
-            last = module.rpartition(".")[2]
-            found[module] = (is_head and last in ("q_norm", "k_norm")) or last == "act_fn"
-    return found
-
-
-def head_counts(model: Any, plan: dict[str, str]) -> list[int]:
-    """The numbers of heads, also of keys, that the ranks divide; none if they gather all heads."""
-    config, counts = model.config.get_text_config(), list[int]()
-    for name in attention_layers(plan):
-        owner, _, last = name.rpartition(".")
-        layer = model.get_submodule(owner)
-        if last in ("k_proj", "v_proj") and isinstance(getattr(layer, "head_dim", None), int):
-            counts.append(getattr(layer, last).out_features // layer.head_dim)
-        elif isinstance(config.num_attention_heads, int):
-            counts.append(config.num_attention_heads)
-    return counts
-
-
-def attention_layers(plan: dict[str, str]) -> list[str]:
-    """The layers that give each rank its heads."""
-    return [
-        name
-        for name, style in plan.items()
-        if style == "colwise" and "att" in name.rpartition(".")[0].split(".")[-1]
-    ]
-
-
-def has_dropout(layer: nn.Module) -> bool:
-    """Whether a module has dropout itself."""
-    rates = [value for key, value in vars(layer).items() if "dropout" in key]
-    rates += [child.p for child in layer.children() if isinstance(child, nn.Dropout)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)

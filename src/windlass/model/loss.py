@@ -1,12 +1,7 @@
 """Cross-entropy from hidden states; with a large vocabulary the logits of all tokens never exist.
 
-The value is always the plain cross-entropy, so that losses of runs can be compared. The gradient is
-the one of the `Objective`, which may add terms.
-
-Unusual: the forward pass computes the gradients as well, while it holds a chunk's logits. They lack
-only the factor that arrives in the backward pass. So it needs three products with the head's matrix
-and repeats none. Between the products an eager pass reads and writes about 38 bytes for each logit
-in bf16, and `loss_tail`, compiled, 14.
+The value is the plain cross-entropy, so that runs compare; the gradient is the `Objective`'s. The
+forward pass computes it as well, while it holds a chunk's logits: three products, none repeated.
 
 Legend: N tokens, D model width, V vocabulary.
 """
@@ -28,8 +23,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 
 
 class Piece(NamedTuple):
-    """The rows of the vocabulary that this rank holds."""
-
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
     vocab: int  # the rows of all ranks
@@ -37,7 +30,6 @@ class Piece(NamedTuple):
     enter: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
 
     def reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce a tensor over the ranks, in place."""
         dist.all_reduce(tensor, op, dist.distributed_c10d._resolve_process_group(self.group))
 
 
@@ -60,14 +52,12 @@ Tail = Callable[[Tensor, Tensor, float, float, float], Tensor]
 
 
 class SourceSums:
-    """Sums of the cross-entropy, and the unmasked labels, by the source of each row.
+    """Sums of the cross-entropy, and the unmasked labels, by the source of each row, on this rank.
 
-    A model adds to them beside the total; they have no gradient. Each rank has the sums of its own
-    tokens. Not a tuple, so that FSDP2 does not convert its tensors.
+    Not a tuple, so that FSDP2 does not convert its tensors.
     """
 
     def __init__(self, rows: Tensor, sums: Tensor):
-        """`rows` are the sources of the rows [B], int64; `sums`, float64 [sources, 2], grow."""
         self.rows, self.sums = rows, sums
 
     def add(
@@ -82,7 +72,6 @@ class SourceSums:
         self.sums.index_add_(0, tokens, both.to(self.sums.dtype))
 
     def split(self, sizes: list[int]) -> list[SourceSums]:
-        """The same for parts of the rows."""
         return [SourceSums(rows, self.sums) for rows in self.rows.split(sizes)]
 
 
@@ -92,12 +81,10 @@ def takes_sources(model: Any) -> bool:
 
 
 def head_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None, cap: float = 0.0) -> Tensor:
-    """Logits [..., V] of hidden states [..., D]; `cap` as in `model.logit_cap`."""
     return cap_of_logits(F.linear(x.to(weight.dtype), weight, bias), cap)
 
 
 def cap_of_logits(logits: Tensor, cap: float) -> Tensor:
-    """Logits with a soft bound; 0 for none."""
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
@@ -119,18 +106,13 @@ def cross_entropy_sum(
 
     Args:
         x: Hidden states [..., D].
-        weight: The head's matrix [V, D], or this rank's `piece` of its rows.
-        labels: The tokens that follow [...], int64; IGNORE_INDEX where they are masked.
-        bias: The head's bias [V], or this rank's piece of it.
+        weight, bias: The head's matrix [V, D] and bias [V], or this rank's `piece` of their rows.
+        labels: The tokens that follow [...], int64; IGNORE_INDEX for a masked one.
         cap: Soft bound of the logits, 0 for none.
-        chunk: Tokens whose logits are held at a time; None: chosen by the size of the logits; 0:
-            all, through autograd.
-        piece: If several ranks divide the rows: which are here. Every rank gets the whole sum, and
-            none holds all logits of a token.
+        chunk: Tokens whose logits are held at a time; None: by the size of the logits; 0: all.
+        piece: Which rows are here, if ranks divide them. Every rank gets the whole sum.
         by_source: Where to add the loss of each row's source, for a mixture.
-        tail: Computes the loss and the gradient of a chunk, if there will be a backward pass, the
-            vocabulary is whole, and the logits are not so few that the call costs more than it
-            saves.
+        tail: `loss_tail`, compiled; for large whole logits with a backward pass.
     """
     x = piece.enter(x) if piece else x
     x, labels = x.flatten(0, -2), labels.flatten()
@@ -141,7 +123,7 @@ def cross_entropy_sum(
         rows = piece.most if piece else len(weight)
         chunk = loss_chunk(len(labels), rows, each, x.device.type)
         tail = tail if chunk else None
-    if chunk or piece or tail:
+    if chunk or piece:
         size, grad = chunk or len(labels), torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
             x, weight, bias, labels, cap, size, grad, piece, objective, by_source, tail
@@ -151,7 +133,6 @@ def cross_entropy_sum(
 
 
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The precision of the products with the head's matrix."""
     device = x.device.type
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -186,11 +167,9 @@ def cross_entropy_of_logits(
 
 
 def loss_tail(logits: Tensor, labels: Tensor, cap: float, z: float, smoothing: float) -> Tensor:
-    """The cross-entropy of each row [n] of a chunk's logits [n, V], 0 for a masked one; the
-    gradient of the objective overwrites the logits.
+    """The cross-entropy of each row [n] of a chunk's logits [n, V], which the gradient overwrites.
 
-    For the compiler: it makes one kernel that reads the logits twice and one that replaces them.
-    Uncompiled, `eager_tail` needs less memory.
+    For the compiler, which makes two kernels of it; uncompiled, `eager_tail` needs less memory.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     wide = cap * torch.tanh(wide / cap) if cap else wide
@@ -213,9 +192,7 @@ def eager_tail(
     piece: Piece | None,
     grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses [n] of logits [n, V], and the gradient at them. With a `piece` it has those of this
-    rank. `last` is emptied: a chunk of logits is large, and freed as soon as possible.
-    """
+    """The losses [n] of logits [n, V], and the gradient; empties `last`, to free its memory soon."""
     logits, slope = last.pop(), None
     if cap:
         slope = 1 - logits.div_(cap).tanh_().square()
@@ -251,8 +228,6 @@ def eager_tail(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Logits, loss and gradients, a chunk of tokens at a time."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -321,11 +296,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def look_up(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows [..., D] of tokens [...] in a table [V, D], and the table for the head's loss.
-
-    Both results must have a gradient in the backward pass. The sums of a token's rows have the
-    table's precision.
-    """
+    """The rows [..., D] of tokens [...] in a table [V, D], and the table for the head's loss."""
     return _Tied.apply(table, tokens)  # type: ignore[no-any-return]
 
 
@@ -336,9 +307,7 @@ def one_gradient(table: Tensor) -> bool:
 
 
 class _Tied(torch.autograd.Function):
-    """Autograd would make a gradient [V, D] for the lookup, full of zeros, and add it to the head's.
-    Here the rows are added to the head's gradient in place.
-    """
+    """Adds the rows to the head's gradient in place; autograd would add two gradients [V, D]."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,7 +319,5 @@ class _Tied(torch.autograd.Function):
     def backward(ctx: Any, rows: Tensor, gradient: Tensor) -> tuple[Tensor, None]:
         (tokens,) = ctx.saved_tensors
         tokens, rows = tokens.flatten(), rows.flatten(0, -2).to(gradient.dtype)
-        # The order of the sums must not vary. On a CPU `index_put_` on several threads varies it. On
-        # CUDA both sort the tokens with `train.deterministic`. Otherwise `index_add_` adds at once
-        # what `index_put_` adds row by row for a frequent token. (The difference is not measured.)
+        # On a CPU `index_put_` on several threads would vary the order of the sums.
         return gradient.index_add_(0, tokens, rows), None

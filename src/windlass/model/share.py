@@ -23,28 +23,21 @@ Item = TypeVar("Item")
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor, as FSDP2 and `shard_optim` have them.
-
-    The import of DTensor takes as long as half of torch's own, so only what makes one imports it.
-    """
+    """Whether a tensor is a DTensor, without the import of DTensor, which takes long."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_fsdp(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards a module, without the import of FSDP2."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The storage on this rank; writing to it writes to the tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class Peers(NamedTuple):
-    """The ranks of one dimension of the mesh."""
-
     group: str  # torch's name of their process group
     rank: int  # this rank's place
     size: int
@@ -54,7 +47,6 @@ class Peers(NamedTuple):
         return range(number * self.rank // self.size, number * (self.rank + 1) // self.size)
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks."""
         done = collective.all_reduce(x.contiguous(), "sum", self.group)
         return collective.wait_tensor(done)  # type: ignore[no-any-return]
 
@@ -76,15 +68,11 @@ class Cut:
             start, stop = start - len(r), stop - len(r)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
         parts = [whole.narrow(self.dim, r.start, len(r)) for r in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor from the parts of all ranks; every rank of `tp` calls it.
-
-        The parts go through a table of zeros, because they may differ in size and order.
-        """
+        """The whole tensor from the parts of all ranks, which may differ in size; a collective."""
         shape = list(part.shape)
         shape[self.dim] = self.size
         whole, start = part.new_zeros(shape), 0
@@ -108,7 +96,6 @@ def with_cut(tensor: T_, cut: Cut | None) -> T_:
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape over all ranks."""
     shape, cut = list(tensor.shape), cut_of(tensor)
     if cut is not None:
         shape[cut.dim] = cut.size
@@ -173,15 +160,10 @@ def assign(parameter: Tensor, full: Tensor) -> None:
 
 
 def become(module: nn.Module, part: type[nn.Module]) -> None:
-    """Put `part` before a module's class."""
     module.__class__ = subclass(part, type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
 def subclass(part: type, kind: type) -> type:
-    """One class for all modules of one class and part.
-
-    Dynamo guards a function set on a module by its identity, so a function for each module would
-    compile every block again.
-    """
+    """One class for all modules of one class and part, so that Dynamo compiles a block once."""
     return type(kind.__name__, (part, kind), {"__module__": kind.__module__})

@@ -38,12 +38,10 @@ class Parameters:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that multiply every token: all except look-up tables."""
         return self.non_embedding + self.head + (self.embedding if self.tied else 0)
 
 
 def count(settings: ModelSettings, vocab: int) -> Parameters:
-    """The parameters of a GPT with `vocab` rows in its embedding."""
     m, kv = settings, settings.width // settings.heads * settings.kv_heads_
     ups = 2 if m.activation == "swiglu" else 1
     norm = m.width * (2 if m.norm == "layernorm" and m.norm_bias else 1)
@@ -84,18 +82,16 @@ def unit_blocks(blocks: int, parameters: int) -> int:
 def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:
     """The blocks of each stage, so that the slowest stage takes the least time.
 
-    The last stage also computes the head. Looking up the embedding costs nothing. Of stages with
-    unequal numbers of blocks the later ones have more, because they hold fewer activations.
+    The last stage also computes the head. Later stages have more, as they hold fewer activations.
     """
     m = settings
     if stages == 1:
         return [m.layers]
     block = block_matrices(m) + m.context * m.width  # products a token; half of 2 T D in attention
-    head = vocab * m.width
 
     def slowest(last: int) -> int:
         others = -(-(m.layers - last) // (stages - 1))
-        return max(others * block, last * block + head)
+        return max(others * block, last * block + vocab * m.width)
 
     last = min(range(1, m.layers - stages + 2), key=lambda n: (slowest(n), -n))
     each, more = divmod(m.layers - last, stages - 1)
@@ -103,11 +99,9 @@ def stage_layers(settings: ModelSettings, vocab: int, stages: int) -> list[int]:
 
 
 def flops_per_token(settings: ModelSettings, vocab: int, attended: float | None = None) -> int:
-    """FLOPs of one token's forward and backward pass, by the convention of MFU: 6 N + 12 L d T.
+    """FLOPs of one token's forward and backward pass, 6 N + 12 L d T (arXiv 2204.02311, B).
 
-    N counts the parameters that multiply every token. 12 L d T is attention without a mask over the
-    T positions of the context (arXiv 2204.02311, B), or over the `attended` positions of a token's
-    document in the mean. GPT-2 small at 1,024: 855 MFLOP.
+    N parameters multiply every token; T is the context, or the mean positions `attended`.
     """
     seen = settings.context if attended is None else attended
     attention = round(12 * settings.layers * settings.width * seen)
@@ -130,33 +124,19 @@ Peaks = tuple[tuple[int, int, int], ...]  # micro-batch, peak bytes without and 
 
 @dataclass(frozen=True)
 class CountedSizes:
-    """The size of a model by a count of its parameters (`windlass.model.build.sizes_of`).
+    """The size of a model by a count of its parameters (`windlass.model.build.sizes_of`)."""
 
-    Attributes:
-        total: all parameters, adapters included, each tensor once.
-        trained: parameters with gradients.
-        vocab: rows of the embedding.
-        network: architecture, layers, heads, ... of a model of `transformers`.
-        positions: parameters in our GPT's table of learned positions.
-        in_4bit: parameters held in 4 bits, with a 32-bit scale for each 64 of them.
-        in_bf16: parameters held in bf16.
-        peaks: measured peaks of a step's memory, if there are any.
-    """
-
-    total: int
+    total: int  # parameters, adapters included, each tensor once
     trained: int
-    vocab: int
-    network: dict[str, Any] = field(default_factory=dict)
-    positions: int = 0
-    in_4bit: int = 0
+    vocab: int  # rows of the embedding
+    network: dict[str, Any] = field(default_factory=dict)  # of a model of `transformers`
+    positions: int = 0  # parameters in our GPT's table of learned positions
+    in_4bit: int = 0  # with a 32-bit scale for each 64
     in_bf16: int = 0
-    peaks: Peaks = ()
+    peaks: Peaks = ()  # measured
 
     def peak(self, micro_batch: int) -> tuple[int, int]:
-        """Bytes of a step beside weights and state, without and with gradients, from `peaks`.
-
-        A single peak is for its own micro-batch.
-        """
+        """Bytes of a step beside weights and state, without and with gradients, from `peaks`."""
         (n, low, low_grads), (m, high, high_grads) = self.peaks[0], self.peaks[-1]
         more, each = micro_batch - n, max(1, m - n)
         grads = low_grads + (high_grads - low_grads) * more // each
@@ -164,8 +144,7 @@ class CountedSizes:
 
     @property
     def bytes_in_4bit(self) -> int:
-        """Bytes of the codes and scales of 4-bit weights."""
-        return self.in_4bit * 9 // 16
+        return self.in_4bit * 9 // 16  # codes and scales
 
     def weight_bytes(self, each: int = BYTES_FP32) -> int:
         """Bytes of the weights, with `each` for a weight that is in neither 4 bits nor bf16."""
@@ -178,8 +157,7 @@ class CountedSizes:
 
 
 def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
-    """Bytes of a checkpoint without a few kB of JSON: weights, optimizer state, and the average;
-    `counted`: the sizes of a model that is not a plain GPT."""
+    """Bytes of weights, optimizer state and average; `counted`: of a model that is not our GPT."""
     master = MASTER_BYTES[recipe.train.master]
     state = moment_bytes(recipe.optim.kind, master) + master * recipe.train.average.enabled
     if counted is None:
@@ -192,7 +170,6 @@ def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = 
 
 
 def describe_network(network: dict[str, Any]) -> str:
-    """`CountedSizes.network` in words: llama, 5 layers, 4 heads, width 64, vocabulary 512."""
     words = {"layers": "{} layers", "heads": "{} heads", "width": "width {}"}
     words |= {
         "vocab": "vocabulary {:,}",
@@ -216,20 +193,17 @@ def describe_sizes(sizes: CountedSizes) -> str:
 
 
 def trainable(trained: int, total: int) -> str:
-    """The trained part of a model, for a report."""
     return f"{trained:,} of {total:,} ({100 * trained / total:.1f} %)"
 
 
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**29}
-"""Bytes of the logits that `loss.py` holds at a time. With fewer tokens in a chunk, a CPU's products
-read the head's matrix from memory too often: 33 tokens of BLOOM's vocabulary take 1.4 times as long
-as 133."""
+"""Bytes of the logits that `loss.py` holds at a time; small chunks read the head's matrix often."""
 
 
 def loss_chunk(tokens: int, vocab: int, each: int, device: str) -> int:
-    """The tokens of a chunk of the loss, with `each` bytes for a logit; 0: logits of all tokens.
+    """The tokens of an even chunk of the loss, with `each` bytes for a logit; 0: all tokens.
 
-    Chunks are even. Autograd, which makes several copies, gets a quarter of CHUNK_BYTES or less.
+    Autograd, which makes several copies, gets a quarter of CHUNK_BYTES or less.
     """
     limit = CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
     if 4 * tokens * vocab <= limit // 4:

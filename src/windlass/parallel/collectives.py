@@ -1,8 +1,4 @@
-"""Collectives outside the model: sums of counts and losses, the gradient norm, flags.
-
-Counts, losses and flags go over gloo, asynchronously and never on the device's stream. The gradient
-norm stays on the device.
-"""
+"""Collectives outside the model: the gradient norm on the device; counts and flags over gloo."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ CHUNK = 4096  # elements of a larger one whose squares are added in its own prec
 
 
 class Pending:
-    """A reduction in progress, in int64 if all numbers are ints, else in float64.
-
-    Every rank begins its reductions in the same order.
-    """
+    """A reduction in progress, in int64 if all numbers are ints, else in float64."""
 
     def __init__(self, numbers: Sequence[float], group: dist.ProcessGroup | None, op: Any):
         exact = all(isinstance(number, int) for number in numbers)
@@ -37,7 +30,6 @@ class Pending:
             self._work = dist.all_reduce(self._numbers, op, group, async_op=True)
 
     def wait(self) -> list[float]:
-        """The reduced numbers, equal on all ranks of the group."""
         if self._work is not None:
             self._work.wait()
             self._reduced, self._work = self._numbers.tolist(), None
@@ -45,7 +37,6 @@ class Pending:
 
 
 def sum_async(numbers: Sequence[float], ranks: Ranks) -> Pending:
-    """Begin to add up numbers over the ranks that see different tokens."""
     return Pending(numbers, ranks.mesh.loss_ranks, dist.ReduceOp.SUM)
 
 
@@ -72,9 +63,8 @@ def norm_and_sum(
 ) -> tuple[Tensor, Tensor]:
     """The 2-norm of the whole gradient, and the sum of a scalar over all ranks, in one collective.
 
-    The norm is a scalar on the device, equal on every rank: float32, or float64 like the model.
-    Shards, replicated gradients and tied tensors count once, because every rank divides the squares
-    of its pieces by the number of ranks that hold them. The host does not wait.
+    The norm is float32, or float64 like the model. The host does not wait. Every rank divides the
+    squares of its pieces by the number of ranks that hold them.
     """
     trained = [p for p in dict.fromkeys(parameters) if p.grad is not None]
     by_holders: dict[int, list[Tensor]] = {}
@@ -92,7 +82,6 @@ def norm_and_sum(
 
 
 def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over all ranks, in place and on its device."""
     if group := ranks.mesh.all_ranks:
         dist.all_reduce(tensor, group=group if tensor.device.type == "cpu" else dist.group.WORLD)
     return tensor
@@ -101,8 +90,7 @@ def sum_over_all_ranks(tensor: Tensor, ranks: Ranks) -> Tensor:
 def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """After the backward pass: add up the gradients of parameters that `tp` does not cut.
 
-    With `parallel.sequence` each rank of `tp` has seen other tokens of the residual stream. In a
-    model of transformers, the norms of queries and keys have seen other heads.
+    Its ranks have seen other tokens (`parallel.sequence`) or other heads (norms of queries).
     """
     if ranks.mesh.tp is None:
         return
@@ -114,7 +102,6 @@ def sum_over_tensor_ranks(parameters: Iterable[nn.Parameter], ranks: Ranks) -> N
 
 
 def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Add up tensors of one type over a group, in place and in one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     dist.all_reduce(flat, group=group)
     sums = flat.split([tensor.numel() for tensor in tensors])
@@ -122,7 +109,6 @@ def sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def sum_over_stages(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """Add up a tensor over the stages of a pipeline, in place."""
     if ranks.mesh.pp is not None:
         dist.all_reduce(tensor, group=ranks.mesh.pp)
     return tensor
@@ -136,7 +122,6 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """This rank's part of gradients, by device and type."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.device, grad.dtype), []).append(local_part(grad))
@@ -146,10 +131,7 @@ def _by_kind(grads: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], 
 def _square_sum(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     """The sum of squares of this rank's part of gradients, a float64 scalar on `device`.
 
-    On a CPU torch adds up a long float32 tensor in few lanes, and a norm over 38 million elements
-    is wrong by 0.27 %. With chunks of CHUNK elements, added in float64, it is wrong by 2e-9 and
-    takes no longer. Up to AT_ONCE elements torch's error is 6e-7 at most, and a call for each
-    tensor would take longer than its sum. On CUDA torch uses small chunks itself.
+    On a CPU torch's norm over 38 million float32 elements is wrong by 0.27 %, with chunks by 2e-9.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (where, dtype), local in _by_kind(grads).items():

@@ -1,9 +1,7 @@
 """The tokens of a pass that a rank computes, and attention among the tokens of all ranks.
 
-Context parallelism divides the tokens of each row. Attention exchanges tokens for heads (Ulysses,
-arXiv 2309.14509) if the heads of keys suffice. Otherwise it gathers keys and values, and each rank
-holds an early and a late part of the row, so that all have equal work (arXiv 2407.21783, section
-3.3.2).
+Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509) if the heads of keys suffice. Else
+it gathers keys and values of an early and a late part a rank (arXiv 2407.21783, section 3.3.2).
 
 Legend: B batch, T time, S time seen, H heads, K key and value heads, E width of a head.
 """
@@ -35,7 +33,6 @@ def gather(x: Tensor, dim: int, peers: Peers) -> Tensor:
 
 
 def scatter(x: Tensor, dim: int, peers: Peers) -> Tensor:
-    """This rank's part, along a dimension, of the sum over the ranks."""
     x = x.contiguous() if dim == 0 else torch.cat(x.chunk(peers.size, dim))
     part = collective.reduce_scatter_tensor(x, "sum", peers.size, peers.group)
     return collective.wait_tensor(part)  # type: ignore[no-any-return]
@@ -95,8 +92,6 @@ class Copy(Function):
 
 
 class Sum(Function):
-    """The sum over the ranks, whose gradient every rank has."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         return peers.add_up(x)
@@ -107,10 +102,7 @@ class Sum(Function):
 
 
 class TokenPart(NamedTuple):
-    """The tokens of a pass on this rank, as places in a row of `length` tokens.
-
-    Parts have equal sizes. A part that is too long ends with padding: places past the last token.
-    """
+    """The tokens of a pass on this rank, as places in a row of `length`; later ones are padding."""
 
     length: int
     places: Tensor  # in attention and feed-forward
@@ -127,7 +119,6 @@ class TokenPart(NamedTuple):
         return whole[..., self.places.clamp(max=self.length - 1)]
 
     def labels(self, whole: Tensor) -> Tensor:
-        """The columns of labels [B, T]; padding is masked."""
         return self.tokens(whole).masked_fill(self.places >= self.length, IGNORE_INDEX)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
@@ -138,9 +129,10 @@ class TokenPart(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
         """Causal attention [B, H, T, E] of this rank's heads and tokens, with dropout at `rate`."""
         c, keep, (H, K) = self.context, None, (q.shape[1], k.shape[1])
-        if rate:
-            shape = (q.shape[0], H, self.length, self.length)
-            keep = mask_of_heads(q, shape, rate, self.tensor)
+        if rate:  # this rank's slice of the mask of all heads
+            first, of_all = (self.tensor.rank * H, self.tensor.size * H) if self.tensor else (0, H)
+            whole = dropout_mask((q.shape[0], of_all, self.length, self.length), rate, q)
+            keep = whole[:, first : first + H]
         if c is None:
             return causal(q, k, v, keep, self.masks[0])
         if len(self.masks) == 1:
@@ -168,15 +160,11 @@ class TokenPart(NamedTuple):
 
 
 class DividedBlock(Block):
-    """A block of our GPT whose dropout takes slices of the masks of all tokens."""
-
     def drop(self, x: Tensor, spans: Any) -> Tensor:
         return spans.drop(x, self.dropout) if self.training else x  # type: ignore[no-any-return]
 
 
 class DividedGPT(GPT):
-    """Our GPT; ranks divide its heads and its vocabulary, or its tokens."""
-
     shares_gradient = False  # the head's gradient and the lookup's are of other ranks
     tensor_ranks: Peers | None
     context_ranks: Peers | None
@@ -191,7 +179,7 @@ class DividedGPT(GPT):
         positions, within = super().prepare(tokens, labels, 0, None).positions, None
         if documents is not None:
             rate = self.settings.dropout if self.training else 0.0
-            positions, within = documents.positions, documents.within(self.blocks(), rate)
+            positions, within = documents.positions, documents.within(self.blocks, rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
         labels = None if labels is None else part.labels(labels)
         return Pass(part.tokens(tokens), labels, part.tokens(positions), part)
@@ -203,13 +191,10 @@ class DividedGPT(GPT):
         device: torch.device,
         within: Callable[[int, int], Spans] | None = None,
     ) -> TokenPart:
-        """This rank's part of rows. Logits are of whole rows, so only what has labels is divided.
-
-        `within(first, stop)` returns the attention of these tokens within their documents.
-        """
+        """This rank's part of rows; logits are of whole rows, so only rows with labels are divided."""
         context, parts, mine = self.context_ranks if has_labels else None, 1, [0]
         if context is not None:
-            by_heads = next(iter(self.blocks())).attn.kv_heads % context.size == 0  # type: ignore
+            by_heads = next(iter(self.blocks)).attn.kv_heads % context.size == 0  # type: ignore
             parts = context.size if by_heads else 2 * context.size
             mine = [context.rank] if by_heads else [context.rank, parts - 1 - context.rank]
         tensor = self.tensor_ranks
@@ -232,10 +217,6 @@ class DividedGPT(GPT):
                 masks.append(None)
         return TokenPart(length, places, stream, tensor, context, tuple(masks))
 
-    def stream_length(self, length: int, has_labels: bool) -> int:
-        """This rank's tokens of the residual stream in a pass of `length` tokens."""
-        return len(self.part(length, has_labels, torch.device("cpu")).stream)
-
     def drop(self, x: Tensor, here: Pass) -> Tensor:
         rate = self.settings.dropout if self.training else 0.0
         return here.spans.drop(x, rate) if rate else x
@@ -248,27 +229,11 @@ class DividedGPT(GPT):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
-    """Attention of the last T of S tokens; `mask` as in `TokenPart.masks`. `keep` [B, H, T, S] is a
-    dropout mask, or a part of it without the padding at the end.
-    """
+    """Attention of the last T of S tokens; `keep` [B, H, T, S] is a dropout mask without padding."""
     T, S = q.shape[2], k.shape[2]
     if keep is None and isinstance(mask, Spans):
         return mask.attention(q, k, v)
     if keep is None:
         return attend(q, k, v, mask, mask is None)
     keep = F.pad(keep[..., :S], (0, max(0, S - keep.shape[3]), 0, T - keep.shape[2]))
-    if isinstance(mask, Spans):
-        assert mask.mask is not None
-        return masked_attention(q, k, v, keep, mask.mask)
-    return masked_attention(q, k, v, keep)
-
-
-def mask_of_heads(
-    like: Tensor, shape: tuple[int, ...], rate: float, tensor: Peers | None
-) -> Tensor:
-    """A dropout mask [B, H, T, S] of this rank's heads: its slice of the mask of all heads."""
-    B, H, T, S = shape
-    if tensor is None:
-        return dropout_mask(shape, rate, like)
-    whole = dropout_mask((B, H * tensor.size, T, S), rate, like)
-    return whole[:, tensor.rank * H : (tensor.rank + 1) * H]
+    return masked_attention(q, k, v, keep, mask.mask if isinstance(mask, Spans) else None)

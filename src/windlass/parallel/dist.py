@@ -1,9 +1,4 @@
-"""The ranks as one group: store, process groups, exchanges, time limits, an end without a hang.
-
-A start has two halves. `init_store` connects the ranks by a key-value store, in which a failed rank
-writes its failure, so that the others stop waiting. `init_process_group` chooses the device and
-creates the mesh.
-"""
+"""The ranks as one group: store, process groups, exchanges, time limits, an end without a hang."""
 
 from __future__ import annotations
 
@@ -66,14 +61,6 @@ class Ranks:
     """This rank among all, from `init_store` to the end of the `with` block.
 
     A rank that leaves the block by an exception reports it and joins no more collectives.
-
-    Attributes:
-        device: this rank's device; the CPU before `init_process_group`.
-        strategy: what the ranks divide among themselves.
-        mesh: who computes what; before `init_process_group` a mesh without groups.
-        store: the key-value store of this attempt; None with the strategy `single`.
-        status, mark: this rank's step and phase, for messages; `mark(step, phase)` sets them (on
-            CUDA: the host's).
     """
 
     def __init__(
@@ -81,8 +68,8 @@ class Ranks:
     ):
         self.env, self.device, self.strategy = env, device, strategy
         self.rank, self.world, self.main = env.rank, env.world, env.rank == 0
-        self.mesh = Mesh(Sizes(), 0)
-        self.store: dist.Store | None = None
+        self.mesh = Mesh(Sizes(), 0)  # without groups before `init_process_group`
+        self.store: dist.Store | None = None  # of this attempt; None with the strategy `single`
         self.status = processes.RankStatus(env.rank, os.environ.get(processes.WATCH_DIR))
         self.mark = self.status.mark
         self._heartbeat: Heartbeat | None = None
@@ -90,7 +77,6 @@ class Ranks:
         self._restore = process_settings()
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the longest time of a collective or of a wait on the store."""
         self._timeout = seconds
         # gloo's collectives end in time by themselves.
         if self._heartbeat is not None and self.device.type == "cuda":
@@ -168,10 +154,7 @@ class Ranks:
         self.store, self.mesh = None, Mesh(Sizes(), 0)
 
     def fail(self, error: BaseException) -> processes.Failure:
-        """Report that this rank cannot continue; returns the first failure of any rank.
-
-        The rank joins no more collectives. Its process ends within EXIT_SECONDS.
-        """
+        """Report that this rank cannot continue; returns the first failure of any rank."""
         self._failed = True
         text = f"{type(error).__name__}: {re.sub(GLOO_NOISE, '', first_line(error))}"
         again = isinstance(error, OutOfMemory)
@@ -207,9 +190,7 @@ class Ranks:
 
 
 def process_settings() -> Callable[[], None]:
-    """A function that restores the process's present settings, which a training changes: threads,
-    precision, deterministic kernels, Dynamo's splits under DDP, gloo's network interface, and the
-    states of the random generators."""
+    """A function that restores the process's present settings, which a training changes."""
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -238,24 +219,12 @@ def process_settings() -> Callable[[], None]:
 
 
 def use_deterministic(mode: bool, warn_only: bool = False) -> None:
-    """Choose deterministic kernels or not; without a change, without torch's import of Inductor."""
     now = torch.are_deterministic_algorithms_enabled()
     if (now, torch.is_deterministic_algorithms_warn_only_enabled()) != (mode, warn_only):
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """Connect to the other ranks: `init_store`, then `init_process_group`.
-
-    Args:
-        env: This process among the ranks.
-        recipe: Its `parallel` section has strategy, device and time limits.
-        store: A store that the ranks share already.
-
-    Raises:
-        UserError: Strategy, device and world do not go together.
-        RunFailed: Another rank failed, or was later than `parallel.startup_timeout_seconds`.
-    """
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(init_store(env, recipe, store))
         init_process_group(ranks, recipe)
@@ -264,7 +233,7 @@ def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
 
 
 def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
-    """The first half of `init_ranks`: the store and the heartbeat; raises the same."""
+    """Connect by a store, in which a failed rank writes its failure; start the heartbeat."""
     strategy = recipe.strategy(env.world)
     if env.launcher not in ("none", "environment"):
         processes.exit_with_parent(default=os.getppid())
@@ -307,7 +276,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
 
 
 def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
-    """The second half of `init_ranks`: device, process group (NCCL on CUDA, gloo on CPU), mesh."""
+    """Choose the device; create the process group (NCCL on CUDA, gloo on CPU) and the mesh."""
     env, settings = ranks.env, recipe.parallel
     ranks.device = device = choose_device(settings.device, env)
     on_host = device.type == "cpu" or settings.offload
@@ -341,11 +310,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
 
 
 def this_host() -> str:
-    """A name that no other host of the job has.
-
-    Cloned machines share a name, so Linux adds the boot. Containers share the boot, so it adds the
-    network.
-    """
+    """A name that no other host has: cloned machines differ in the boot, containers in the network."""
     name = host_name(os.environ) or socket.gethostname()
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -354,7 +319,7 @@ def this_host() -> str:
 
 
 def address_to(host: str) -> str:
-    """This machine's address on the route to a host; empty if it is the loopback."""
+    """This machine's address on the route to a host; empty for the loopback."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: it only asks the kernel for the route
         own = str(probe.getsockname()[0])
@@ -363,7 +328,6 @@ def address_to(host: str) -> str:
 
 
 def interface_to(host: str) -> str:
-    """This machine's network interface on the route to a host; empty if it is the loopback."""
     import psutil
 
     address, interfaces = address_to(host), psutil.net_if_addrs().items()
@@ -371,17 +335,12 @@ def interface_to(host: str) -> str:
 
 
 def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None if other hosts cannot reach it.
-
-    A Debian host resolves its own name to 127.0.1.1. torch listens everywhere then.
-    """
-    several = env.nodes > 1 or (
-        env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
-    )
+    """A socket for the store that listens only at `env.addr`; None: torch listens everywhere."""
+    named = env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
     try:
         address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and several:
-            return None
+        if address.startswith("127.") and (named or env.nodes > 1):
+            return None  # a Debian host resolves its own name to 127.0.1.1
         listening = socket.create_server((address, env.port), backlog=max(64, env.world))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -401,21 +360,16 @@ def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
 
 
 def gloo_interface(ranks: Ranks) -> str:
-    """The network interface between the ranks; empty if it is unknown.
-
-    On the first host the route to its own name may be the loopback, so its ranks look for the
-    address of another host.
-    """
     env = ranks.env
     if env.nodes == 1:
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
+    # On the first host the route to its own name may be the loopback.
     places = ranks.all_gather_object("address", [env.node, address_to(env.addr)])
     others = (address for node, address in places if node and address)
     return interface_to(env.addr if env.node else next(others, env.addr))
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone or late."""
     lost = type(error) is RuntimeError and re.search(LOST_CONTACT, str(error).lower()) is not None
     return lost or isinstance(error, dist.DistError)
 

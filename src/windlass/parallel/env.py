@@ -63,10 +63,7 @@ SIGNS = {
 class DistEnv:
     """One process of several: its numbers, globally and on its host, and the address of the store.
 
-    `launcher` is `none` (a plain process), `windlass`, `torchrun`, `environment` (RANK and
-    WORLD_SIZE set by hand), `openmpi`, `mpi`, or a scheduler with its own launcher (`slurm`). For
-    `NO_HOSTS` the numbers of hosts and on the host are guesses until the ranks have met.
-    `attempt` counts restarts of the same job from 0.
+    For `NO_HOSTS` the numbers of hosts and on the host are guesses until the ranks have met.
     """
 
     rank: int = 0
@@ -75,18 +72,16 @@ class DistEnv:
     local_world: int = 1
     node: int = 0
     nodes: int = 1
-    launcher: str = "none"
+    launcher: str = "none"  # a plain process; else a key of VARIABLES
     addr: str = LOOPBACK
     port: int = 0
     attempt: int = 0
 
 
 def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
-    """This process's numbers, from the variables of the innermost launcher.
+    """This process's numbers, from the variables of the innermost launcher; UserError if wrong.
 
-    In order: Windlass, torchrun (or RANK and WORLD_SIZE by hand), Open MPI, MPICH and its kin (PMI,
-    PALS), a scheduler's launcher, as srun. A launcher's single task is a plain process. UserError
-    if variables are missing or wrong.
+    A launcher's single task is a plain process.
     """
     scheduler = next((name for name, one in SCHEDULERS.items() if one.step(environ)), "none")
     launcher = next((name for name, signs in SIGNS.items() if signs & environ.keys()), scheduler)
@@ -146,7 +141,6 @@ def _first(environ: Mapping[str, str], names: str) -> str:
 
 
 def _number(environ: Mapping[str, str], names: str, default: int | None = None) -> int:
-    """The first of some variables that is set."""
     for name in names.split():
         if text := environ.get(name, "").strip():
             if not text.isdigit():

@@ -1,14 +1,7 @@
 """The heartbeat: each rank shows every few seconds that it lives, and ends if another is lost.
 
-A thread writes this rank's step and phase, with a count, under the rank's key of the store. Rank 0
-watches all counts, the others watch rank 0's, and all look for the first reported failure. A rank
-is lost if its count stands still for MISSED intervals, because it was suspended or its host is
-gone. Then the run ends, within 30 s at the default interval.
-
-A rank whose host waits for an endless kernel keeps beating, so on CUDA rank 0 also judges progress.
-If a rank stands still in a phase with collectives for almost the time limit of a collective, the
-rank behind all others is lost. Rank 0 reports it before NCCL's watchdog aborts the processes,
-because that names neither rank nor phase.
+Rank 0 watches the counts of all, the others watch rank 0's. On CUDA rank 0 also judges progress,
+because NCCL's watchdog would abort the processes and name neither rank nor phase.
 """
 
 from __future__ import annotations
@@ -65,10 +58,7 @@ class Heartbeat:
         self._over.set()
 
     def report(self, failure: Failure) -> Failure:
-        """Tell the others, and return the first failure: another rank's if this one is secondary.
-
-        The store ends with rank 0, so rank 0 waits a moment for the others to read it.
-        """
+        """Tell the others, and return the first failure: another rank's if this one is secondary."""
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
         while not (first := self.failure or within(EXIT_SECONDS, self._reported)):
             if time.monotonic() >= until:
@@ -80,14 +70,13 @@ class Heartbeat:
             first = Failure(**json.loads(text)) if text else failure
         self.failure = first
         within(EXIT_SECONDS, lambda: self.store.set(f"heard/{self.env.rank}", "1"))
-        if self.env.rank == 0:
+        if self.env.rank == 0:  # the store ends with it
             others = [f"heard/{rank}" for rank in self._watched if rank != first.rank]
             within(POLL_SECONDS + CAUSE_SECONDS, lambda: self.store.wait(others))
         return first
 
     def last_seen(self) -> str:
-        """The last beat of each other rank, and which ranks wait in which collective; empty if the
-        store is silent."""
+        """The last beat of each other rank, and which ranks wait in which collective."""
         keys = [f"beat/{rank}" for rank in range(self.env.world)]
         raw = within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
         now, beats = time.time(), [json.loads(beat) for beat in raw]
@@ -106,8 +95,7 @@ class Heartbeat:
                 self._seen.clear()
             watch = now >= beat_due
             beat_due = now + self.interval if watch else beat_due
-            poll = partial(self._poll, watch)
-            answered = within(self.interval * MISSED, poll)
+            answered = within(self.interval * MISSED, partial(self._poll, watch))
             before = time.monotonic()
             if not answered and not self._over.is_set():
                 unseen = {"rank": 0, "host": self.env.addr, "step": self.status.step}
@@ -172,10 +160,7 @@ class Heartbeat:
 
 
 def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
-    """The number of the beat whose rank is behind all others, if one stood still for `limit` s.
-
-    `still`: the seconds of each rank in its place. In the same place, the first to come counts.
-    """
+    """The number of the beat whose rank is behind all others, if one stood `still` for `limit` s."""
     pairs = zip(beats, still, strict=True)
     if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in pairs):
         return None
@@ -200,7 +185,6 @@ def unfinished_collective() -> str:
 
 
 def who_waits(beats: Sequence[dict[str, Any]]) -> str:
-    """A sentence that says which ranks wait in which collective, and which in none."""
     ranks: dict[str, list[str]] = {}
     for beat in beats:
         ranks.setdefault(beat.get("waits", ""), []).append(str(beat["rank"]))

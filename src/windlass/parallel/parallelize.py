@@ -1,13 +1,7 @@
 """A model for a device and ranks: precision, activation checkpointing, compile, DDP or FSDP2.
 
-After a step's backward pass each gradient is the *sum over ranks* of the gradients of their losses.
-A rank's loss is its sum over unmasked labels, divided by the *global* number of them, so the
-gradient belongs to the mean over all tokens. DDP and FSDP2 average by default; here both add.
-
-Master weights and reductions are float32 (float64 with `fp64`); bf16 and fp16 are autocast in every
-strategy. FSDP2 also gathers parameters in low precision. That changes no linear layer, which
-autocast rounds anyway. It rounds embeddings and norms (by a relative 2^-9 in bf16), which is the
-only difference between the strategies.
+Gradients are *summed* over ranks, because a rank's loss is its sum over the *global* number of
+unmasked labels. FSDP2 also gathers embeddings and norms in low precision; no other strategy does.
 """
 
 from __future__ import annotations
@@ -54,12 +48,9 @@ def shard(
     settings: ParallelSettings,
     low: torch.dtype | None,
 ) -> None:
-    """FSDP2 over blocks, over the model's `ends()`, and over the rest as one unit.
+    """FSDP2 over blocks, the model's `ends()`, and the rest; it gathers in the precision `low`.
 
-    It gathers parameters in the precision `low`; None: as they are.
-
-    Small blocks of a model that runs them in order (it has `ends`) share a unit, because a
-    collective and FSDP2's hooks would take longer than they.
+    Small blocks of a model that runs them in order (it has `ends`) share a unit.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -108,30 +99,19 @@ def shard(
 
 
 def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
-    """Have embeddings and norms compute in float32 although their parameters have low precision.
-
-    The residual stream stays in float32, and so do the sums of a token's gradients.
-    """
-    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    wide: list[nn.Module] = [m for m in tables if not isinstance(m, HeldEmbedding)]
-    if device.type == "cpu":  # on CUDA autocast raises norms by itself
-        wide += [module for module in model.modules() if is_foreign_norm(module)]
-    for module in wide:
-        become(module, InFloat32)
-
-
-def is_foreign_norm(module: nn.Module) -> bool:
-    """Whether a module is another library's norm; ours raise their own weights."""
-    kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
-    is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
-    return is_norm and not kind.__module__.startswith("windlass.")
+    """Have embeddings and norms compute in float32 although their parameters have low precision."""
+    for module in list(model.modules()):
+        kind, vectors = type(module), [p.dim() <= 1 for p in module.parameters()]
+        is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
+        # Our norms raise their own weights; on CUDA autocast raises all.
+        is_foreign = is_norm and not kind.__module__.startswith("windlass.")
+        is_table = isinstance(module, nn.Embedding) and not isinstance(module, HeldEmbedding)
+        if is_table or (is_foreign and device.type == "cpu"):
+            become(module, InFloat32)
 
 
 class InFloat32(nn.Module):
-    """A module that raises its gathered low-precision parameters in each forward pass.
-
-    It comes before the module's class in the order of inheritance.
-    """
+    """A module that raises its gathered low-precision parameters; comes before its class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parameters = self.named_parameters()
@@ -162,26 +142,22 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 
 def autocast(recipe: Recipe, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The context of a forward pass: low precision for the operations that tolerate it."""
     low = LOW.get(resolve_precision(recipe.train.precision, device))
     return torch.autocast(device.type, dtype=low) if low else contextlib.nullcontext()
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
-    """Make `model` ready to train on `ranks`, with the settings of `recipe`.
+    """Make `model` ready to train on `ranks`; returns it, or a DistributedDataParallel around it.
 
-    Parameters on the meta device get storage on the ranks' device, *uninitialised*; otherwise
-    every rank gets rank 0's values. `model.blocks()` lists the units of sharding, checkpointing and
-    compiling; UserError if the recipe needs it and the model lacks it. `train.compile = "auto"`
-    compiles nothing here: the trainer resolves it. Returns the model itself
-    (FSDP2 works in place), or a DistributedDataParallel around it; call it for the loss.
+    Parameters on the meta device get storage, *uninitialised*; others get rank 0's values.
     """
     on_meta = any(p.is_meta for p in model.parameters())
     if not on_meta and ranks.world > 1:  # a user's model may differ from process to process
         for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
             dist.broadcast(tensor.data, src=0)
-    if recipe.train.stream == "bf16":
-        lower_stream(model, resolve_precision(recipe.train.precision, ranks.device))
+    precision = resolve_precision(recipe.train.precision, ranks.device)
+    if recipe.train.stream == "bf16" == precision:
+        lower_stream(model)
     cuts, partial = divide(model, ranks, recipe)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
@@ -199,7 +175,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         for head in (m for m in model.modules() if hasattr(m, "loss_tail")):
             head.loss_tail = compiled(loss_tail)
     sharded = ranks.strategy.shards_parameters
-    low = LOW.get(resolve_precision(recipe.train.precision, ranks.device))
+    low = LOW.get(precision)
     if low and (sharded or recipe.train.master == "bf16"):
         raise_tables_and_norms(model, ranks.device)
     if sharded:
@@ -224,10 +200,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     return _replicate(model, replicas.get_group(), ranks.device, recipe)
 
 
-def lower_stream(model: nn.Module, precision: str) -> None:
+def lower_stream(model: nn.Module) -> None:
     """Keep the residual stream in bf16, as the arithmetic; UserError for a user's own model."""
-    if precision != "bf16":
-        return
     if isinstance(model, GPT):
         model.low_stream = True
     elif isinstance(model, HfModel):  # its blocks add to the tensor that the first one gets
@@ -271,7 +245,6 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cu
 def _replicate(
     model: nn.Module, group: dist.ProcessGroup, device: torch.device, recipe: Recipe
 ) -> DistributedDataParallel:
-    """DDP over the ranks of `group`, which hold equal parameters; it adds gradients."""
     names = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers"  # torch >= 2.12
     # `training.state.Buffers` shares them after each step.
@@ -298,11 +271,9 @@ def _replicate(
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Have DDP cut its buckets now, from the last parameter to the first.
+    """Have DDP cut its buckets now; else the first step after a resume would round differently.
 
-    It cuts them after the first backward pass, in the order of the gradients. The place of a number
-    in a bucket decides in which order three ranks or more add it. So the first step after a resume
-    would round differently.
+    The place of a number in a bucket decides in which order three ranks or more add it.
     """
     trained = [p for p in wrapped.parameters() if p.requires_grad]
     wrapped.reducer.prepare_for_forward()
@@ -312,11 +283,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 
 def check_gradients_reduced(model: nn.Module) -> None:
-    """After the backward pass of a step: UserError if DDP still waits for a gradient.
-
-    DDP sends no bucket before all of its gradients are there. It would raise in the next forward
-    pass, after an update with gradients that differ between the ranks.
-    """
+    """UserError if DDP still waits for a gradient; it would raise only after a wrong update."""
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
         return
     try:
@@ -326,13 +293,11 @@ def check_gradients_reduced(model: nn.Module) -> None:
             raise
         names = [name for name, p in model.module.named_parameters() if p.requires_grad]
         unused = [names[int(number)] for number in match[1].split()]
-        more = f" and {len(unused) - 4} more" if len(unused) > 4 else ""
-        problem = f"the loss of this step's last micro-batch does not use {', '.join(unused[:4])}"
-        advice = "set requires_grad_(False) if no step uses them"
-        setting = "else parallel.find_unused_parameters=true"
-        raise UserError(
-            f"{problem}{more}, so DDP cannot add up gradients: {advice}, {setting}"
-        ) from None
+        problem = f"this step's loss does not use {', '.join(unused[:4])} ({len(unused)} in all)"
+        advice = (
+            "set requires_grad_(False) if no step does, else parallel.find_unused_parameters=true"
+        )
+        raise UserError(f"{problem}, so DDP cannot add up gradients: {advice}") from None
 
 
 def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Module]:
@@ -358,8 +323,7 @@ def repeated_parts(model: nn.Module, recipe: Recipe, ranks: Ranks) -> list[nn.Mo
 def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator[None]:
     """Around forward and backward of a micro-batch: reduce gradients after the step's `last` one.
 
-    Before it, DDP and FSDP2 add to this rank's whole gradients. If the strategy `reduces_each`,
-    FSDP2 adds to shards, and reduces between sharding groups after the last micro-batch only.
+    If the strategy `reduces_each`, FSDP2 adds to shards before that.
     """
     if is_fsdp(model):
         model.set_requires_gradient_sync(last or strategy.reduces_each)
@@ -372,11 +336,7 @@ def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator
 
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
-    """Have each block drop its activations and compute them again in the backward pass.
-
-    `full` recomputes the whole block; `selective` saves the outputs of matrix products and
-    attention. Dropout draws the same masks again.
-    """
+    """Have each block drop its activations and compute them again in the backward pass."""
     contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
     context = {"context_fn": contexts} if how == "selective" else {}
 
@@ -394,7 +354,6 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
 
 
 def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the outputs of matrix products, attention and sums over ranks; recompute the rest."""
     if op in SAVED:
         return CheckpointPolicy.MUST_SAVE
     if any(name in str(op) for name in ATTENTION):
@@ -408,10 +367,7 @@ def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 @contextlib.contextmanager
 def varying_shapes() -> Iterator[None]:
-    """Around passes of varying shapes: compiled blocks run eagerly, attention uses no plans.
-
-    A compiled block that sees other sizes is compiled for varying sizes, in the training too.
-    """
+    """Around passes of varying shapes: compiled blocks run eagerly, attention uses no plans."""
     # Importing Dynamo takes seconds; if nobody has, nothing is compiled.
     compiler = sys.modules.get("torch._dynamo")
     stance = torch.compiler.set_stance("force_eager") if compiler else contextlib.nullcontext()

@@ -1,15 +1,8 @@
 """Pipeline parallelism (arXiv 1811.06965): stages of consecutive blocks, each on other ranks.
 
-Windlass has its own schedules, because torch's (`torch.distributed.pipelining`) fix the shapes of a
-stage at its first pass, and micro-batches differ in length. Every rank reads the micro-batches of
-its replica, so it knows the shape of each message, and nothing is padded.
-
-A schedule is a list of tasks for each rank: the forward or backward pass of a stage and a
-micro-batch. `timetable` puts the tasks of all ranks into ticks. After each tick, a rank posts what
-it sends and receives in this tick as one batch, so no order of messages can block the ranks.
-
-An evaluation passes its batch through the stages, for a loss in parts, so that all stages compute
-at the same time. The last stage sends the result to all ranks.
+torch's schedules fix the shapes of a stage at its first pass, but micro-batches differ in length.
+`timetable` puts the tasks of all ranks into ticks. After each tick a rank posts the messages of
+this tick as one batch, so no order of messages can block the ranks.
 """
 
 from __future__ import annotations
@@ -36,33 +29,21 @@ from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
-from windlass.recipe.network import ModelSettings
 
 EVALUATION_PARTS = 2  # of a labelled batch for each rank
 TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
 
 
 class Task(NamedTuple):
-    """A forward or backward pass of one stage for one micro-batch, both counted from 0."""
-
     backward: bool
     stage: int
     micro: int
 
 
-def split_blocks(settings: ModelSettings, vocab: int, stages: int) -> list[range]:
-    """The blocks of each stage, so that the slowest stage takes the least time."""
-    ends = itertools.accumulate(stage_layers(settings, vocab, stages), initial=0)
-    return list(itertools.starmap(range, itertools.pairwise(ends)))
-
-
 def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = True) -> list[Task]:
     """The tasks of a rank, in order. It has the stages `rank`, `rank + ranks`, ... (`chunks`).
 
-    In training it is 1F1B (arXiv 2104.04473): forward passes until the pipeline is full, then
-    forward and backward passes in turn, so that a rank holds activations of at most `ranks`
-    micro-batches. Several stages on a rank take turns every `ranks` micro-batches (interleaved
-    1F1B). The pipeline then fills and empties in 1 / `chunks` of the time.
+    In training it is 1F1B, with several stages on a rank interleaved 1F1B (arXiv 2104.04473).
     """
     # The last turn also has the micro-batches that would make a turn of less than `ranks`.
     turns = max(1, micro_batches // ranks)
@@ -93,10 +74,7 @@ def timetable(
     left = [deque(order(r, ranks, chunks, micro_batches, train)) for r in range(ranks)]
     done, ticks = set[Task](), list[tuple[Task | None, ...]]()
     while any(left):
-        tick = [
-            tasks[0] if tasks and needs(tasks[0], ranks * chunks) <= done else None
-            for tasks in left
-        ]
+        tick = [t[0] if t and needs(t[0], ranks * chunks) <= done else None for t in left]
         assert any(tick), f"{micro_batches} micro-batches on {ranks} ranks are stuck"
         for task in filter(None, tick):
             left[task.stage % ranks].popleft()
@@ -106,7 +84,6 @@ def timetable(
 
 
 def needs(task: Task, stages: int) -> set[Task]:
-    """The tasks that come before a task."""
     backward, stage, micro = task
     if not backward:
         return {Task(False, stage - 1, micro)} if stage else set()
@@ -115,7 +92,6 @@ def needs(task: Task, stages: int) -> set[Task]:
 
 
 def receiver(task: Task, stages: int) -> Task | None:
-    """The task that gets the result of a task: hidden states or their gradient."""
     stage = task.stage - 1 if task.backward else task.stage + 1
     return task._replace(stage=stage) if 0 <= stage < stages else None
 
@@ -127,14 +103,6 @@ def wait(works: list[Any]) -> None:
 
 
 class Pipeline:
-    """This rank's stages, and the messages between stages.
-
-    Attributes:
-        rank, ranks: the place among the ranks of `pp`, and their number.
-        layers: the blocks of each stage, of all ranks.
-        own: the numbers of this rank's stages.
-    """
-
     def __init__(self, model: GPT, ranks: Ranks, recipe: Recipe):
         settings, mesh = recipe.parallel, ranks.mesh
         assert mesh.pp is not None
@@ -142,8 +110,9 @@ class Pipeline:
         self.rank, self.ranks = mesh.at["pp"], mesh.sizes.pp
         self.chunks = settings.pipeline_chunks
         self.stages = self.ranks * self.chunks
-        self.layers = split_blocks(recipe.model, model.vocab, self.stages)
-        self.own = range(self.rank, self.stages, self.ranks)
+        blocks = stage_layers(recipe.model, model.vocab, self.stages)
+        ends = itertools.accumulate(blocks, initial=0)
+        self.layers = list(itertools.starmap(range, itertools.pairwise(ends)))  # of all stages
         self.device = ranks.device
         # The stream and the loss are not in bf16, even if the weights are.
         self.dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -174,11 +143,9 @@ class Pipeline:
         work: Callable[[Task, Tensor | None], Tensor | None],
         train: bool = True,
     ) -> None:
-        """This rank's tasks.
+        """This rank's tasks; `work(task, what arrived for it)` returns what the next stage gets.
 
-        Args:
-            shapes: The hidden states and the gradients of each micro-batch.
-            work: `work(task, what arrived for it)` returns what the next stage gets.
+        `shapes`: of the hidden states and the gradients of each micro-batch.
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
         on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and the sent tensors
@@ -217,14 +184,10 @@ class Pipeline:
         sync: Callable[[bool], AbstractContextManager[None]],
         loss: Tensor,
     ) -> None:
-        """Run a step's forward and backward passes on this rank's stages, then sum over ranks.
+        """Run a step's passes on this rank's stages, then sum gradients and `loss` over ranks.
 
-        Args:
-            micro: The step's micro-batches, on every stage.
-            forward: `forward(micro, hidden=..., stage=...)` returns hidden states, or the loss.
-            backward: `backward(result, its gradient)`.
-            sync: The context of a backward pass; `sync(True)` for a stage's last one.
-            loss: To which `forward` adds on the last stage; every stage gets the sum.
+        `forward(micro, hidden=..., stage=...)` returns hidden states, or the loss;
+        `backward(result, its gradient)` runs in `sync(whether it is the stage's last one)`.
         """
         held: dict[Task, tuple[Tensor | None, Tensor]] = {}
 
@@ -245,10 +208,9 @@ class Pipeline:
         dist.all_reduce(loss, group=self.group)  # zero except on the last stage
 
     def shape(self, model: GPT, tokens: Tensor, has_labels: bool = True) -> tuple[int, int, int]:
-        """The shape of the hidden states of tokens [B, T], and of their gradient."""
         rows, length = tokens.shape
         if isinstance(model, DividedGPT):
-            length = model.stream_length(length, has_labels)
+            length = len(model.part(length, has_labels, torch.device("cpu")).stream)
         return rows, length, self.width
 
     def sum_gradients(self, model: StagedGPT) -> None:
@@ -273,17 +235,13 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds some stages.
 
-    Called with `stage`, it computes that one from the `hidden` states of the stage before, and
-    returns hidden states or, after the last block, the result. Otherwise it evaluates: every rank
-    gets the result.
-
-    `elsewhere` has the names of parameters that only other ranks hold, `copies` the names of
-    parameters here that count, and are saved, on another rank.
+    Called with `stage`, it computes that one from the `hidden` states of the stage before.
+    Otherwise it evaluates: every rank gets the result.
     """
 
     shares_gradient = False  # lookup and head are in different stages
-    elsewhere: frozenset[str]
-    copies: frozenset[str]
+    elsewhere: frozenset[str]  # parameters that only other ranks hold
+    copies: frozenset[str]  # parameters here that count, and are saved, on another rank
     pipeline: Pipeline
 
     def forward(
@@ -309,13 +267,7 @@ class StagedGPT(GPT):
         return self.end(x, here, table, cache, by_source, places)
 
     def evaluate(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None,
-        cache: list[LayerCache] | None,
-        by_source: SourceSums | None,
-        documents: Documents | None,
-        places: Tensor | None,
+        self, tokens: Tensor, labels: Any, cache: Any, by_source: Any, documents: Any, places: Any
     ) -> Tensor:
         """The result of a batch that passes through the stages of all ranks, without a gradient."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
@@ -367,7 +319,7 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
             raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
     present = parts_of(model, pipe, pipe.rank)
     model.elsewhere = frozenset(name for name in whole if not name.startswith(present))
-    has_copy = pipe.last(pipe.own[-1]) and recipe.model.tie_head
+    has_copy = pipe.rank == pipe.ranks - 1 and recipe.model.tie_head
     model.copies = frozenset({"embedding.weight"} if has_copy else ())
     for name, _ in list(model.named_children()):
         if name != "blocks" and f"{name}." not in present:

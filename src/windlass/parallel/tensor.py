@@ -1,14 +1,9 @@
 """Tensor parallelism (arXiv 1909.08053) of our GPT and of models of `transformers`, by a plan.
 
-A plan names a style for modules. A parameter that is cut becomes a plain tensor, this
-rank's part, so its gradient, optimizer state and checkpoint need no correction. A divided module
-gets a subclass whose forward pass has the collectives; the model knows nothing of ranks. Embedding
-and head are cut by vocabulary, in a model of `transformers` if the head is plain.
+A cut parameter becomes a plain tensor, this rank's part. A divided module gets a subclass with the
+collectives. With `sequence` (arXiv 2205.05198) ranks also divide the residual stream along time.
 
-With `sequence` (arXiv 2205.05198), while our GPT trains, the ranks also divide the residual stream
-along time. Otherwise the stream is whole on every rank.
-
-Legend: B batch, T time, S time seen, D model width, H heads, V vocabulary.
+Legend: B batch, T time, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from torch import Tensor, nn
 
 from windlass.model.frozen import in_autocast, raised
 from windlass.model.gpt import GPT
-from windlass.model.hf_network import ROWS, SHARED, check
+from windlass.model.hf_network import SHARED, check
 from windlass.model.loss import Piece
 from windlass.model.share import Cut, Peers, become
 from windlass.parallel.context import Copy, DividedBlock, DividedGPT, Gather, Scatter, Sum, gather
@@ -35,7 +30,6 @@ GPT_PLAN = {
     "ff.up": "colwise",
     "ff.down": "rowwise",
 }
-"""The styles of each block of our GPT."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "up"))
 """Layers of one module that read the same tensor."""
 
@@ -59,10 +53,7 @@ class Entrance:
 
 
 class Part(nn.Module):
-    """A module with this rank's part of its parameters.
-
-    Subclasses come before the module's own class in the order of inheritance.
-    """
+    """A module with this rank's part of its parameters; comes before the module's own class."""
 
     tensor: Peers
     sequence: bool
@@ -71,10 +62,7 @@ class Part(nn.Module):
     whole: int  # the size of that dimension
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before matrices cut by outputs: the whole stream [B, T, D] on each rank.
-
-        The backward pass adds up the ranks' gradients.
-        """
+        """Before matrices cut by outputs: the whole stream [B, T, D] on each rank."""
         x = in_autocast(x)  # the matrices would round it anyway
         if self.sequence and self.training:
             return Gather.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
@@ -88,25 +76,14 @@ class Part(nn.Module):
 
 
 class Columns(Part):
-    """A linear layer with some of its outputs."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
 
 
-class GatheredColumns(Columns):
-    """The same, with all outputs on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return self.leave(F.pad(y, (self.held.start, self.whole - self.held.stop)))
-
-
 class SharedKeys(Columns):
-    """Queries, keys and values of a GPT with fewer heads of keys than ranks.
+    """Queries, keys and values with fewer heads of keys than ranks, which gather the heads.
 
-    Each rank computes a part of a head, and the ranks gather the heads. This rank's queries belong
-    to head `key_head`.
+    This rank's queries belong to head `key_head`.
     """
 
     query_width: int
@@ -130,16 +107,7 @@ class Rows(Part):
         return y if module.bias is None else y + module.bias.to(y.dtype)
 
 
-class SplitRows(Rows):
-    """The same, of an input that is whole on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.entrance(x, self.enter)[..., self.held.start : self.held.stop])
-
-
 class DividedEmbedding(Part):
-    """An embedding with some rows of the vocabulary."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         elsewhere = (tokens < self.held.start) | (tokens >= self.held.stop)
         x = super().forward((tokens - self.held.start).masked_fill(elsewhere, 0))
@@ -156,24 +124,18 @@ class DividedPositions(Part):
 
 
 class DividedHead(Part):
-    """A head with some rows of the vocabulary: its loss, or all logits, without gradients."""
-
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         y: Tensor = super().forward(x, *args)
-        return y if y.dim() == 0 else gather_logits(y, self.whole, self.tensor)
+        if y.dim() == 0:
+            return y
+        ranks = [self.tensor._replace(rank=rank) for rank in range(self.tensor.size)]
+        sizes = [len(one.piece(self.whole)) for one in ranks]
+        padded = F.pad(y.detach(), (0, max(sizes) - y.shape[-1]))
+        parts = gather(padded, -1, self.tensor).split(max(sizes), dim=-1)
+        return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
 
 
-STYLES: dict[str, type[Part]] = {
-    "colwise": Columns,
-    "qkv_colwise": Columns,
-    "colwise_gather_output": GatheredColumns,
-    "rowwise": Rows,
-    "rowwise_split_input": SplitRows,
-}
-
-
-Cuts = dict[str, Cut]
-"""How parameters are cut, by their names."""
+Cuts = dict[str, Cut]  # how parameters are cut, by their names
 
 
 def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence: bool) -> Cuts:
@@ -181,14 +143,14 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
     m: Any = model
     m.__class__ = DividedGPT
     m.tensor_ranks, m.context_ranks, m.sequence = tensor, context, sequence
-    for block in model.blocks() if model.settings.dropout else ():
+    for block in model.blocks if model.settings.dropout else ():
         become(block, DividedBlock)
     if tensor is None:
         return {}
     divider = Divider(model, tensor, sequence)
     ends = [(name, name.split(".", 2)[-1]) for name in divider.modules]
     divider.apply({name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN})
-    for block in model.blocks():
+    for block in model.blocks:
         attn: Any = block.attn
         if attn.kv_heads < tensor.size:
             become(attn.qkv, SharedKeys)
@@ -204,10 +166,7 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
 
 
 def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
-    """The same for an `HfModel`; also returns the names of parameters with partial gradients.
-
-    UserError if the model cannot be divided so.
-    """
+    """The same for an `HfModel`; also returns the names of parameters with partial gradients."""
     network, partial = model.model, set[str]()
     plan, divider = check(network, tensor.size), Divider(network, tensor)
     divider.apply(plan)
@@ -226,46 +185,39 @@ def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
 
 
 class Divider:
-    """Gives modules their styles and cuts parameters; `cuts` has the cuts by the names."""
-
     def __init__(self, network: Any, tensor: Peers, sequence: bool = False):
         self.network, self.tensor, self.sequence = network, tensor, sequence
         self.modules, self.cuts = dict(network.named_modules()), Cuts()
 
     def style(self, module: nn.Module, part: type[Part]) -> Any:
-        """Give a module a style."""
         divided: Any = module
         divided.tensor, divided.sequence = self.tensor, self.sequence
         become(module, part)
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
-        """Divide the linear layers of a plan."""
         for name, style in plan.items():
-            if style != SHARED:
-                module = self.style(self.modules[name], STYLES[style])
-                self.cut_linear(name, module, style)
-                module.entrance = self.entrance_of(name, plan)
-
-    def entrance_of(self, name: str, plan: dict[str, str]) -> Entrance:
-        """The entrance of a layer, which its siblings share."""
-        owner, _, last = name.rpartition(".")
-        group = next((group for group in SIBLINGS if last in group), (last,))
-        siblings = [self.modules[n] for n in (f"{owner}.{other}" for other in group) if n in plan]
-        entrances = (module.entrance for module in siblings if hasattr(module, "entrance"))
-        return next(entrances, None) or Entrance(len(siblings))
-
-    def cut_linear(self, name: str, module: Any, style: str) -> None:
-        """Cut the matrix of a linear layer."""
-        dim = 1 if style in ROWS else 0
-        module.whole = size = module.weight.shape[dim]
-        module.held = self.tensor.piece(size)
-        ranges: tuple[range, ...] = (module.held,)
-        if style == "qkv_colwise":
-            ranges = stacked_pieces(self.network.matrix_parts(f"{name}.weight"), self.tensor)
-        self.cuts[f"{name}.weight"] = Cut(dim, size, ranges, self.tensor)
-        if dim == 0 and module.bias is not None:
-            self.cuts[f"{name}.bias"] = Cut(0, size, ranges, self.tensor)
+            if style == SHARED:
+                continue
+            dim = 1 if style == "rowwise" else 0
+            module = self.style(self.modules[name], Rows if dim else Columns)
+            size = module.weight.shape[dim]
+            ranges = [self.tensor.piece(size)]
+            if style == "qkv_colwise":  # this rank's part of each of three stacked matrices
+                rows = self.network.matrix_parts(f"{name}.weight")
+                pieces, starts = map(self.tensor.piece, rows), itertools.accumulate((0, *rows))
+                both = zip(starts, pieces, strict=False)
+                ranges = [range(start + p.start, start + p.stop) for start, p in both]
+            self.cuts[f"{name}.weight"] = Cut(dim, size, tuple(ranges), self.tensor)
+            if dim:
+                continue
+            if module.bias is not None:
+                self.cuts[f"{name}.bias"] = Cut(0, size, tuple(ranges), self.tensor)
+            owner, _, last = name.rpartition(".")
+            group = next((group for group in SIBLINGS if last in group), (last,))
+            paths = [path for path in (f"{owner}.{other}" for other in group) if path in plan]
+            entrances = (getattr(self.modules[path], "entrance", None) for path in paths)
+            module.entrance = next(filter(None, entrances), None) or Entrance(len(paths))
 
     def cut_vocabulary(self, name: str, part: type[Part], vocab: int) -> Piece:
         """Cut an embedding or a head by vocabulary; returns what the loss needs to know."""
@@ -287,18 +239,3 @@ class Divider:
                     parts[whole] = nn.Parameter(part, whole.requires_grad)
                 self.modules[owner]._parameters[last] = parts[whole]
         return self.cuts
-
-
-def stacked_pieces(rows: tuple[int, ...], tensor: Peers) -> tuple[range, ...]:
-    """This rank's part of each of several matrices that are stacked in one parameter."""
-    starts = itertools.accumulate(rows, initial=0)
-    pieces = ((start, tensor.piece(size)) for start, size in zip(starts, rows, strict=False))
-    return tuple(range(start + piece.start, start + piece.stop) for start, piece in pieces)
-
-
-def gather_logits(logits: Tensor, vocab: int, tensor: Peers) -> Tensor:
-    """All columns of logits [..., V] from each rank's columns; without gradients."""
-    sizes = [len(tensor._replace(rank=r).piece(vocab)) for r in range(tensor.size)]
-    padded = F.pad(logits.detach(), (0, max(sizes) - logits.shape[-1]))
-    parts = gather(padded, -1, tensor).split(max(sizes), dim=-1)
-    return torch.cat([part[..., :n] for part, n in zip(parts, sizes, strict=True)], -1)
