@@ -1,18 +1,13 @@
-"""One rank of a layout: its stage of the layers, and its parts of each matrix and sequence.
-
-`model/share.py` makes the same division of a real model.
-"""
+"""One rank of a layout: its stage of the layers, and its parts of each matrix and sequence."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from windlass.model.size import (
     MASTER_BYTES,
-    Parameters,
     block_matrices,
     block_parameters,
     count,
@@ -32,10 +27,7 @@ COMPUTE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "float8": 2}
 
 @dataclass(frozen=True)
 class Program:
-    """Habits of the program that trains, in bytes of a number; 0 is Windlass's.
-
-    Published measurements come from other programs (`benchmarks/published.py`).
-    """
+    """Habits of a program that trains, in bytes of a number; 0 is Windlass's."""
 
     weight: int = 0  # of weights and optimizer state; 0: 4, in fp64 8
     stream: int = 0  # of the residual stream; 0: as a weight
@@ -78,12 +70,10 @@ class Layout:
 
     @property
     def policy(self) -> Strategy:
-        """The tensors that the ranks divide among themselves."""
         return STRATEGIES[self.strategy]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a trained weight."""
         return 8 if self.precision == "fp64" else self.master
 
     @property
@@ -93,7 +83,6 @@ class Layout:
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model, apart from sharding."""
         return self.tensor * self.context * self.pipeline
 
     @property
@@ -116,8 +105,7 @@ class Layout:
         """Bytes that head and loss read and write for a logit.
 
         Three products write it, read it and read its gradient. A compiled tail reads it three times
-        (maximum, sum, gradient) and writes the gradient. Uncompiled, log-softmax, exponential and
-        casts each read and write it, in float32.
+        and writes the gradient. Uncompiled operations also cast it, in float32.
         """
         compute = COMPUTE_BYTES[self.precision]
         ours = 7 * compute if self.tail else {2: 38, 4: 32, 8: 64}[compute]
@@ -171,7 +159,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
     )
 
 
-@dataclass(frozen=True)
 class Rank:
     """The part of our GPT that the fullest rank of a pipeline stage holds.
 
@@ -179,125 +166,46 @@ class Rank:
     positions and the biases of the output projections.
     """
 
-    model: ModelSettings
-    vocab: int
-    layout: Layout
-    stage: int
-    layers: int
+    def __init__(self, model: ModelSettings, vocab: int, layout: Layout, stage: int, layers: int):
+        self.model, self.vocab, self.layout = model, vocab, layout
+        self.stage, self.layers = stage, layers
+        t, context, micro_batch = layout.tensor, layout.context, layout.micro_batch
+        # The first stage has the embedding, the last one the head.
+        self.first, self.last = stage == 0, stage == layout.pipeline - 1
+        self.tied = model.tie_head and self.first and self.last  # two stages have a tensor each
+        self.head_width, self.heads = model.width // model.heads, model.heads // t
+        # With fewer heads of keys and values than ranks, ranks compute the same one.
+        self.kv_heads = max(1, model.kv_heads_ // t)
+        # The widths of all queries, and of all keys or values.
+        self.queries, self.keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        # The ranks of `context` exchange heads; otherwise they gather keys and values.
+        self.by_heads = self.kv_heads % context == 0
+        # Tokens of a micro-batch with padding: in attention and feed-forward layers, and in the
+        # residual stream. Without `by_heads` a rank has an early and a late part of a sequence.
+        parts = 1 if context == 1 else context * (1 if self.by_heads else 2)
+        each = -(-model.context // parts) * parts // context
+        self.tokens = micro_batch * each
+        self.stream_tokens = micro_batch * -(-each // (t if layout.sequence else 1))
 
-    @property
-    def first(self) -> bool:
-        """Whether it has the embedding."""
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        """Whether it has the head."""
-        return self.stage == self.layout.pipeline - 1
-
-    @property
-    def tied(self) -> bool:
-        """Whether embedding and head are one tensor of this rank; two stages have one each."""
-        return self.model.tie_head and self.first and self.last
-
-    @property
-    def head_width(self) -> int:
-        return self.model.width // self.model.heads
-
-    @property
-    def heads(self) -> int:
-        return self.model.heads // self.layout.tensor
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of keys and values; with fewer of them than ranks, ranks compute the same one."""
-        return max(1, self.model.kv_heads_ // self.layout.tensor)
-
-    @property
-    def queries(self) -> int:
-        """Width of all queries."""
-        return self.heads * self.head_width
-
-    @property
-    def keys(self) -> int:
-        """Width of all keys, and of all values."""
-        return self.kv_heads * self.head_width
-
-    @property
-    def by_heads(self) -> bool:
-        """Whether the ranks of `context` exchange heads; otherwise they gather keys and values."""
-        return self.kv_heads % self.layout.context == 0
-
-    @cached_property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch in attention and feed-forward layers, with padding."""
-        parts = self.layout.context * (1 if self.by_heads else 2)  # an early and a late part
-        parts = parts if self.layout.context > 1 else 1
-        each = -(-self.model.context // parts) * parts // self.layout.context
-        return self.layout.micro_batch * each
-
-    @cached_property
-    def stream_tokens(self) -> int:
-        """Tokens of a micro-batch in the residual stream, with padding."""
-        parts = self.layout.tensor if self.layout.sequence else 1
-        return self.layout.micro_batch * -(-self.tokens // self.layout.micro_batch // parts)
-
-    @cached_property
-    def matrices(self) -> int:
-        """Entries of a block's matrices."""
-        return block_matrices(self.model) // self.layout.tensor
-
-    @cached_property
-    def undivided(self) -> int:
-        """Parameters of a block on all ranks of `tensor` together."""
-        return block_parameters(self.model)
-
-    @cached_property
-    def block_replicated(self) -> int:
-        """Parameters of a block that the ranks of `tensor` replicate."""
-        m, keys = self.model, self.head_width * self.model.kv_heads_
-        ups = 2 if m.activation == "swiglu" else 1
-        biases = m.attn_bias * (m.width + 2 * keys) + m.ff_bias * ups * m.ff_width_
-        return self.undivided - block_matrices(m) - biases
-
-    @cached_property
-    def block(self) -> int:
-        """Parameters of a block."""
-        cut = self.undivided - self.block_replicated
-        return cut // self.layout.tensor + self.block_replicated
-
-    @cached_property
-    def unit_blocks(self) -> int:
-        """Blocks of one unit of FSDP2."""
-        return (
-            unit_blocks(self.layers, self.layers * self.block) if self.layout.pipeline == 1 else 1
-        )
-
-    @cached_property
-    def table(self) -> int:
-        """Entries of the embedding's or the head's matrix."""
-        return -(-self.vocab // self.layout.tensor) * self.model.width
-
-    @cached_property
-    def sizes(self) -> Parameters:
-        """All parameters of the model."""
-        return count(self.model, self.vocab)
-
-    @cached_property
-    def replicated(self) -> int:
-        """Parameters that the ranks of `tensor` replicate."""
-        sizes, layers = self.sizes, self.model.layers
-        norm = sizes.norms // (2 * layers + self.model.final_norm)
-        ends = self.first * sizes.positions + self.last * self.model.final_norm * norm
-        return ends + self.layers * self.block_replicated
-
-    @cached_property
-    def total(self) -> int:
-        """All parameters."""
-        tables = self.first + self.last * (not self.tied)
-        bias = self.last * self.model.head_bias * -(-self.vocab // self.layout.tensor)
-        blocks = self.layers * (self.block - self.block_replicated)
-        return tables * self.table + bias + blocks + self.replicated
+        # Entries of a block's matrices, and of the embedding's or the head's matrix.
+        self.matrices = block_matrices(model) // t
+        self.table = -(-vocab // t) * model.width
+        self.undivided = block_parameters(model)  # of a block on all ranks of `tensor` together
+        ups = 2 if model.activation == "swiglu" else 1
+        keys = self.head_width * model.kv_heads_
+        biases = model.attn_bias * (model.width + 2 * keys) + model.ff_bias * ups * model.ff_width_
+        whole = self.undivided - block_matrices(model) - biases  # of a block, replicated
+        cut = (self.undivided - whole) // t
+        self.block = cut + whole
+        # Blocks of one unit of FSDP2.
+        self.unit_blocks = unit_blocks(layers, layers * self.block) if layout.pipeline == 1 else 1
+        self.sizes = count(model, vocab)
+        norm = model.final_norm * self.sizes.norms // (2 * model.layers + model.final_norm)
+        ends = self.first * self.sizes.positions + self.last * norm
+        self.replicated = ends + layers * whole  # parameters that the ranks of `tensor` replicate
+        tables = (self.first + self.last * (not self.tied)) * self.table
+        tables += self.last * model.head_bias * -(-vocab // t)
+        self.total = tables + layers * cut + self.replicated
 
     def moments(self, optimizer: str, master: int) -> int:
         """Bytes of the optimizer's state, for weights of `master` bytes."""
