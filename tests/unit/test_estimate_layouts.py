@@ -9,9 +9,9 @@ from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import (
     Machine,
     layout_rows,
+    layout_on,
     layouts,
     memory_rows,
-    own_layout,
     settings_of,
     variants,
 )
@@ -204,7 +204,7 @@ def test_layouts_are_sorted_by_time_and_fit():
 def test_both_tables_count_the_documents_of_a_row():
     recipe = GPT2.replace("train.micro_batch=64", "train.precision=fp32")  # with a mask
     own = replace(machine(8, 80), precision="fp32", documents=8.0)
-    layout = own_layout(recipe, 50304, own)
+    layout = layout_on(recipe, 50304, 8, own.device, "fp32", documents=8.0)
     [row] = [row for row in memory_rows(recipe.model, 50304, "adamw", layout, None) if row.chosen]
     chosen = [one.memory for one in layout_rows(recipe, 50304, own)[0] if one.chosen]
     assert chosen == [row.memory]

@@ -1,4 +1,4 @@
-"""The time of a training step: one model for the plan and its layouts. No torch.
+"""The time of a training step: one model for the plan and its layouts.
 
 A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 
@@ -9,8 +9,6 @@ A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 - update: the optimizer's traffic, and Muon's products
 - communication: ring bytes over the link, as far as computation cannot hide them
 - bubble: a pipeline stage waits for the others
-
-`Speeds` are constants of a device family (`Constants`).
 """
 
 from __future__ import annotations
@@ -108,20 +106,14 @@ def nearness(device: Device, peak: float) -> float:
     return min(1.0, max(0.0, (math.log(peak / device.bandwidth) - low) / (high - low)))
 
 
-def between(parts: tuple[float, float], at: float) -> float:
-    return parts[0] + at * (parts[1] - parts[0])
-
-
 def published_speeds(
     device: Device, peak: float, links: Links, fitted: Constants | None = None
 ) -> Speeds:
-    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants.
-
-    A device without a published bandwidth gets the ratio of an A100.
-    """
+    """The speeds of a device by its data sheet; without a bandwidth it has an A100's ratio."""
     c, at = fitted or constants(), nearness(device, peak)
     memory = c.memory * (device.bandwidth or peak / RATIOS[0])
-    rates = (peak * between(c.products, at), peak * between(c.attention, at), memory)
+    products, attention = (low + at * (high - low) for low, high in (c.products, c.attention))
+    rates = (peak * products, peak * attention, memory)
     return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
 
 
@@ -196,7 +188,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     launch = max(0.0, kernels * speeds.launch - products - attention - traffic)
     alone = micro * (products + attention + traffic + launch)
 
-    update = UPDATE_BYTES * work.updated / speeds.traffic
+    update = UPDATE_BYTES * work.trained / layout.shard / speeds.traffic
     if optimizer == "muon":
         short, long = sorted((d, f))
         flops = NEWTON_SCHULZ * (4 * 6 * d**3 + (1 + ups) * (4 * short**2 * long + 2 * short**3))
@@ -211,8 +203,7 @@ def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
     """Seconds of communication inside a copy of the model and between copies that nothing hides.
 
     FSDP2 gathers and reduces beside all passes, which take `alone` seconds; DDP reduces beside the
-    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges, and
-    the gathering of `shard_optim` after the update.
+    backward pass of the last micro-batch. Nothing hides the other exchanges.
     """
     layout, inner, outer, last = work.layout, 0.0, 0.0, 0.0
     sharded = layout.policy.shards_parameters
@@ -257,7 +248,7 @@ def slowest(
 def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
     """A GPT that multiplies all parameters of a model of `transformers` by each token.
 
-    It has the layers, heads and width of the configuration. ShapeUnknown if one is missing.
+    ShapeUnknown if the configuration lacks layers, heads or width.
     """
     network = counted.network
     if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:

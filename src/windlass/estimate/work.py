@@ -1,8 +1,6 @@
 """The work of a rank in a step: its FLOPs, and its collectives in each dimension of the mesh.
 
-`Collective.size` counts the whole buffer of a call: the result of an all-gather, the input of a
-reduce-scatter or an all-to-all, the buffer of an all-reduce, and a message at its sender. Scalars
-do not count, for example losses, token counts and the gradient norm.
+Scalars do not count, for example losses, token counts and the gradient norm.
 """
 
 from __future__ import annotations
@@ -24,11 +22,6 @@ LINKS = ("dp", "tp", "cp", "pp")
 """The dimensions along which ranks communicate; `dp` also sums the gradients over `cp`."""
 
 
-def on_cpu(start: Line) -> bool:
-    """Whether a run's last start was on a CPU."""
-    return str(start.get("device")).upper() == "CPU"
-
-
 def flops_of_run(recipe: Recipe, start: Line) -> float:
     """FLOPs of a token in a run's last start (`run.last_start`), forward and backward; the slowest
     pipeline stage counts for all."""
@@ -40,7 +33,11 @@ def flops_of_run(recipe: Recipe, start: Line) -> float:
 
 
 class Collective(NamedTuple):
-    """Equal calls of one collective in a step."""
+    """Equal calls of one collective in a step.
+
+    `size` is the whole buffer: the result of an all-gather, the input of a reduce-scatter or an
+    all-to-all, the buffer of an all-reduce, and a message at its sender.
+    """
 
     name: str  # as preflight measures it
     size: float  # bytes of a call: the whole buffer
@@ -51,11 +48,7 @@ class Collective(NamedTuple):
 
     @property
     def bus_bytes(self) -> float:
-        """Bytes over each link of a ring in all calls.
-
-        2 (n-1)/n of the buffer for an all-reduce, all of a message, (n-1)/n for the others, as in
-        nccl-tests (doc/PERFORMANCE.md).
-        """
+        """Bytes over each link of a ring in all calls, as nccl-tests counts (doc/PERFORMANCE.md)."""
         part = (self.ranks - 1) / self.ranks
         passes = {"all_reduce": 2 * part, "send_recv": 1.0}.get(self.name, part)
         return self.calls * self.size * passes
@@ -63,10 +56,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The model and layout of a run, which determine a step's FLOPs and collectives.
-
-    With tensor or pipeline parallelism the parameters are the rank's.
-    """
+    """The model and layout that determine a step's FLOPs and collectives; parameters are the rank's."""
 
     layout: Layout
     total: int  # parameters
@@ -88,19 +78,6 @@ class Work:
         flops = sizes.flops_per_token()
         return Work(layout, total, trained, block, blocks, flops, bucket_mb)
 
-    @property
-    def updated(self) -> float:
-        """Parameters that a rank updates."""
-        return self.trained / self.layout.shard
-
-    @property
-    def units(self) -> tuple[float, int]:
-        """The parameters of a unit of blocks of FSDP2 and the number of such units."""
-        blocks, parameters = self.blocks, self.blocks * self.block
-        each = unit_blocks(blocks, parameters) if self.layout.pipeline == 1 else 1
-        units = -(-blocks // max(1, each))
-        return parameters / max(1, units), units
-
     @cached_property
     def collectives(self) -> list[Collective]:
         """All collectives of a step; none on one rank."""
@@ -108,10 +85,7 @@ class Work:
         return [one for one in sent if one.calls and one.size and one.ranks > 1]
 
     def _of_parameters(self) -> list[Collective]:
-        """The collectives on parameters and gradients.
-
-        FSDP2 gathers in the step's precision, and reduces in 4 bytes (8 in fp64).
-        """
+        """FSDP2 gathers in the step's precision, and reduces in 4 bytes (8 in fp64)."""
         layout, strategy = self.layout, self.layout.policy
         world, shard, stride = layout.replicas, layout.shard, layout.tensor
         low = COMPUTE_BYTES[layout.precision]
@@ -128,7 +102,11 @@ class Work:
         once = strategy.keeps_gathered
         # All are gathered for each forward pass, embedding and blocks also for each backward pass.
         # Without a pipeline the blocks' last unit stays gathered.
-        passes, (unit, units), every = 1 if once else steps, self.units, layout.program.gathers_all
+        passes, blocks, each = 1 if once else steps, self.blocks, 1
+        if layout.pipeline == 1:
+            each = unit_blocks(blocks, blocks * self.block)
+        units = -(-blocks // max(1, each))
+        unit, every = blocks * self.block / max(1, units), layout.program.gathers_all
         both = passes if once else 2 * passes
         again = 0 if once else steps * (units - (layout.pipeline == 1 and not every))
         sent = [
@@ -160,10 +138,7 @@ def works(model: ModelSettings, vocab: int, layout: Layout, bucket_mb: float = 2
 
 
 def work_of(rank: Rank, bucket_mb: float = 25.0) -> Work:
-    """The work of a rank of our GPT.
-
-    The FLOPs of a stage count as if all stages were equal to it, because the slowest sets the pace.
-    """
+    """The work of a rank of our GPT; FLOPs as if all stages equalled this one, the pace of the slowest."""
     return Work(
         rank.layout,
         rank.total,
@@ -177,16 +152,10 @@ def work_of(rank: Rank, bucket_mb: float = 25.0) -> Work:
     )
 
 
-def _repeats(layout: Layout) -> int:
-    """How often a forward pass of a block runs in a micro-batch."""
-    return 1 if layout.checkpointing == "none" else 2
-
-
 def _of_tensor(rank: Rank) -> list[Collective]:
     """Sums over the ranks of `tp` after a matrix that is cut by columns, and their mirror.
 
-    Autocast rounds the input of a matrix before it is gathered. The embedding's sum has the
-    stream's precision.
+    Autocast rounds the input of a matrix before it is gathered, but not the embedding's sum.
     """
     layout, m, t = rank.layout, rank.model, rank.layout.tensor
     if t == 1:
@@ -199,7 +168,7 @@ def _of_tensor(rank: Rank) -> list[Collective]:
 
     # The recomputation of a block ends at the last matrix, or at the dropout after its sum;
     # `selective` saves the sums.
-    again, whole_again = _repeats(layout) - 1, layout.checkpointing == "full"
+    again, whole_again = layout.checkpointing != "none", layout.checkpointing == "full"
     enters, leaves = 2 * again, whole_again * (2 if m.dropout else 1)
     if layout.sequence:
         whole = rank.stream_tokens * t * m.width
@@ -231,7 +200,8 @@ def _of_context(rank: Rank) -> list[Collective]:
     """Exchanges of the ranks of `cp` in attention."""
     layout, c = rank.layout, rank.layout.context
     low, each = COMPUTE_BYTES[layout.precision], rank.layers * layout.accumulation
-    passes = each * (1 + _repeats(layout))  # forward, again, and backward
+    forward = 1 if layout.checkpointing == "none" else 2
+    passes = each * (1 + forward)  # forward, again, and backward
     how = (c, "cp", layout.tensor)
     if rank.by_heads:  # queries, keys and values there, and the result back
         size = low * rank.tokens
@@ -241,7 +211,7 @@ def _of_context(rank: Rank) -> list[Collective]:
         ]
     size = low * 2 * rank.keys * rank.tokens * c
     return [
-        Collective("all_gather", size, each * _repeats(layout), *how),
+        Collective("all_gather", size, each * forward, *how),
         Collective("reduce_scatter", size, each, *how),
     ]
 

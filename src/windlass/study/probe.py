@@ -1,13 +1,8 @@
-"""Steps without communication, measured beside a scaling study's cells. No torch.
+"""Steps without communication, measured beside a scaling study's cells.
 
-`probes/<hash>/<i>` are run directories of `windlass train` processes. Each trains one rank's part
-of a cell's batch, without communication. The machine runs one for each of the cell's ranks on it,
-side by side, so that they contend for cores and memory like these ranks. Only the windows in which
-all of them train count (`setups._probe`). `probe.json` says how the probe ended.
-
-torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
-and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
-because the communication that overlaps computing takes cores from it.
+`probes/<hash>/<i>` are run directories; each trains one rank's part of a cell's batch, alone. They
+run side by side, so that they contend for cores and memory as the cell's ranks on a host do. The
+exposed communication of torch's profiler was 0.5 to 0.83 of the time lost on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +30,6 @@ from windlass.study.study import Study
 
 # SIGHUP: the terminal or ssh connection is gone.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def launch_words(cell: Cell) -> list[str]:
-    """The launch of a cell's ranks; a cell with fewer ranks uses a part of its job's."""
-    per_host = ["--per-host", str(cell.world // cell.nodes)] if cell.world else []
-    return [*WINDLASS, "launch", *per_host, "--"]
 
 
 class CellProcess(subprocess.Popen[bytes]):
@@ -86,31 +75,25 @@ class CellProcess(subprocess.Popen[bytes]):
 
 
 PROBES = "probes"  # the directory in a study
-# Of a probe after its warm-up, at least; a window lies between `train` lines.
-STEPS, WINDOWS = 10, 4
+STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows between `train` lines
 MOST_EVERY = 5  # steps of a window, at most
 ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 SECONDS = 600.0  # limit for a probe
 POLL_SECONDS = 0.05
 
+# The settings of a rank that trains without communication.
 ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
 ALONE["parallel.shard_size"] = 0
-"""The settings of a rank that trains without communication."""
+# Settings that do not change the time of a step.
 UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
-"""Settings that do not change the time of a step."""
 
 
 def probe_dir(study: Study, cell: Cell) -> Path:
-    """The directory of a cell's probe.
-
-    Repeats and strategies share it, because a probe leaves out their differences. It stays if the
-    study grows and then logs more often.
-    """
+    """The directory of a cell's probe, which repeats and strategies share."""
     settings = cell.recipe.replace(ALONE).flat().items()
     timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
-    text = f"{timed}{cell.world}x{cell.nodes}"
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{timed}{cell.world}x{cell.nodes}".encode()).hexdigest()[:8]
     return study.path / PROBES / f"{cell.world}-ranks-{digest}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from windlass.errors import plural
 from windlass.estimate.subject import NO_PEAK
-from windlass.estimate.work import flops_of_run, on_cpu
+from windlass.estimate.work import flops_of_run
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
@@ -73,7 +73,7 @@ class Setup:
 
     @property
     def on_cpu(self) -> bool:
-        return on_cpu(self.start)
+        return str(self.start.get("device")).upper() == "CPU"
 
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:

@@ -1,4 +1,4 @@
-"""Array jobs for a study's open cells; a task calls `windlass sweep STUDY --only N`. No torch."""
+"""Array jobs for a study's open cells; a task calls `windlass sweep STUDY --only N`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from windlass.errors import UserError
 from windlass.fileio import locked
 from windlass.launch.batch import SUBMITTED, queued_tasks
 from windlass.launch.job import INDEX, Job, Site
@@ -43,9 +44,7 @@ def submit_study(
     - A scaling study over hosts is a job for each number of hosts.
 
     A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
-    job has a directory `jobs/<n>` of its own for its script, marks and logs.
-
-    Raises UserError if the site lacks a setting, a cell is impossible, or the scheduler rejects it.
+    job has a directory `jobs/<n>` of its own.
     """
     site, asked = site or read_site(), asked or Resources()
     scheduler = find_scheduler(scheduler, site, dry_run)
@@ -53,24 +52,26 @@ def submit_study(
     places = (path / "jobs" / str(number) for number in itertools.count(1))
     free = (place for place in places if not (place / SUBMITTED).exists())
     with nullcontext() if dry_run else locked(path / ".study.lock"):
-        held = set[int]() if dry_run else _queued_cells(path, notify)
-        numbers = _cells_to_submit(study, held, retry_failed, notify)
+        held = {} if dry_run else queued_tasks(path)
+        by_job = itertools.groupby(held, lambda number: (held[number].job, held[number].state))
+        for (name, state), cells in by_job:
+            end = f"`windlass submit --cancel {path}` ends it"
+            notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
+        every = [result.state for result in study.results()]
+        states = {number: state for number, state in enumerate(every) if number not in held}
+        failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
+        if failed and not retry_failed:
+            notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
+        if running := [str(number) for number, state in states.items() if state == "running"]:
+            notify(f"cell {', '.join(running)} is running already")
+        wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+        numbers = [number for number, state in states.items() if state in wanted]
         note_unprepared([study.cells[number].recipe for number in numbers], Path.cwd(), notify)
         for nodes in sorted({study.cells[number].nodes for number in numbers}):
             own = [number for number in numbers if study.cells[number].nodes == nodes]
             job = _array_job(study, own, next(free), site, asked, retry_failed)
             jobs.append(submit(job, site, scheduler, dry_run))
     return jobs
-
-
-def _queued_cells(path: Path, notify: Callable[[str], None]) -> set[int]:
-    """The numbers of the cells that jobs hold, with a message for each job."""
-    tasks = queued_tasks(path)
-    jobs = itertools.groupby(tasks, lambda number: (tasks[number].job, tasks[number].state))
-    for (job, state), own in jobs:
-        cells = ", ".join(map(str, own))
-        notify(f"cell {cells} is in job {job} ({state}); `windlass submit --cancel {path}` ends it")
-    return set(tasks)
 
 
 def _array_job(
@@ -80,6 +81,11 @@ def _array_job(
     path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
     name = f"windlass-{path.name}"
     worlds = {cell.world or study.world for cell in cells} - {0}
+    if (worlds or study.over_hosts) and (asked.nodes > 1 or asked.per_host):
+        option = f"--nodes {asked.nodes}" if asked.nodes > 1 else f"--per-host {asked.per_host}"
+        raise UserError(
+            f"{option}: the study {path} sets hosts and ranks of its cells; leave it out"
+        )
     if study.over_hosts:
         nodes = cells[0].nodes
         name = f"{name}-{nodes}"
@@ -101,18 +107,3 @@ def _array_job(
     one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth
     before = () if one_rank else asked.check(str(path / "recipe.toml"))
     return replace(job, array=numbers, before=before)
-
-
-def _cells_to_submit(
-    study: Study, held: set[int], retry_failed: bool, notify: Callable[[str], None]
-) -> list[int]:
-    """The numbers of the open cells that no job holds, with `retry_failed` also of failed ones."""
-    every = (result.state for result in study.results())
-    states = {number: state for number, state in enumerate(every) if number not in held}
-    failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
-    if failed and not retry_failed:
-        notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
-    if running := [str(number) for number, state in states.items() if state == "running"]:
-        notify(f"cell {', '.join(running)} is running already")
-    wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
-    return [number for number, state in states.items() if state in wanted]
