@@ -1,7 +1,6 @@
 """Scaling laws: the validation loss of N parameters after D tokens, fitted to finished runs.
 
-A law is one of FORMS, fitted as in approach 3 of Hoffmann et al. (arXiv 2203.15556): a Huber loss
-on the logarithm of the validation loss, minimised by L-BFGS from a grid of starts. No torch.
+As in approach 3 of Hoffmann et al. (arXiv 2203.15556) L-BFGS minimises a Huber loss on log L.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from windlass.errors import UserError, plural, require
 
 Numbers = NDArray[np.float64]
 
-FIT = "the fit of a scaling law"  # what needs scipy
+# Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
+# Hoffmann et al. (appendix D.3) have 1e-3.
 HUBER = 1e-2
-"""Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
-Hoffmann et al. (appendix D.3) have 1e-3."""
 SMOOTH = 0.1  # the threshold of a first descent, which has fewer local minima
 SAMPLES = 100  # of the bootstrap
 LOW, HIGH = 10, 90  # percentiles of a range
 FAR = 10.0  # a prediction beyond this multiple of the fitted range is an extrapolation
 HELD_OUT = 4  # with two sizes the largest quarter of the runs judges a form
-REPEATED = 15.4
-"""R* of Muennighoff et al. (arXiv 2305.16264, equation 5): repeated tokens lose value by it."""
+REPEATED = 15.4  # R* of arXiv 2305.16264, equation 5: repeated tokens lose value by it
 
 
 class Form(NamedTuple):
@@ -162,8 +159,7 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it
-        and without repeated tokens.
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, without repeated tokens.
 
         The minimum along C is convex in log N, so a golden-section search finds it.
         """
@@ -217,11 +213,7 @@ def fit_law(
     samples: int = SAMPLES,
     huber: float = HUBER,
 ) -> Law:
-    """Fit a form to the runs with `in_fit`, and bootstrap over these runs.
-
-    Raises UserError: there are fewer runs than constants, or one size or one amount of tokens only.
-    """
-    require("scipy", FIT)
+    """Fit a form to the runs with `in_fit`, and bootstrap over these runs."""
     runs = [one for one in observations if one.in_fit]
     check(runs, form)
     n = np.log([float(one.size(embeddings)) for one in runs])
@@ -243,6 +235,7 @@ def fit_law(
 
 def check(runs: Sequence[Observation], form: str) -> None:
     """Raise UserError if these runs cannot give the constants of a form."""
+    require("scipy", "the fit of a scaling law")
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
         problem = f"{plural(len(runs), 'run')} for {constants} constants ({form})"
@@ -309,10 +302,8 @@ class Judged(NamedTuple):
 
 
 def judges(observations: Sequence[Observation]) -> list[Observation]:
-    """The runs that judge the forms, which are fitted to the others.
-
-    They are the runs without `in_fit`; else the largest of three or more sizes; else a quarter of
-    the runs, the largest by compute.
+    """The runs that judge the forms: those without `in_fit`; else the largest of three or more sizes;
+    else a quarter of the runs, the largest by compute.
     """
     if outside := [one for one in observations if not one.in_fit]:
         return outside
@@ -321,14 +312,6 @@ def judges(observations: Sequence[Observation]) -> list[Observation]:
         return [one for one in observations if one.parameters == max(sizes)]
     ordered = sorted(observations, key=lambda one: one.parameters * one.effective_tokens)
     return ordered[-max(1, len(ordered) // HELD_OUT) :]
-
-
-def check_all(observations: Sequence[Observation]) -> None:
-    """Raise UserError if no law can be fitted to these runs, finished or planned."""
-    require("scipy", FIT)
-    outside = judges(observations)
-    for form in FORMS:
-        check([one for one in observations if one not in outside], form)
 
 
 def judge(observations: Sequence[Observation], outside: Sequence[Observation] = ()) -> list[Judged]:
