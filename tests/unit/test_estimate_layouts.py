@@ -8,8 +8,8 @@ import pytest
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import (
     Machine,
-    layout_rows,
     layout_on,
+    layout_rows,
     layouts,
     memory_rows,
     settings_of,
@@ -17,9 +17,8 @@ from windlass.estimate.layouts import (
 )
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, layout_of, ranks_of
+from windlass.estimate.rank import Collective, Layout, layout_of, ranks_of, works
 from windlass.estimate.step import Links
-from windlass.estimate.work import Collective, works
 from windlass.model.size import count, stage_layers, unit_blocks
 from windlass.recipe import ModelSettings, Recipe
 

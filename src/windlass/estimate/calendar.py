@@ -78,8 +78,6 @@ def resolve_steps(
 
 
 class Milestone(NamedTuple):
-    """An event after `step` completed steps."""
-
     what: str
     step: int
     size: float = 1.0  # of a last evaluation, relative to an earlier one
@@ -96,7 +94,6 @@ class Evaluations(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """Advice if evaluations take much of the run; else empty."""
         share = f"evaluations are {100 * self.share:.0f} % of the run's work"
         advice = f"{share}: lower eval.batches, raise eval.every, or hold out less"
         return advice if self.share > MUCH else ""
@@ -111,8 +108,6 @@ class Evaluations(NamedTuple):
 
 @dataclass(frozen=True)
 class MilestoneRow:
-    """All future milestones of one kind."""
-
     what: str
     first: int
     last: int

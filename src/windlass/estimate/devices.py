@@ -29,8 +29,6 @@ LOOPBACK, HOST_MEMORY = 1e9, 4e10  # bytes a second, assumed for CPU ranks of a 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device."""
-
     name: str  # as torch and NVML report it; the key of the table of peaks
     kind: str  # `cuda` or `cpu`
     memory_bytes: int | None  # None: unknown
@@ -49,7 +47,6 @@ class Device:
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes that torch allocates for cuBLAS."""
         return WORKSPACES if self.kind == "cuda" else 0
 
 

@@ -11,9 +11,8 @@ from itertools import product
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.rank import LINKS, Layout, layout_of, works
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
-from windlass.estimate.work import LINKS, works
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
@@ -33,8 +32,6 @@ Settings = dict[str, str | int | bool]
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The memory of a rank under one layout."""
-
     layout: Layout
     memory: Memory  # of the fullest rank
     fits: bool | None  # None: unknown
@@ -61,8 +58,6 @@ class LayoutRow:
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks for which layouts are compared."""
-
     device: Device
     world: int
     precision: str
@@ -129,7 +124,6 @@ def variant(
 
 
 def settings_of(layout: Layout) -> Settings:
-    """The settings of a recipe that give a layout."""
     return {
         "parallel.tensor": layout.tensor,
         "parallel.context": layout.context,

@@ -41,7 +41,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All bytes on the device."""
         return sum(getattr(self, part) for part in PARTS)
 
 
@@ -141,7 +140,6 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
 
 
 def events(step: Tensors) -> Iterator[Memory]:
-    """The events of a step at which its memory may peak."""
     sharded, several = step.layout.policy.shards_parameters, step.layout.accumulation > 1
     # More passes wait for the first backward pass of a pipeline, before any gradient exists.
     for later in {several, several and (sharded or step.layout.pipeline == 1)}:

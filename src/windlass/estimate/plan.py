@@ -78,7 +78,6 @@ class Plan:
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
-        """The tables of `windlass plan`."""
         from rich.console import Console
 
         how: Any = {"color_system": None, "force_jupyter": False}
@@ -87,7 +86,6 @@ class Plan:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the totals."""
         plain = asdict(self)
         plain["device"]["usable_bytes"] = self.device.usable_bytes
         rows: list[Any] = [*self.memory, *self.layouts]

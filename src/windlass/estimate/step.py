@@ -20,8 +20,7 @@ from functools import cache
 from typing import NamedTuple
 
 from windlass.estimate.devices import Device, device_table
-from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.estimate.work import Collective, Work, work_of
+from windlass.estimate.rank import COMPUTE_BYTES, Collective, Layout, Rank, Work, ranks_of, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
 
@@ -65,8 +64,6 @@ def constants() -> Constants:
 
 @dataclass(frozen=True)
 class Links:
-    """Rates between ranks, in bytes a second and direction."""
-
     inside: float  # of a host
     network: float  # between hosts, for each rank
     per_host: int = 0  # ranks; 0: there is one host
@@ -81,8 +78,6 @@ class Links:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a rank reaches in each part of a step."""
-
     products: float  # FLOP/s of large matrix products
     attention: float  # FLOP/s
     traffic: float  # bytes a second of memory
@@ -122,8 +117,6 @@ class ShapeUnknown(Exception):
 
 
 class StepTime(NamedTuple):
-    """Seconds of the parts of a rank's step."""
-
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0
@@ -134,7 +127,6 @@ class StepTime(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Everything but communication and waiting."""
         return sum(self[:5])
 
     @property

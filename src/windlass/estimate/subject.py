@@ -39,8 +39,6 @@ class Size:
 
 @dataclass(frozen=True)
 class Subject:
-    """The inputs of a plan."""
-
     recipe: Recipe
     world: int
     device: Device
@@ -64,7 +62,6 @@ class Subject:
 
     @property
     def size(self) -> Size:
-        """The model's size; without the vocabulary only its blocks."""
         recipe, model, counted = self.recipe, self.recipe.model, self.counted
         if counted is not None:
             return Size(
@@ -89,7 +86,6 @@ class Subject:
 
     @property
     def layout(self) -> Layout:
-        """The recipe's layout; a run's micro-batch stays."""
         recipe, vocab = self.recipe, self.size.vocab or 0
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
@@ -113,7 +109,6 @@ class Subject:
         return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:
-        """The steps of the run; UserError if they depend on something unknown."""
         if self.steps is not None:
             return self.steps
         size, tokens = self.size, self.tokens_per_sample
@@ -225,7 +220,6 @@ def with_sizes(subject: Subject, activations: bool = False, several: bool = True
 
 
 def with_prepared_data(subject: Subject) -> Subject:
-    """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
     from windlass.data.samples import documents_per_row, real_tokens
@@ -296,7 +290,6 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
 
 
 def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
-    """Seconds of an evaluation, a checkpoint and a sample, as far as they were measured."""
     costs: dict[str, float] = {}
     evaluations: dict[int, list[Line]] = {}
     for x in ledger:

@@ -11,8 +11,8 @@ from windlass.errors import UserError, plural
 from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
 from windlass.estimate.memory import PARTS, Memory, memory
+from windlass.estimate.rank import LINKS
 from windlass.estimate.subject import Subject, with_sizes
-from windlass.estimate.work import LINKS
 from windlass.model.size import CountedSizes, describe_network, trainable
 from windlass.recipe import Recipe, typed
 from windlass.telemetry.measures import duration, short
@@ -75,8 +75,6 @@ def savings(
 
 
 class Planned:
-    """The memory of a subject with other settings."""
-
     def __init__(self, subject: Subject):
         self.subject = subject
         # By network and micro-batch; 0: of any micro-batch.
@@ -155,7 +153,6 @@ def merged(changes: list[Settings]) -> Settings:
 
 
 def pasted(settings: Settings) -> str:
-    """Settings as overrides on a command line."""
     return " ".join(f"{key}={typed(value)}" for key, value in settings.items())
 
 
@@ -197,7 +194,6 @@ def print_plan(plan: Any, console: Console) -> None:
 
 
 def _facts(plan: Any) -> list[tuple[str, str]]:
-    """Size and length of a plan; an empty text drops its line."""
     size, ranks = plan.size, f"{plan.world} rank{'s' * (plan.world != 1)}"
     parts = ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in size.parts.items() if n)
     facts = {"ranks": f"{ranks} on {plan.device.name}, {plan.precision}"}
@@ -336,7 +332,6 @@ def _print_layouts(plan: Any, console: Console) -> None:
 
 
 def _unit(most: float) -> tuple[str, float, int]:
-    """The unit of a table whose largest number is `most` bytes, its bytes, and decimal places."""
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     limits = (100,) if unit == "MB" else (200, 20)
     return unit, size, sum(most < limit * size for limit in limits)
@@ -375,7 +370,6 @@ def _section(
     strong: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """Print a title, facts as pairs, a table whose first columns are text, and notes."""
     from rich.text import Text
 
     console.print(Text(title, style="bold"))

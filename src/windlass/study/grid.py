@@ -26,8 +26,6 @@ Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
 class Axis(NamedTuple):
-    """A key, or several keys that change together, and their values."""
-
     keys: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
 
@@ -61,7 +59,6 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        """The assignment as command-line overrides, without ranks, hosts and repeats."""
         settings = {k: v for k, v in self.assignment.items() if k not in AXES_ONLY}
         return [f"{key}={typed(value)}" for key, value in settings.items()]
 

@@ -60,8 +60,6 @@ ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the w
 
 @dataclass(frozen=True)
 class Ladder:
-    """A ladder with the law of its finished runs."""
-
     study: Study
     observations: list[Observation]
     left_out: list[str]  # cells that the law does not use, each with its reason
@@ -78,7 +76,6 @@ class Ladder:
 
     @cached_property
     def law(self) -> Law:
-        """The form that predicts best, fitted to all runs."""
         best, every = self.judged[0], [replace(one, in_fit=True) for one in self.observations]
         return fit_law(every, best.form, embeddings=best.embeddings)
 
@@ -155,7 +152,6 @@ def create_ladder(
     overrides: Changes = (),
     path: str | Path | None = None,
 ) -> Study:
-    """Create the study of a ladder, or add cells to it."""
     base, _, place = load_study(recipe, "sweep", overrides)
     if not sizes and place and not tokens and path is None:
         study = Study.create(base, (), place)
@@ -301,14 +297,12 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
 
 
 def join(study: Study, runs: Sequence[Run]) -> None:
-    """Add finished runs from elsewhere to a ladder, for every later fit of its law."""
     new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
     paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
     write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
 
 
 def joined_runs(study: Study) -> list[Run]:
-    """The runs that joined a ladder from elsewhere."""
     paths = read_json(study.path / JOINED).get("runs", [])
     runs = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
     own = {study.run_of(cell).path.resolve() for cell in study.cells}
@@ -316,12 +310,10 @@ def joined_runs(study: Study) -> list[Run]:
 
 
 def _result(run: Run, study: Study) -> CellResult:
-    """The result of a run from elsewhere."""
     return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
 
 
 def name_of(result: CellResult) -> str:
-    """Shape and tokens of a cell, or the path of a run from elsewhere."""
     if not result.cell.assignment:
         return str(result.run.path)
     model, train = result.cell.recipe.model, result.cell.recipe.train
@@ -329,7 +321,6 @@ def name_of(result: CellResult) -> str:
 
 
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
-    """The size, tokens and last validation loss of a finished cell."""
     start = last_start(result.run.ledger())
     loss = result.eval_loss
     if measure == BITS:

@@ -84,8 +84,6 @@ def effective_tokens(tokens: float, unique: float) -> float:
 
 @dataclass(frozen=True)
 class Observation:
-    """A finished run: its size, its tokens and its validation loss."""
-
     name: str
     parameters: int
     non_embedding: int  # parameters of the blocks and the final norm
@@ -137,14 +135,12 @@ class Law:
         return np.array([6.0 * one.size(self.embeddings) * one.tokens for one in runs])
 
     def of_run(self, run: Observation) -> float:
-        """The loss of a run by the law."""
         return self.loss(run.size(self.embeddings), run.effective_tokens)
 
     def loss(self, size: float, tokens: float) -> float:
         return float(np.exp(self._logs(self.values, size, tokens)))
 
     def predict(self, size: float, tokens: float) -> Range:
-        """The loss of a model of `size` parameters after `tokens` tokens."""
         low, high = np.percentile(
             np.exp([self._logs(one, size, tokens) for one in self.resampled]), [LOW, HIGH]
         )
@@ -173,7 +169,6 @@ class Law:
         return size, flops / 6 / size
 
     def constants(self) -> dict[str, tuple[float, float, float]]:
-        """E, A, B, α, β or γ of the formula, each with its range."""
         every = np.vstack([self.values, self.resampled])
         a, b, e, p, q, g = every.T
         named = {"α": p, "A": np.exp(a + p * self.centre[0]), "B": np.exp(b + q * self.centre[1])}
@@ -234,7 +229,6 @@ def fit_law(
 
 
 def check(runs: Sequence[Observation], form: str) -> None:
-    """Raise UserError if these runs cannot give the constants of a form."""
     require("scipy", "the fit of a scaling law")
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
@@ -248,7 +242,6 @@ def check(runs: Sequence[Observation], form: str) -> None:
 
 
 def _starts(form: str, y: Numbers) -> list[Numbers]:
-    """A grid of starts around the mean run, where n = d = 0."""
     if form == "kaplan":
         grid = itertools.product((0.5, 1.0, 2.0), (0.05, 0.1, 0.3))
         return [np.array([y.mean() / g - math.log(2)] * 2 + [p, g]) for p, g in grid]

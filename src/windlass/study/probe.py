@@ -62,7 +62,6 @@ class CellProcess(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def failure(self, code: int) -> str:
-        """One line on why a process that exited with `code` failed; empty if it did not."""
         if code in (DONE, STOPPED):
             return ""
         kind = f"killed by signal {-code}" if code < 0 else f"exit code {code}"

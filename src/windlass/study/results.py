@@ -52,8 +52,6 @@ NO_CHOICE = (
 
 
 class ValidationData(NamedTuple):
-    """The tokenizer and data of a run's validation loss."""
-
     tokenizer: str
     data: dict[str, Any]  # the settings that choose it
     tokens: int
@@ -62,7 +60,6 @@ class ValidationData(NamedTuple):
 
 
 def validation_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that choose the validation data of a recipe."""
     flat = recipe.flat()
     if recipe.data.mix:  # its weights do not change the validation data
         weights = {"name", "weight", "epochs"}
@@ -160,7 +157,6 @@ class CellResult:
 
     @property
     def divergence(self) -> str:
-        """Why the cell counts as diverged; empty if it does not."""
         if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
             return ""
         return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
@@ -298,7 +294,6 @@ class SeedGroup:
 
     @property
     def best(self) -> CellResult | None:
-        """The finished cell with the best score."""
         scored = [r for r in self.results if r.state == "finished" and r.score is not None]
         if not scored:
             return None
@@ -319,7 +314,6 @@ class SeedGroup:
 
 
 def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
-    """The cells grouped by everything but the seed, in the order of the grid."""
     groups: dict[str, SeedGroup] = {}
     for result in results:
         rest = {key: value for key, value in result.cell.assignment.items() if key != SEED}
@@ -328,14 +322,11 @@ def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
 
 
 class Winners(NamedTuple):
-    """The best groups of a study, and how they were compared or why there is none."""
-
     groups: list[SeedGroup]  # the best first; one for each choice of varied NO_CHOICE settings
     remark: str
 
     @property
     def cell(self) -> CellResult | None:
-        """The best of all cells: the best one of the best group."""
         return self.groups[0].best if self.groups else None
 
 

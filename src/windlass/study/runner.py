@@ -92,7 +92,6 @@ class Progress:
             self.console.out(f"{place} {result.cell.label}: {result.state}{more}")
 
     def show_end(self, study: Study) -> None:
-        """Print the final table; a terminal shows it already."""
         if not self.console.is_interactive:
             self.console.print(cells_table(study, study.results(), self.console.width))
 
@@ -193,8 +192,6 @@ def train_command(study: Study, cell: Cell) -> list[str]:
 
 @dataclass
 class Sweep:
-    """A sweep at work, with the options of `sweep`."""
-
     study: Study
     cells: list[Cell]
     workers: int = 1
@@ -226,7 +223,6 @@ class Sweep:
         self.open_states = {*OPEN_STATES, "running", *again}
 
     def start(self) -> None:
-        """Prepare the data, and train every open cell; a scaling study adds its probes."""
         for note in self.study.notes:
             self.progress.notify(note)
         self._prepare([c for c in self.cells if self.study.result(c).state in self.open_states])
@@ -239,7 +235,6 @@ class Sweep:
                 run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
-        """Prepare the data of these cells once. A cell without usable data fails alone."""
         prepared, problems = set[tuple[object, ...]](), list[UserError]()
         resuming = any(self.study.run_of(cell).exists for cell in cells)
         with StopSignals():
@@ -318,7 +313,6 @@ class Sweep:
         results: Mapping[str, CellResult],
         pruned: Mapping[str, str],
     ) -> None:
-        """Start the next cells while workers are free; a cell of another process stays queued."""
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return

@@ -245,7 +245,6 @@ def assignments(
 
 
 def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
-    """The settings that a number of ranks changes."""
     train = recipe.train
     if scaling.grow == "model":
         layers = recipe.model.layers * world
@@ -263,7 +262,6 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
 
 
 def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
-    """The valid combinations of strategy, offload and activation checkpointing."""
     several = [strategy.name for strategy in STRATEGIES.values() if strategy.distributed]
     kinds = several if world > 1 else ["single", "shard_grad_op", "full_shard"]
     group = world // nodes if nodes > 1 else STRATEGIES["hybrid_shard"].sizes(world).dp_shard
@@ -289,7 +287,6 @@ def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
 
 
 def steps_of(recipe: Recipe, assignment: Assignment) -> int:
-    """The steps of a cell; UserError if they are unknown."""
     cell = Cell.of(recipe, assignment).recipe
     steps, world = cell.train.steps, assignment[WORLD]
     return steps if isinstance(steps, int) else subject_of(cell, world=world).resolve_steps()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.errors import plural
+from windlass.estimate.rank import flops_of_run
 from windlass.estimate.subject import NO_PEAK
-from windlass.estimate.work import flops_of_run
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
@@ -65,7 +65,6 @@ class Setup:
 
     @property
     def hosts(self) -> set[str]:
-        """The hosts of the finished runs."""
         environments = (result.run.environment for result in self.finished)
         return {str(rank.get("host")) for e in environments for rank in e.get("ranks", ())}
 
@@ -75,7 +74,6 @@ class Setup:
 
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
-    """The setups of a scaling study with all their numbers."""
     scaling = study.scaling or Scaling("strategies")
     groups: dict[str, tuple[Assignment, list[CellResult]]] = {}
     for result in study.results() if results is None else results:
@@ -184,7 +182,6 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _remark_on_machine(setup: Setup, warmup: int) -> None:
-    """Remark on CPU ranks with more threads than cores, and on uneven steps of a single run."""
     environment = setup.finished[0].run.environment
     cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
     for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
@@ -283,7 +280,6 @@ def baseline(table: Sequence[Setup]) -> Setup:
 
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
-    """Compute speed-up, efficiency and factors over the baseline."""
     base = baseline(table)
     for setup in table:
         if setup is not base and not base.measured:

@@ -72,8 +72,6 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 
 @dataclass(frozen=True)
 class Scaling:
-    """The options of a scaling study, as `study.json` stores them."""
-
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
     warmup: int = 5  # steps of each start that are left out
@@ -88,8 +86,6 @@ class StoredCell(BaseModel):
 
 
 class StudyFile(BaseModel):
-    """What `study.json` holds."""
-
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     kind: Kind
@@ -114,7 +110,6 @@ class Study:
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        """The path, the axes, and the number of cells in each state."""
         counts = Counter(result.state for result in self.results())
         states = ", ".join(f"{count} {state}" for state, count in counts.items())
         cells = f"{plural(len(self.cells), 'cell')} over {', '.join(self.keys)}"
@@ -178,7 +173,6 @@ class Study:
 
     @staticmethod
     def open(path: str | Path) -> Study:
-        """The study at `path`; UserError if there is none, or if its recipe was edited."""
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is not a study: it has no {STUDY}")
@@ -269,17 +263,14 @@ class Study:
 
     @cached_property
     def values(self) -> dict[str, list[Any]]:
-        """The settings that cells assign, each with its values in the order of the cells."""
         by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
         return {key: list({repr(v): v for v in values}.values()) for key, values in by_key.items()}
 
     @property
     def over_hosts(self) -> bool:
-        """Whether jobs of a scheduler train the cells, each on hosts of its own."""
         return NODES in self.keys
 
     def cell(self, number: int) -> Cell:
-        """A cell by its number from 0; UserError if there is none."""
         if not 0 <= number < len(self.cells):
             last = len(self.cells) - 1
             raise UserError(f"{argument('only', number)}: the cells are 0 to {last}")
@@ -309,7 +300,6 @@ class Study:
         return read_json(self.path / "statuses.json")
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
-        """Store a decision about a cell; an empty state removes it."""
         with locked(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
             statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
             if not state:
@@ -320,7 +310,6 @@ class Study:
         return seed_groups(self.results())
 
     def winners(self, results: Sequence[CellResult] = ()) -> Winners:
-        """The groups with the best median score; `results`: of all cells, if just read."""
         if self.kind == "ladder":
             return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
         return find_winners(results or self.results(), self.measure, self.values)

@@ -77,7 +77,6 @@ def submit_study(
 def _array_job(
     study: Study, numbers: list[int], where: Path, site: Site, asked: Resources, retry_failed: bool
 ) -> Job:
-    """The job that trains these cells, each in a task of its own."""
     path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
     name = f"windlass-{path.name}"
     worlds = {cell.world or study.world for cell in cells} - {0}
