@@ -6,12 +6,7 @@ import pytest
 from estimate_fixtures import write_run
 
 from helpers import refused
-from windlass.estimate.calendar import (
-    checkpoints_to_come,
-    milestone_rows,
-    milestones,
-    occurrences,
-)
+from windlass.estimate.calendar import checkpoints_to_come, milestone_rows, milestones, occurrences
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import Machine
 from windlass.estimate.plan import plan

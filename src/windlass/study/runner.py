@@ -6,28 +6,25 @@ cells alone and resumes interrupted ones. Failed and diverged cells keep their s
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from windlass import errors
 from windlass.data.locate import data_dirs
 from windlass.data.prepare import prepare
-from windlass.errors import (
-    BAD_INPUT,
-    DONE,
-    LOST,
-    STOPPED,
-    HostLost,
-    Stopped,
-    UserError,
-    by_text,
-    plural,
-)
+from windlass.errors import UserError, plural
+from windlass.fileio import locked
+from windlass.launch import submit
+from windlass.launch.batch import SUBMITTED, queued_tasks
+from windlass.launch.job import INDEX, Job, Site
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
@@ -42,7 +39,6 @@ from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
     from rich.console import Group
-
 
 EVERY_SECONDS = 30.0  # between two lines of a cell that trains, without a table
 
@@ -110,7 +106,7 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
         row += ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
         row.append("" if r.tokens_per_s is None else short(r.tokens_per_s))
         rows.append([*row, "" if r.device_hours is None else f"{r.device_hours:.3g}"])
-    notes = by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
+    notes = errors.by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
     return terminal.table(head, rows, width, ("state",), title=str(study.path), notes=notes)
 
 
@@ -268,9 +264,9 @@ class Sweep:
                     process.wait()
         self.progress.show(self.study)
         if self.stopping:
-            raise Stopped("stopped with everything saved; the same command continues")
+            raise errors.Stopped("stopped with everything saved; the same command continues")
         if self.lost:
-            raise HostLost(self.lost)
+            raise errors.HostLost(self.lost)
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
@@ -357,18 +353,106 @@ class Sweep:
             return False
         reason = process.failure(code)
         divergence = result.divergence if result.attempt > process.attempt else ""
-        if code == LOST:  # its job starts it again, on other hosts
+        if code == errors.LOST:  # its job starts it again, on other hosts
             self.lost = reason
             self.study.set_status(cell, "interrupted", reason)
-        elif code == STOPPED or code < 0 or OCCUPIED in reason:
+        elif code == errors.STOPPED or code < 0 or OCCUPIED in reason:
             times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
             reason = reason or "stopped by a signal"
             reason += f" ({times} times)" if times > 1 else ""
             self.study.set_status(cell, "interrupted", reason)
             return times <= RETRIES
-        elif code != DONE:
-            diverged = divergence and code != BAD_INPUT
+        elif code != errors.DONE:
+            diverged = divergence and code != errors.BAD_INPUT
             self.study.set_status(cell, "diverged" if diverged else "failed", reason)
         elif divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", divergence)
         return False
+
+
+def submit_study(
+    study: Study,
+    *,
+    scheduler: str = "",
+    site: Site | None = None,
+    asked: submit.Resources | None = None,
+    dry_run: bool = False,
+    retry_failed: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> list[submit.Submitted]:
+    """Submit the open cells of a study as array jobs; the list is empty if no cell is open.
+
+    - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
+      the study or the grid sets the ranks, each cell has one host and these ranks.
+    - A scaling study over hosts is a job for each number of hosts.
+
+    A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
+    job has a directory `jobs/<n>` of its own.
+    """
+    site, asked = site or submit.read_site(), asked or submit.Resources()
+    scheduler = submit.find_scheduler(scheduler, site, dry_run)
+    jobs, path = list[submit.Submitted](), study.path.resolve()
+    places = (path / "jobs" / str(number) for number in itertools.count(1))
+    free = (place for place in places if not (place / SUBMITTED).exists())
+    with nullcontext() if dry_run else locked(path / ".study.lock"):
+        held = {} if dry_run else queued_tasks(path)
+        by_job = itertools.groupby(held, lambda number: (held[number].job, held[number].state))
+        for (name, state), cells in by_job:
+            end = f"`windlass submit --cancel {path}` ends it"
+            notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
+        every = [result.state for result in study.results()]
+        states = {number: state for number, state in enumerate(every) if number not in held}
+        failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
+        if failed and not retry_failed:
+            notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
+        if running := [str(number) for number, state in states.items() if state == "running"]:
+            notify(f"cell {', '.join(running)} is running already")
+        wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+        numbers = [number for number, state in states.items() if state in wanted]
+        submit.note_unprepared(
+            [study.cells[number].recipe for number in numbers], Path.cwd(), notify
+        )
+        for nodes in sorted({study.cells[number].nodes for number in numbers}):
+            own = [number for number in numbers if study.cells[number].nodes == nodes]
+            job = _array_job(study, own, next(free), site, asked, retry_failed)
+            jobs.append(submit.submit(job, site, scheduler, dry_run))
+    return jobs
+
+
+def _array_job(
+    study: Study,
+    numbers: list[int],
+    where: Path,
+    site: Site,
+    asked: submit.Resources,
+    retry_failed: bool,
+) -> Job:
+    path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
+    name = f"windlass-{path.name}"
+    worlds = {cell.world or study.world for cell in cells} - {0}
+    if (worlds or study.over_hosts) and (asked.nodes > 1 or asked.per_host):
+        option = f"--nodes {asked.nodes}" if asked.nodes > 1 else f"--per-host {asked.per_host}"
+        raise UserError(
+            f"{option}: the study {path} sets hosts and ranks of its cells; leave it out"
+        )
+    if study.over_hosts:
+        nodes = cells[0].nodes
+        name = f"{name}-{nodes}"
+        ranks = max(cell.world or nodes for cell in cells) // nodes
+        asked = replace(asked, nodes=nodes, per_host=ranks)
+    elif worlds:
+        asked = replace(asked, nodes=1, per_host=max(worlds))
+    parts = ("model", "train", "parallel")  # which need resources
+    recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
+    launches = study.over_hosts or not worlds
+    # Without `launch` the cells' ranks are processes of the sweep.
+    program = shlex.split(site.program) if site.program and not launches else WINDLASS
+    command = [*program, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if launches else []
+    command += ["--retry-failed"] if retry_failed else []
+    job = submit.make_job(name, command, recipes, where, site, asked)
+    for cell in cells:
+        cell.recipe.batch(cell.world or study.world or job.nodes * job.ranks_per_node)
+    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth
+    before = () if one_rank else asked.check(str(path / "recipe.toml"))
+    return replace(job, array=numbers, before=before)

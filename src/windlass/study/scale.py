@@ -20,9 +20,8 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
-from windlass.study.runner import Progress, Sweep
+from windlass.study.runner import Progress, Sweep, submit_study
 from windlass.study.study import Scaling, Study, load_study
-from windlass.study.submit import submit_study
 
 MODES = ("strong", "fixed-data", "weak", "strategies")
 WINDOWS = 20  # `train` lines of a cell, at least
