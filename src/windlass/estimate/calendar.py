@@ -180,11 +180,8 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
     whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
     size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
-    every = [
-        Milestone(what, step, size.get((what, step), 1.0))
-        for what, places in at.items()
-        for step in sorted(places)
-    ]
+    pairs = [(what, step) for what, places in at.items() for step in sorted(places)]
+    every = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
     return sorted(every, key=lambda m: m.step)
 
 

@@ -178,12 +178,9 @@ def _plain_events(step: Tensors, several: bool) -> Iterator[Memory]:
         # A tied head's gradient waits for the embedding's.
         new = step.head if step.rank.last and (tied or not lasting) else 0
         new += 0 if lasting else (layers - left) * step.block
-        yield Memory(
-            gradients=lasting + new + step.largest,
-            activations=step.saved(left) + step.inside(),
-            buffers=step.copies * (left if copied else 1),
-            at=f"backward of block {left}",
-        )
+        gradients, activations = lasting + new + step.largest, step.saved(left) + step.inside()
+        buffers, at = step.copies * (left if copied else 1), f"backward of block {left}"
+        yield Memory(gradients=gradients, activations=activations, buffers=buffers, at=at)
     # A tied head's gradient needs two more tensors of the embedding's size.
     gradients = (lasting or whole) + step.head * (bool(lasting) + 2 * tied)
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")

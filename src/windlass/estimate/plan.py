@@ -218,13 +218,8 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
         rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
         optimal["optimal_tokens"] = optimal_tokens(size.parameters, rate)
         optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, per_sample)
-    return {
-        "memory": rows,
-        "recommended": settings,
-        "advice": advice,
-        "flops": None if plan.steps is None else round(per_step * plan.steps),
-        **optimal,
-    }
+    total = None if plan.steps is None else round(per_step * plan.steps)
+    return {"memory": rows, "recommended": settings, "advice": advice, "flops": total, **optimal}
 
 
 def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> dict[str, Any]:
@@ -233,12 +228,9 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
-    parts = {
-        "milestones": rows,
-        "checkpoints": checkpoints_to_come(recipe, horizon),
-        "schedule_steps": schedule_steps if schedule_steps != horizon.steps else None,
-        "evaluations": evaluations(recipe, horizon, val_samples),
-    }
+    parts = {"milestones": rows, "checkpoints": checkpoints_to_come(recipe, horizon)}
+    parts["schedule_steps"] = schedule_steps if schedule_steps != horizon.steps else None
+    parts["evaluations"] = evaluations(recipe, horizon, val_samples)
     seconds = rows[-1].last_seconds if rows else 0.0
     if plan.speed is not None and seconds is not None:
         parts |= {"seconds": seconds, "device_hours": seconds * plan.world / 3600}

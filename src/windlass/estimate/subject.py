@@ -64,14 +64,12 @@ class Subject:
     def size(self) -> Size:
         recipe, model, counted = self.recipe, self.recipe.model, self.counted
         if counted is not None:
-            return Size(
-                vocab=counted.vocab,
-                parameters=counted.total,
-                trained=counted.trained,
-                flops_per_token=counted.flops_per_token(),
-                checkpoint_bytes=checkpoint_bytes(recipe, counted.vocab, counted),
-                network=counted.network,
+            flops, disk = (
+                counted.flops_per_token(),
+                checkpoint_bytes(recipe, counted.vocab, counted),
             )
+            totals = counted.vocab, counted.total, counted.trained
+            return Size(*totals, None, {}, flops, disk, counted.network)
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)

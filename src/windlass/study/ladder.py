@@ -326,15 +326,9 @@ def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
     if measure == BITS:
         lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
         loss = lines[-1]["bits_per_byte"]
-    return Observation(
-        name_of(result),
-        int(start["parameters"]),
-        count(result.cell.recipe.model, 0).non_embedding,
-        result.tokens,
-        float(loss or 0.0),
-        int(start["data"]["train"].get("tokens") or 0),
-        in_fit,
-    )
+    sizes = int(start["parameters"]), count(result.cell.recipe.model, 0).non_embedding
+    unique = int(start["data"]["train"].get("tokens") or 0)
+    return Observation(name_of(result), *sizes, result.tokens, float(loss or 0.0), unique, in_fit)
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:

@@ -37,41 +37,25 @@ class Form(NamedTuple):
     """
 
     formula: str
-    source: str
     base: Numbers
     free: Numbers
 
 
-def _form(formula: str, source: str, base: Sequence[float], *places: Sequence[int]) -> Form:
+def _form(formula: str, base: Sequence[float], *places: Sequence[int]) -> Form:
     """A form; each fitted value stands at `places` in (a, b, e, p, q, g)."""
     free = np.zeros((6, len(places)))
     for column, rows in enumerate(places):
         free[list(rows), column] = 1.0
-    return Form(formula, source, np.array(base, dtype=float), free)
+    return Form(formula, np.array(base, dtype=float), free)
 
 
 NOTHING = -50.0  # the logarithm of a term that is left out
 TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # the bounds of constants
-FORMS = {
-    "chinchilla": _form(
-        "E + A / N^α + B / D^β",
-        "Hoffmann et al., arXiv 2203.15556",
-        (0, 0, 0, 0, 0, 1),
-        *([i] for i in range(5)),
-    ),
-    "one-exponent": _form(
-        "E + A / N^α + B / D^α",
-        "Gadre et al., arXiv 2403.08540",
-        (0, 0, 0, 0, 0, 1),
-        *([0], [1], [2], [3, 4]),
-    ),
-    "kaplan": _form(
-        "(A / N^α + B / D)^γ",
-        "Kaplan et al., arXiv 2001.08361",
-        (0, 0, NOTHING, 0, 1, 0),
-        *([0], [1], [3], [5]),
-    ),
-}
+CHINCHILLA = _form("E + A / N^α + B / D^β", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3], [4])
+ONE_EXPONENT = _form("E + A / N^α + B / D^α", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3, 4])
+KAPLAN = _form("(A / N^α + B / D)^γ", (0, 0, NOTHING, 0, 1, 0), [0], [1], [3], [5])
+FORMS = {"chinchilla": CHINCHILLA, "one-exponent": ONE_EXPONENT, "kaplan": KAPLAN}
+"""Of arXiv 2203.15556 (Hoffmann et al.), 2403.08540 (Gadre et al.) and 2001.08361 (Kaplan et al.)"""
 
 
 def effective_tokens(tokens: float, unique: float) -> float:

@@ -100,26 +100,16 @@ def probe_recipe(cell: Cell) -> Recipe:
     """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
     on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
-    return recipe.replace(
-        {
-            "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
-            "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
-            "train.steps": ENDLESS,
-            "train.early_stop": 0,
-            "optim.lr": TINY_LR,
-            "optim.muon_lr": TINY_LR,
-            "optim.schedule.kind": "constant",
-            "optim.schedule.warmup": 0,
-            "optim.schedule.steps": 0,
-            **ALONE,
-            "eval.every": 0,
-            "eval.sample_every": 0,
-            "checkpoint.every": 0,
-            "checkpoint.keep_every": 0,
-            "telemetry.every": min(recipe.telemetry.every, MOST_EVERY),
-            "telemetry.trackers": [],
-        }
-    )
+    none = ["train.early_stop", "optim.schedule.warmup", "optim.schedule.steps", "eval.every"]
+    none += ["eval.sample_every", "checkpoint.every", "checkpoint.keep_every"]
+    changes: dict[str, Any] = dict.fromkeys(none, 0) | ALONE
+    changes["train.global_batch"] = recipe.train.global_batch // recipe.sizes(world).data_world
+    kind = "cpu" if on_cpu else "cuda"
+    changes["train.micro_batch"] = recipe.batch(world, kind).micro_batch
+    changes |= {"train.steps": ENDLESS, "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR}
+    changes["optim.schedule.kind"] = "constant"
+    changes["telemetry.every"] = min(recipe.telemetry.every, MOST_EVERY)
+    return recipe.replace(changes | {"telemetry.trackers": []})
 
 
 def run_probe(
@@ -132,9 +122,7 @@ def run_probe(
     done = before == "finished" or (before and not retry_failed)
     parallel = cell.recipe.parallel
     if (cell.world or 1) < 2 or parallel.offload or parallel.model_ranks > 1 or done:
-        # One rank does not communicate, and offloading takes time of its own. A part of a matrix,
-        # a sequence or the layers cannot train alone.
-        return
+        return  # `setups._probe` has the reasons
     shutil.rmtree(directory, ignore_errors=True)  # of a killed probe: all ranks train together
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()

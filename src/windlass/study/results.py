@@ -219,12 +219,8 @@ def halved(results: Sequence[CellResult]) -> dict[str, str]:
     At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
     cells of its `place_of` that have got there, itself included. Evaluations count by their times.
     """
-    events = [
-        (evaluation.time, number, result, evaluation)
-        for result in results
-        for number, evaluation in enumerate(result.evaluations, 1)
-        if number.bit_count() == 1
-    ]
+    numbered = [(r, *pair) for r in results for pair in enumerate(r.evaluations, 1)]
+    events = [(e.time, n, result, e) for result, n, e in numbered if n.bit_count() == 1]
     reasons, rungs = dict[str, str](), dict[tuple[int, str], list[float]]()
     for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
         if result.cell.key in reasons:

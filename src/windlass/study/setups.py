@@ -134,16 +134,9 @@ def _setup(
                 words.append(str(value))
             elif value not in (False, 0, "none"):
                 words.append(name if value is True else f"{name} {value}")
-    setup = Setup(
-        ", ".join(filter(None, [*words, sizes.layout])) or "the recipe",
-        assignment,
-        results,
-        worst.state,
-        worst.reason,
-        values,
-        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1},
-        start=start,
-    )
+    title = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
+    setup = Setup(title, assignment, results, worst.state, worst.reason, values, start=start)
+    setup.spread.update({n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1})
     if 0 < len(done) < len(results):
         setup.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if setup.measured:  # from the median step, so that they agree with it

@@ -365,16 +365,13 @@ class StudyPreset(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verb: Literal["scale", "sweep"]
-    recipe: str
-    """The preset of the recipe that all cells share."""
-    set: dict[str, Any] = {}
-    """Settings that it changes."""
+    recipe: str  # the preset of the recipe that all cells share
+    set: dict[str, Any] = {}  # settings that it changes
+    # With `sweep`: the axes, as typed, and the ranks of each cell.
     axes: list[str] = []
-    """With `sweep`: the axes, as typed."""
     world: int = 1
-    """With `sweep`: ranks of each cell."""
+    # With `scale`: options of `windlass scale`.
     mode: str = "strong"
-    """With `scale`: this and the following are the options of `windlass scale`."""
     grow: str = ""
     worlds: list[int] = []
 
