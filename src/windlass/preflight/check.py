@@ -41,8 +41,7 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of square matrix products: fp32 and, on a GPU, bf16 (fp16 if it has no bf16)."""
-    dtypes, size = [torch.float32], 1024
+    dtypes, size = [torch.float32], 1024  # and on a GPU bf16 (fp16 if it has no bf16)
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         dtypes, size = [*dtypes, torch.bfloat16 if has_bf16 else torch.float16], 8192
@@ -101,15 +100,13 @@ def collectives(
 def _median_seconds(
     call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def timed() -> float:
-        start = now()
+        wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
         call()
-        return now() - start
+        wait()
+        return time.perf_counter() - start
 
     first = max(timed(), timed())  # warms up
     number = max(3, min(MOST_CALLS, int(SECONDS / max(first, 1e-6))))
@@ -120,18 +117,17 @@ def _median_seconds(
     return statistics.median(timed() for _ in range(number))
 
 
-CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)  # of messages, in bytes
-GATE_SIZE = 2**32  # the message for a required bandwidth, because published rates use 4 GiB
+# Sizes of messages in bytes, and for a required bandwidth, because published rates use 4 GiB.
+CPU_SIZES: tuple[int, ...] = (2**16, 2**20, 2**24)
+GPU_SIZES, GATE_SIZE = (2**20, 2**25, 2**29), 2**32
 PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
 CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check.
-
-    `ranks` are the facts of each rank, `rates` one row for each group, collective and size.
-    `busbw` in GB/s is of the largest all-reduce over all ranks; None for one rank.
+    """`ranks`: the facts of each rank; `rates`: a row for each group, collective and size; `busbw`:
+    GB/s of the largest all-reduce over all ranks, None for one rank.
     """
 
     findings: list[Finding]
@@ -231,7 +227,7 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     # several jobs may check one directory at the same time
     check = ranks.broadcast_object("check", uuid.uuid4().hex)
-    disks = {}
+    disks = dict[str, dict[str, Any]]()
     for name, place in places.items():
         parents = (place.absolute(), *place.absolute().parents)
         directory = next(path for path in parents if path.is_dir())
@@ -251,13 +247,9 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
         except OSError as failure:
             error = failure.strerror or str(failure)
         ranks.all_gather_object("written", None)
-        disks[name] = {
-            "path": str(directory),
-            "free_gb": shutil.disk_usage(directory).free / 1e9,
-            "error": error,
-            "shared": mark.exists(),
-            "write_mb_s": speed,
-        }
+        free_gb = shutil.disk_usage(directory).free / 1e9
+        disks[name] = {"path": str(directory), "free_gb": free_gb, "error": error}
+        disks[name] |= {"shared": mark.exists(), "write_mb_s": speed}
         ranks.all_gather_object("seen", None)
         for path in (probe, *([mark] if ranks.main else [])):
             path.unlink(missing_ok=True)
@@ -266,8 +258,7 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
     """The sizes to measure in bytes: up to `max_bytes`, or those that fit into all memories."""
-    default: tuple[int, ...] = CPU_SIZES
-    free = math.inf
+    default, free = CPU_SIZES, math.inf
     if ranks.device.type == "cuda":
         default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES
         free = min(ranks.all_gather_object("free memory", torch.cuda.mem_get_info(ranks.device)[0]))

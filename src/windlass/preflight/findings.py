@@ -95,8 +95,9 @@ def cuda(one: Mapping[str, Any]) -> Finding:
         by_cpu = "" if on_gpu else "; by this recipe the check uses the CPU"
         return Finding("CUDA", f"CUDA {version} is available: {plural(gpus, 'GPU')}{by_cpu}")
     no_device = f"torch's CUDA {version} finds no GPU, or no driver that is new enough"
-    reason = no_device if version else "torch was built without it"
-    return Finding("CUDA", f"not available: {reason}")
+    return Finding(
+        "CUDA", f"not available: {no_device if version else 'torch was built without it'}"
+    )
 
 
 def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:

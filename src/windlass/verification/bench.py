@@ -118,10 +118,8 @@ class Bench:
         faults: Mapping[str, str] | None = None,
     ) -> list[Run]:
         """Train runs one after another in the same `world` processes; `faults`: by run, of `rank.FAULTS`."""
-        if world == 1 and not faults:
+        if not runs or (world == 1 and not faults):
             return [self.train(run, **settings) for run, settings in runs.items()]
-        if not runs:
-            return []
         recipes = [self.write(run, **settings) for run, settings in runs.items()]
         names = [(faults or {}).get(run, "") for run in runs]
         first, settings = next(iter(runs.items()))
