@@ -30,9 +30,8 @@ import numpy as np
 
 from windlass.estimate.devices import USABLE, Device, peak_flops, table
 from windlass.estimate.memory import memory
-from windlass.estimate.rank import Layout, Program, Rank, ranks_of
+from windlass.estimate.rank import Layout, Program, Rank, Work, ranks_of, work_of
 from windlass.estimate.step import MANY, Constants, Links, constants, published_speeds, step_time
-from windlass.estimate.work import Work, work_of
 from windlass.model.size import flops_per_token
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES

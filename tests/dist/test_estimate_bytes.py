@@ -5,8 +5,7 @@ from byte_counter import sent_in_a_step
 from harness import recipe as make_recipe
 from harness import run_ranks
 
-from windlass.estimate.rank import layout_of
-from windlass.estimate.work import works
+from windlass.estimate.rank import layout_of, works
 from windlass.recipe import Recipe, dotted
 
 VOCAB = 64

@@ -3,7 +3,6 @@
 import pytest
 
 import hf_fixtures
-from windlass.estimate.devices import find_device
 from windlass.estimate.plan import plan
 from windlass.estimate.subject import Subject, subject_of
 from windlass.estimate.text import Planned, advise, savings
@@ -130,16 +129,3 @@ def test_a_smaller_micro_batch_is_named_if_it_is_enough():
         recipe.replace(small.recommended), device="RTX-4090", memory_bytes=small.device.memory_bytes
     )
     assert next(row for row in changed.memory if row.chosen).fits and not own.fits
-
-
-def test_more_ranks_are_named_if_they_are_enough():
-    huge = OWN | {
-        "model.layers": 64,
-        "model.width": 8192,
-        "model.heads": 64,
-        "train.global_batch": 64,
-    }
-    recipe = Recipe().replace(huge | {"parallel.offload": False})
-    result = plan(recipe, device="H100")
-    assert "ranks with parallel.strategy=full_shard" in result.advice or result.recommended
-    assert find_device("H100").usable_bytes

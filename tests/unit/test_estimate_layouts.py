@@ -8,18 +8,17 @@ import pytest
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import (
     Machine,
+    layout_on,
     layout_rows,
     layouts,
     memory_rows,
-    own_layout,
     settings_of,
     variants,
 )
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, layout_of, ranks_of
+from windlass.estimate.rank import Collective, Layout, layout_of, ranks_of, works
 from windlass.estimate.step import Links
-from windlass.estimate.work import Collective, works
 from windlass.model.size import count, stage_layers, unit_blocks
 from windlass.recipe import ModelSettings, Recipe
 
@@ -204,7 +203,7 @@ def test_layouts_are_sorted_by_time_and_fit():
 def test_both_tables_count_the_documents_of_a_row():
     recipe = GPT2.replace("train.micro_batch=64", "train.precision=fp32")  # with a mask
     own = replace(machine(8, 80), precision="fp32", documents=8.0)
-    layout = own_layout(recipe, 50304, own)
+    layout = layout_on(recipe, 50304, 8, own.device, "fp32", documents=8.0)
     [row] = [row for row in memory_rows(recipe.model, 50304, "adamw", layout, None) if row.chosen]
     chosen = [one.memory for one in layout_rows(recipe, 50304, own)[0] if one.chosen]
     assert chosen == [row.memory]

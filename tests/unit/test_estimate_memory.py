@@ -24,7 +24,6 @@ from windlass.model.size import CountedSizes, count
 from windlass.optim import muon, shard
 from windlass.parallel.parallelize import checkpoint_activations
 from windlass.recipe import ModelSettings, Recipe
-from windlass.recipe.strategies import STRATEGIES
 
 BASE = {"layers": 2, "heads": 4, "width": 64, "context": 128}
 MODERN = {
@@ -298,12 +297,6 @@ def test_tensor_ranks_divide_a_model_of_transformers():
             for t in (1, 2)
         )
         assert two.parameters == one.parameters / 2 and two.optimizer == one.optimizer / 2
-
-
-def test_a_sharding_group_divides_the_ranks_as_in_training():
-    hybrid = STRATEGIES["hybrid_shard"]
-    groups = {world: hybrid.sizes(world).dp_shard for world in (4, 6, 9, 15)}
-    assert groups == {4: 2, 6: 3, 9: 3, 15: 5}
 
 
 def test_the_workspaces_of_cublas_are_counted():

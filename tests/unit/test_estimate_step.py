@@ -9,7 +9,7 @@ import pytest
 
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import Machine
-from windlass.estimate.rank import Layout, Program, ranks_of
+from windlass.estimate.rank import Layout, Program, ranks_of, work_of
 from windlass.estimate.step import (
     ShapeUnknown,
     Speeds,
@@ -19,7 +19,6 @@ from windlass.estimate.step import (
     slowest,
     step_time,
 )
-from windlass.estimate.work import work_of
 from windlass.model.size import CountedSizes, count, flops_per_token
 from windlass.recipe import ModelSettings, Recipe
 

@@ -25,8 +25,8 @@ from windlass.launch.submit import Resources, find_scheduler, read_site, submit_
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.run import Run
+from windlass.study.runner import submit_study
 from windlass.study.study import Study
-from windlass.study.submit import submit_study
 from windlass.training.start import resolve_start
 
 SITE = Site(

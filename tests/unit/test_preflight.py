@@ -11,7 +11,7 @@ import torch
 
 from helpers import command, refused, windlass
 from windlass.cli.cluster import to_bytes
-from windlass.estimate.work import Collective
+from windlass.estimate.rank import Collective
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.preflight import check as preflight

@@ -134,18 +134,6 @@ def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
     assert attempts(study) == ["started", "resumed"]
 
 
-def test_a_poll_reads_the_statuses_once_for_all_cells(play, monkeypatch):
-    reads, polls, statuses = list[int](), list[int](), Study.statuses
-    monkeypatch.setattr(Study, "statuses", lambda study: reads.append(1) or statuses(study))
-
-    def show(*_):
-        polls.append(len(reads))
-        reads.clear()
-
-    assert play([{"pause": 0.2, "steps": 2}, {}, {}, {}], show=show)[0] == DONE
-    assert min(polls[1:-1]) == 1
-
-
 @pytest.mark.parametrize(("plan", "resumes"), [({"killed": RETRIES}, RETRIES), ({"taken": 1}, 1)])
 def test_a_cell_that_is_killed_or_that_another_process_trains_is_tried_again(play, plan, resumes):
     code, study, _ = play([plan, {}])

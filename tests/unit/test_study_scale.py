@@ -81,15 +81,6 @@ def test_strategies_share_the_probes_that_are_equal(tmp_path, monkeypatch):
             assert row.values["exposed_ms"] == pytest.approx(20.0 - (10.0 + place))
 
 
-def test_the_published_weak_scaling():
-    """Layers 3, 6, 12, 24 on 2, 4, 8, 16 GPUs, of 8, 4, 2 and 1 samples each."""
-    base = Recipe.load("gpt-squad", ["train.global_batch=16", "model.layers=3"])
-    listed = assignments(base, Scaling("weak", "model"), [2, 4, 8, 16])
-    cells = [Cell.of(base, one) for one in listed]
-    assert [cell.recipe.model.layers for cell in cells] == [3, 6, 12, 24]
-    assert [cell.recipe.train.global_batch // cell.world for cell in cells] == [8, 4, 2, 1]
-
-
 def test_strategies_leave_out_what_cannot_be():
     base, mode = recipe("train.global_batch=24"), Scaling("strategies")
     four = assignments(base, mode, [4])

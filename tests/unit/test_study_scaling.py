@@ -6,8 +6,7 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
-from windlass.estimate.rank import Layout
-from windlass.estimate.work import Work
+from windlass.estimate.rank import Layout, Work
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.scaling import scaling_charts, sentences

@@ -178,8 +178,8 @@ def submit(
     from windlass.launch import batch
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
+    from windlass.study.runner import submit_study
     from windlass.study.study import Study
-    from windlass.study.submit import submit_study
 
     directory = Path(recipe)
     if cancel:

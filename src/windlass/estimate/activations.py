@@ -39,20 +39,32 @@ def measure_peaks(
     device: str = "cpu",
     several: bool = True,
 ) -> Peaks:
-    """The bytes of a step beside weights and state for `micro_batch`; with `several` also for another
-    size, from which the rest follow.
+    """The bytes of a step beside weights and state for `micro_batch`.
 
-    `network` is on the meta device, as `build_model` returns it. It cannot be used afterwards.
+    With `several` also for another size, from which the rest follow. `network` is on the meta
+    device, as `build_model` returns it, and cannot be used afterwards.
     """
     model: Any = network.train()
     if recipe.train.stream == "bf16" == precision:
         lower_stream(model)
     checkpoint_activations(blocks_of(model) or [], recipe.parallel.activation_checkpointing)
-    matrix = mock.patch.object(Linear4bit, "matrix", _matrix)
+
+    def matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A matrix of the size of a quantised one, without `bitsandbytes`."""
+        return torch.empty(layer.out_features, layer.in_features, dtype=dtype)
+
+    unpacked = mock.patch.object(Linear4bit, "matrix", matrix)
     chunk = mock.patch.dict(CHUNK_BYTES, cpu=CHUNK_BYTES[device])
     low, on_cuda = LOW.get(precision), device == "cuda"
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, matrix, chunk:
-        _replace_parameters(model, mode)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, unpacked, chunk:
+        new: dict[nn.Parameter, nn.Parameter] = {}  # on the CPU; ties stay
+        for module in model.modules():
+            for name, old in module._parameters.items():
+                if old is not None and old.is_meta:
+                    if old not in new:
+                        fake = FakeTensor(mode, old.data, torch.device("cpu"))
+                        new[old] = nn.Parameter(fake, old.requires_grad)
+                    module._parameters[name] = new[old]
         sizes = sorted({1, max(2, micro_batch)}) if several else [micro_batch]
         return tuple(_peaks(model, n, recipe.model.context, low, on_cuda) for n in sizes)
 
@@ -76,23 +88,6 @@ def _peaks(
         most_without, most = max(most_without, without), max(most, together)
     model.zero_grad()
     return micro_batch, most_without, most
-
-
-def _matrix(layer: Linear4bit, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A matrix of the size of a quantised one, without `bitsandbytes`."""
-    return torch.empty(layer.out_features, layer.in_features, dtype=dtype)
-
-
-def _replace_parameters(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Give parameters on the meta device fake ones on the CPU; ties stay."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None and old.is_meta:
-                if old not in new:
-                    fake = FakeTensor(mode, old.data, torch.device("cpu"))
-                    new[old] = nn.Parameter(fake, old.requires_grad)
-                module._parameters[name] = new[old]
 
 
 class Meter(TorchDispatchMode):
@@ -131,7 +126,10 @@ class Attention(TorchFunctionMode):
             given = dict(zip(names, args, strict=False)) | (kwargs or {})
             tensors = {k: v for k, v in given.items() if isinstance(v, torch.Tensor)}
             with unset_fake_temporarily():  # memory that is never touched
-                real = {name: _like(tensor) for name, tensor in tensors.items()}
+                real = {
+                    name: torch.empty(x.shape, dtype=x.dtype, requires_grad=x.requires_grad)
+                    for name, x in tensors.items()
+                }
                 choice = torch._fused_sdp_choice(**(given | real))
             if choice == FLASH:
                 mask = given.get("attn_mask")
@@ -161,7 +159,3 @@ class Raised(TorchFunctionMode):
 def _raise(value: Any) -> Any:
     low = isinstance(value, torch.Tensor) and value.dtype in LOW.values()
     return value.float() if low else value
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)

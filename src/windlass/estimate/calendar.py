@@ -1,8 +1,6 @@
 """The length of a run, and its calendar: schedule, epochs, evaluations, samples, saves and the end.
 
-The compute-optimal length is D = 20 N tokens for N parameters (arXiv 2203.15556, approaches 1 and
-2). A replication (arXiv 2404.10102) refitted the constants of that paper's third approach and
-agrees with it.
+The compute-optimal length is D = 20 N tokens for N parameters (arXiv 2203.15556, 2404.10102).
 """
 
 from __future__ import annotations
@@ -53,15 +51,10 @@ def resolve_steps(
     samples_per_epoch: int | None = None,
     parameters: int | None = None,
 ) -> int:
-    """The number of optimizer steps of a recipe; `train.steps` in epochs is rounded up.
+    """The optimizer steps of a recipe; epochs are rounded up. UserError if a number is missing.
 
-    Args:
-        vocab: rows of the embedding, if the recipe leaves them to the tokenizer.
-        tokens_per_sample: average number of tokens without padding; None: `model.context`.
-        samples_per_epoch: for steps in epochs.
-        parameters: of a Hugging Face model.
-
-    Raises UserError if a necessary number is not available yet; the message says how to get it.
+    `vocab`: rows of the embedding, if the recipe leaves them to the tokenizer; `tokens_per_sample`:
+    without padding, None: `model.context`; `parameters`: of a Hugging Face model.
     """
     steps = recipe.train.steps
     if isinstance(steps, int):
@@ -85,8 +78,6 @@ def resolve_steps(
 
 
 class Milestone(NamedTuple):
-    """An event after `step` completed steps."""
-
     what: str
     step: int
     size: float = 1.0  # of a last evaluation, relative to an earlier one
@@ -103,7 +94,6 @@ class Evaluations(NamedTuple):
 
     @property
     def warning(self) -> str:
-        """Advice if evaluations take much of the run; else empty."""
         share = f"evaluations are {100 * self.share:.0f} % of the run's work"
         advice = f"{share}: lower eval.batches, raise eval.every, or hold out less"
         return advice if self.share > MUCH else ""
@@ -118,8 +108,6 @@ class Evaluations(NamedTuple):
 
 @dataclass(frozen=True)
 class MilestoneRow:
-    """All future milestones of one kind."""
-
     what: str
     first: int
     last: int
@@ -169,8 +157,8 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
     """All milestones of a run in order, from the first evaluation at step 0.
 
-    Without prepared data (`samples_per_epoch` 0) the list has nothing that is counted in epochs.
-    With `val_samples` the last evaluation has its right size.
+    Without `samples_per_epoch` nothing is counted in epochs. `val_samples` sizes the last
+    evaluation.
     """
     steps, schedule, saves = horizon.steps, recipe.optim.schedule, recipe.checkpoint
     warmup, decay = phases(schedule, horizon)
@@ -192,29 +180,9 @@ def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[M
     train = min(recipe.eval.train_batches * horizon.samples_per_step, horizon.samples_per_epoch)
     whole = limit and loss_alone and measures_all(recipe, horizon, val_samples)
     size = {(EVALUATION, steps): max(1.0, (val_samples + train) / (limit + train))} if whole else {}
-    every = [
-        Milestone(what, step, size.get((what, step), 1.0))
-        for what, places in at.items()
-        for step in sorted(places)
-    ]
+    pairs = [(what, step) for what, places in at.items() for step in sorted(places)]
+    every = [Milestone(*pair, size.get(pair, 1.0)) for pair in pairs]
     return sorted(every, key=lambda m: m.step)
-
-
-def ahead(milestones: Sequence[Milestone], now: int = 0) -> list[Milestone]:
-    """The milestones after step `now`; before the start (0) also the ones at step 0."""
-    return [m for m in milestones if m.step > now or now == m.step == 0]
-
-
-def seconds_until(
-    milestones: Sequence[Milestone],
-    step: int,
-    now: int,
-    seconds_per_step: float,
-    costs: Mapping[str, float],
-) -> float:
-    """Seconds from step `now` to the end of `step`, with the milestones' `costs` in seconds."""
-    extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead(milestones, now) if m.step <= step)
-    return max(0, step - now) * seconds_per_step + extra
 
 
 def milestone_rows(
@@ -223,24 +191,27 @@ def milestone_rows(
     seconds_per_step: float | None,
     costs: Mapping[str, float],
 ) -> list[MilestoneRow]:
-    """The milestones after step `now`, a row for each kind, in the order of their first steps."""
+    """The milestones after step `now`, a row for each kind; `costs` in seconds by kind."""
+    # Before the start also the ones at step 0.
+    ahead = [m for m in milestones if m.step > now or now == m.step == 0]
     kinds: dict[str, list[int]] = {}
-    for m in ahead(milestones, now):
+    for m in ahead:
         kinds.setdefault(m.what, []).append(m.step)
 
     def seconds(step: int) -> float | None:
+        """From now to the end of a step."""
         if seconds_per_step is None:
             return None
-        return seconds_until(milestones, step, now, seconds_per_step, costs)
+        extra = sum(costs.get(m.what, 0.0) * m.size for m in ahead if m.step <= step)
+        return max(0, step - now) * seconds_per_step + extra
 
     rows = ((what, steps[0], steps[-1], len(steps)) for what, steps in kinds.items())
     return [MilestoneRow(*row, seconds(row[1]), seconds(row[2])) for row in rows]
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
-    """The most checkpoints that will lie on the disk beside the `present` ones after `done` steps.
-
-    These are the checkpoints that stay at the end, and one more while it is written.
+    """The most checkpoints that will lie on the disk beside the `present` ones after `done` steps:
+    those that stay at the end, and one more while it is written.
     """
     settings = recipe.checkpoint
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]

@@ -1,4 +1,4 @@
-"""Devices by name, with their memory, links and peak speeds: the table `devices.toml`. No torch."""
+"""Devices by name, with their memory, links and peak speeds: the table `devices.toml`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ USABLE, TIGHT = 0.9, 0.97
 
 The driver, NCCL's buffers and the allocator's fragmentation take the rest. Of 209 published runs
 with the largest micro-batch that ran, none takes more than 0.88 (docs/evidence/plan.md)."""
-CAREFUL = 0.8
-"""The part of the memory that an automatic micro-batch fills on ranks that cannot repeat a step in
-which memory ran out."""
-HANDLES = 2  # of cuBLAS: one for the forward pass's thread, one for the backward pass's
-WORKSPACE = 8 * 4096 * 1024
-"""Bytes per cuBLAS handle by CUBLAS_WORKSPACE_CONFIG=:4096:8, which `import windlass` sets."""
+CAREFUL = 0.8  # on ranks that cannot repeat a step in which memory ran out
+WORKSPACES = 2 * 8 * 4096 * 1024
+"""Bytes of cuBLAS for the threads of the forward and the backward pass, as `import windlass` sets
+CUBLAS_WORKSPACE_CONFIG=:4096:8."""
 PCIE = 32e9  # PCIe 4 x16, for devices that are not in the table
 LOOPBACK, HOST_MEMORY = 1e9, 4e10  # bytes a second, assumed for CPU ranks of a host
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device."""
-
     name: str  # as torch and NVML report it; the key of the table of peaks
     kind: str  # `cuda` or `cpu`
     memory_bytes: int | None  # None: unknown
@@ -47,13 +43,11 @@ class Device:
 
     @property
     def usable_bytes(self) -> int | None:
-        """The bytes that a plan may fill."""
         return None if self.memory_bytes is None else int(self.memory_bytes * USABLE)
 
     @property
     def workspace_bytes(self) -> int:
-        """The bytes that torch allocates for cuBLAS."""
-        return HANDLES * WORKSPACE if self.kind == "cuda" else 0
+        return WORKSPACES if self.kind == "cuda" else 0
 
 
 @cache

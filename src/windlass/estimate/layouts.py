@@ -1,22 +1,18 @@
-"""The layouts that a number of ranks allows: which fit on a device, how long a step takes, and the
-bytes that ranks send.
-
-`variants` varies strategy and activation checkpointing of one layout, for both tables of a plan.
-"""
+"""The layouts that a number of ranks allows: which fit on a device, and how long a step takes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.rank import Layout, layout_of
+from windlass.estimate.rank import LINKS, Layout, layout_of, works
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
-from windlass.estimate.work import LINKS, works
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
@@ -36,8 +32,6 @@ Settings = dict[str, str | int | bool]
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """The memory of a rank under one layout."""
-
     layout: Layout
     memory: Memory  # of the fullest rank
     fits: bool | None  # None: unknown
@@ -53,6 +47,7 @@ class LayoutRow:
     layout: Layout
     memory: Memory  # of the fullest rank
     # Seconds of a step, predicted; only for the order without a published peak.
+    seconds: float
     compute: float
     communication: float
     bubble: float
@@ -60,16 +55,9 @@ class LayoutRow:
     settings: Settings  # that differ from the recipe's
     chosen: bool  # whether it is the recipe's own layout
 
-    @property
-    def seconds(self) -> float:
-        """The predicted time of a step."""
-        return self.compute + self.communication + self.bubble
-
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks for which layouts are compared."""
-
     device: Device
     world: int
     precision: str
@@ -103,10 +91,8 @@ def variants(
     """A layout with each strategy and activation checkpointing that its ranks allow, the fastest
     first, without offload; `groups_of_host` data ranks share each of several hosts.
 
-    Recomputation adds up to a third of the arithmetic. Sharding moves parameters over the network,
-    `shard_grad_op` less than `full_shard`. `hybrid_shard` gathers among half of the ranks.
-    `shard_optim` moves half as much again as `ddp`, while nothing is computed. `full_shard` and
-    `hybrid_shard` reduce the gradients of each micro-batch by themselves, `shard_grad_op` may.
+    `shard_grad_op` moves less over the network than `full_shard`. `hybrid_shard` gathers among half
+    of the ranks. `shard_optim` moves half as much again as `ddp`, while nothing is computed.
     """
     names = ["ddp" if base.world > 1 else "single"]
     if base.replicas > 1:
@@ -133,13 +119,11 @@ def variant(
     how = replace(base, strategy=strategy, checkpointing=checkpointing, reduce_each=reduce_each)
     if strategy != base.strategy:
         return replace(how, shard=shard)
-    return (
-        replace(how, reduce_each=base.reduce_each) if how.reduces_each == base.reduces_each else how
-    )
+    same = how.reduces_each == base.reduces_each
+    return replace(how, reduce_each=base.reduce_each) if same else how
 
 
 def settings_of(layout: Layout) -> Settings:
-    """The settings of a recipe that give a layout."""
     return {
         "parallel.tensor": layout.tensor,
         "parallel.context": layout.context,
@@ -156,11 +140,12 @@ def settings_of(layout: Layout) -> Settings:
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
-    """A row for each variant of `base` with its micro-batch, the fastest first; only our GPT varies
-    in checkpointing and offload, which moves everything over the host's bus.
+    """A row for each variant of `base` with its micro-batch, the fastest first.
+
+    Only our GPT varies in checkpointing, and in offload, which moves everything over the host's bus.
     """
     ours = not isinstance(model, CountedSizes)
-    has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)  # its activations
+    has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)
     base = base if has_peaks else replace(base, checkpointing="none")
     layouts = list(variants(base, CHECKPOINTING if ours else [base.checkpointing]))
     if base.device == "cuda" and ours:
@@ -182,8 +167,9 @@ def memory_rows(
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
-    """Every valid layout of our GPT: each combination of `parallel.tensor` (inside a host),
-    `context` and `pipeline` that the recipe's checks accept, with each micro-batch and variant."""
+    """Every valid layout of our GPT: each `parallel.tensor` (inside a host), `context` and `pipeline`
+    that the recipe's checks accept, with each micro-batch and variant.
+    """
     world, host = machine.world, machine.ranks_of_host
     numbers = [n for n in range(1, world + 1) if world % n == 0]
     # Some optimizers of libraries need whole matrices.
@@ -216,8 +202,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
 
 
 def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[LayoutRow], str]:
-    """The fastest layouts that fit, one for each combination of tensor, context and pipeline; or the
-    reason if none fits.
+    """The fastest layouts that fit, one for each tensor, context and pipeline; or why none fits.
 
     Among layouts within about ALIKE of each other the simplest is first: the fewest parts, no
     recomputation, the least sharding, and the largest micro-batch.
@@ -233,7 +218,13 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         cost = CHECKPOINTING.index(layout.checkpointing), [*STRATEGIES].index(layout.strategy)
         timed.append(((about, parts, cost, -layout.micro_batch), layout, step))
     timed.sort(key=lambda one: one[0])
-    chosen, rows = own_layout(recipe, vocab, machine), dict[tuple[int, ...], LayoutRow]()
+    before, rows = recipe.flat(), dict[tuple[int, ...], LayoutRow]()
+    if before["parallel.strategy"] == "auto":
+        before["parallel.strategy"] = "ddp" if machine.world > 1 else "single"
+    chosen = None
+    with suppress(UserError):  # the recipe's own layout may not divide the ranks
+        place = (machine.world, machine.device, machine.precision)
+        chosen = layout_on(recipe, vocab, *place, documents=machine.documents)
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
@@ -243,35 +234,17 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
             sent = [work.bytes_sent() for work in works(recipe.model, vocab, layout, bucket)]
             most = {link: max(one[link] for one in sent) for link in LINKS}
             times = (step.compute, step.communication, step.bubble)
-            changes = changes_of(recipe, layout)
-            rows[division] = LayoutRow(layout, peak, *times, most, changes, layout == chosen)
+            changes = {k: v for k, v in settings_of(layout).items() if before[k] != v}
+            is_own = layout == chosen
+            rows[division] = LayoutRow(layout, peak, sum(times), *times, most, changes, is_own)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")
     if not timed:
         problem = f"no layout divides the model and train.global_batch among {ranks}"
         return [], f"{problem}: use another number of ranks, or another batch"
-    why = (
-        f"no layout of {ranks} fits. Under the memory above are settings that fit, if there are any"
-    )
-    return list(rows.values()), "" if rows else why
-
-
-def changes_of(recipe: Recipe, layout: Layout) -> Settings:
-    """The settings of a layout that differ from the recipe's."""
-    before = recipe.flat()
-    if before["parallel.strategy"] == "auto":
-        before["parallel.strategy"] = "ddp" if layout.world > 1 else "single"
-    return {key: value for key, value in settings_of(layout).items() if before[key] != value}
-
-
-def own_layout(recipe: Recipe, vocab: int, machine: Machine) -> Layout | None:
-    """The recipe's own layout; None if it does not divide the ranks."""
-    try:
-        place = (machine.world, machine.device, machine.precision)
-        return layout_on(recipe, vocab, *place, documents=machine.documents)
-    except UserError:
-        return None
+    remedy = "Under the memory above are settings that fit, if there are any"
+    return list(rows.values()), "" if rows else f"no layout of {ranks} fits. {remedy}"
 
 
 def with_micro_batch(
@@ -299,8 +272,8 @@ def layout_on(
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
     On CUDA a micro-batch that the recipe leaves open is the largest that fits. It is the one by
-    tokens if the memory is unknown, nothing fits, or `counted`, the size of a model of
-    `transformers` with its measured activations, is missing.
+    tokens if the memory, the vocabulary or the activations (`counted`, of a model of
+    `transformers`) are unknown, or if nothing fits.
     """
     layout = layout_of(recipe, world, device.kind, precision)
     layout = replace(layout, workspace=device.workspace_bytes, documents=documents)

@@ -1,13 +1,6 @@
-"""Memory of one rank at the peak of a training step, by strategy, precision, checkpointing and
-micro-batch. No torch.
+"""Memory of one rank at the peak of a training step: the event with the largest sum of tensors.
 
-A step of our GPT is a sequence of events, each with the bytes of the tensors (`tensors.py`) that
-exist then; the peak is the event with the largest sum. The tests compare it with real steps on CPU
-ranks and with the tensors that autograd saves. A device's driver, libraries and the allocator's
-rounding come on top (`devices.USABLE`).
-
-torch's own trackers do not replace the events: under FakeTensorMode `MemTracker` rejects gradient
-accumulation, and neither it nor `FSDPMemTracker` runs our DDP and FSDP2 steps.
+torch's `MemTracker` and `FSDPMemTracker` reject gradient accumulation, DDP and our FSDP2 steps.
 """
 
 from __future__ import annotations
@@ -48,39 +41,37 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All bytes on the device."""
         return sum(getattr(self, part) for part in PARTS)
 
 
 def memory(model: Network, vocab: int, layout: Layout, optimizer: str = "adamw") -> Memory:
-    """The memory of the fullest rank at a step's peak; activations of counted sizes need measured
-    peaks."""
+    """The memory of the fullest rank at a step's peak.
+
+    Activations of counted sizes need measured peaks.
+    """
     if isinstance(model, CountedSizes):
         return _counted(model, layout, optimizer)
-    every = (_of_stage(Tensors(rank, optimizer), layout) for rank in ranks_of(model, vocab, layout))
-    return max(every, key=lambda one: one.total)
-
-
-def _of_stage(step: Tensors, layout: Layout) -> Memory:
-    """The memory of a rank of one pipeline stage."""
-    ranks = layout.shard if layout.policy.shards_parameters else 1
-    moments = step.rank.moments(step.optimizer, step.master)
-    parameters, state = -(-step.weights // ranks), -(-moments // layout.shard)
-    average, host = parameters * layout.average, 0
-    if layout.offload:  # parameters, their average, optimizer state and reduced gradients
-        host, parameters, average, state = 2 * parameters + average + state, 0, 0, 0
-    peak = max(events(step), key=lambda event: event.total)
-    tokens = layout.micro_batch * step.model.context
-    buffers = peak.buffers + 16 * tokens + layout.workspace  # tokens and labels are int64
-    peak = replace(peak, parameters=parameters, optimizer=state, average=average)
-    return replace(peak, host=host, buffers=buffers)
+    stages = []
+    for rank in ranks_of(model, vocab, layout):
+        step = Tensors(rank, optimizer)
+        ranks = layout.shard if layout.policy.shards_parameters else 1
+        moments = rank.moments(optimizer, step.master)
+        parameters, state = -(-step.weights // ranks), -(-moments // layout.shard)
+        average, host = parameters * layout.average, 0
+        if layout.offload:  # parameters, their average, optimizer state and reduced gradients
+            host, parameters, average, state = 2 * parameters + average + state, 0, 0, 0
+        peak = max(events(step), key=lambda event: event.total)
+        tokens = layout.micro_batch * model.context  # and labels, both int64
+        buffers = peak.buffers + 16 * tokens + layout.workspace
+        peak = replace(peak, parameters=parameters, optimizer=state, average=average)
+        stages.append(replace(peak, host=host, buffers=buffers))
+    return max(stages, key=lambda peak: peak.total)
 
 
 def _counted(model: CountedSizes, layout: Layout, optimizer: str) -> Memory:
     """The memory of counted sizes; a sharded model's blocks count as if they had equal sizes.
 
-    The ranks of `tensor` divide weights, gradients and state; 4-bit weights are whole on each rank.
-    The activations of one rank are an upper bound.
+    4-bit weights are whole on each rank of `tensor`. The activations are an upper bound.
     """
     compute, several = COMPUTE_BYTES[layout.precision], layout.accumulation > 1
     full, sharded = max(4, compute), layout.policy.shards_parameters
@@ -123,11 +114,11 @@ def _counted(model: CountedSizes, layout: Layout, optimizer: str) -> Memory:
 
 
 def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> int:
-    """The host memory in GB that `per_host` of `world` ranks need, for a batch script.
+    """The host memory in GB that `per_host` of `world` ranks need; 0: the model is unreadable here.
 
     It is a base for each rank, the plan's host memory (all of the training on a CPU, the offloaded
     part on a GPU), and twice the host's part of a checkpoint, for the copy of a save and for
-    loading. 0 if the model's size cannot be read here.
+    loading.
     """
     network: Network = recipe.model
     vocab = recipe_vocab(recipe) or LARGE_VOCAB
@@ -149,7 +140,6 @@ def host_memory_gb(recipe: Recipe, world: int, per_host: int, on_cpu: bool) -> i
 
 
 def events(step: Tensors) -> Iterator[Memory]:
-    """The events of a step at which its memory may peak."""
     sharded, several = step.layout.policy.shards_parameters, step.layout.accumulation > 1
     # More passes wait for the first backward pass of a pipeline, before any gradient exists.
     for later in {several, several and (sharded or step.layout.pipeline == 1)}:
@@ -170,17 +160,13 @@ def _loss_events(step: Tensors) -> Iterator[Memory]:
     yield Memory(activations=saved, logits=backward, at="backward of the loss")
 
 
-def extremes(layers: int) -> list[int]:
-    """Blocks at whose backward pass the memory may peak, because it is linear between them."""
-    return sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True)
-
-
 def _plain_events(step: Tensors, several: bool) -> Iterator[Memory]:
     """One process, or DDP, whose buckets hold all gradients all the time."""
     layers, whole, tied = step.layers, step.weights, step.rank.tied
     staged = step.layout.pipeline > 1
     copied_gradients = step.layout.replicas > 1  # for their sum over replicas
     ddp = copied_gradients and not staged
+    # Memory is linear between the first two and the last two blocks.
     # With checkpointing the backward pass makes autocast's copies again.
     copied = step.layout.checkpointing == "none"
     # Between micro-batches DDP has gradients beside its buckets.
@@ -188,16 +174,13 @@ def _plain_events(step: Tensors, several: bool) -> Iterator[Memory]:
     for event in _loss_events(step):
         buffers = step.copies * layers if event.at == "loss" or copied else 0
         yield replace(event, gradients=lasting, buffers=buffers)
-    for left in extremes(layers):
+    for left in sorted({layers, max(1, layers - 1), min(2, layers), 1}, reverse=True):
         # A tied head's gradient waits for the embedding's.
         new = step.head if step.rank.last and (tied or not lasting) else 0
         new += 0 if lasting else (layers - left) * step.block
-        yield Memory(
-            gradients=lasting + new + step.largest,
-            activations=step.saved(left) + step.inside(),
-            buffers=step.copies * (left if copied else 1),
-            at=f"backward of block {left}",
-        )
+        gradients, activations = lasting + new + step.largest, step.saved(left) + step.inside()
+        buffers, at = step.copies * (left if copied else 1), f"backward of block {left}"
+        yield Memory(gradients=gradients, activations=activations, buffers=buffers, at=at)
     # A tied head's gradient needs two more tensors of the embedding's size.
     gradients = (lasting or whole) + step.head * (bool(lasting) + 2 * tied)
     yield Memory(gradients=gradients, activations=step.stream, at="backward of the embedding")
@@ -207,13 +190,13 @@ def _plain_events(step: Tensors, several: bool) -> Iterator[Memory]:
 
 
 def _fsdp_events(step: Tensors) -> Iterator[Memory]:
-    """FSDP2 gathers units of blocks one by one, or keeps them gathered until their backward pass
+    """FSDP2 gathers units of blocks one by one, or keeps them until their backward pass
     (`shard_grad_op`).
 
     A gathered unit is in memory twice for a moment, as received bytes and as parameters; the
     arrival of the next unit frees the received bytes. The last unit stays gathered. A gradient also
-    exists twice during its reduction. An untied head and the embedding are units of their own; a
-    tied matrix stays."""
+    exists twice during its reduction. An untied head and the embedding are units of their own.
+    """
     layout, tied, low = step.layout, step.rank.tied, step.compute / step.master
     layers, shard, end = step.layers, layout.shard, step.root if tied else step.head
     in_unit, gathered = step.rank.unit_blocks, step.gathered
@@ -251,7 +234,7 @@ def _fsdp_events(step: Tensors) -> Iterator[Memory]:
         buffers = root + wide + end + (units if stays else 1) * gathered
         new, at = before + end, "reduction of the head"
         yield Memory(gradients=new, activations=activations, buffers=buffers, at=at)
-    for left in extremes(units):
+    for left in sorted({units, max(1, units - 1), min(2, units), 1}, reverse=True):
         blocks = min(left * in_unit, layers)
         gradients = shards or on_device * (ended + (layers - blocks) * step.block) // shard
         gradients += step.raised * (end + blocks * step.block) if whole else 0
@@ -274,16 +257,14 @@ def _backward_of_unit(
     """The backward pass of a unit of FSDP2, the last one of `blocks` blocks, and its reduction.
 
     `gradients` exist before it, with the unit's if they are `whole`; `others`: the bytes of other
-    gathered units. The unit's gradients exist together until its first block's are.
+    gathered units.
     """
     in_unit, unit = step.rank.unit_blocks, step.unit
     buffers = others + step.gathered + (unit if blocks < step.layers else 0)  # reduced before
     for later in {0, in_unit - 1}:
         new = step.largest + (0 if whole else later * step.block)
-        at, inside = (
-            f"backward of block {blocks - later}",
-            step.saved(blocks - later) + step.inside(),
-        )
+        at, inside = f"backward of block {blocks - later}", step.saved(blocks - later)
+        inside += step.inside()
         yield Memory(gradients=gradients + new, activations=inside, buffers=buffers, at=at)
     new, activations = 0 if whole else unit, step.saved(blocks - in_unit) + step.stream
     yield Memory(gradients=gradients + new, activations=activations, buffers=buffers, at=at)

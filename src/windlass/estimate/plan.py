@@ -1,7 +1,6 @@
 """The plan of a recipe before it runs, or of a run that is under way.
 
-`plan` collects a subject (`subject.py`) and a speed; `assemble` computes everything else. An
-unknown number is None, and `Plan.unknown` has the reason.
+An unknown number is None, and `Plan.unknown` has the reason.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Plan:
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
-        """The tables of `windlass plan`."""
         from rich.console import Console
 
         how: Any = {"color_system": None, "force_jupyter": False}
@@ -88,13 +86,11 @@ class Plan:
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the totals."""
         plain = asdict(self)
         plain["device"]["usable_bytes"] = self.device.usable_bytes
-        for row, source in zip(plain["memory"], self.memory, strict=True):
+        rows: list[Any] = [*self.memory, *self.layouts]
+        for row, source in zip([*plain["memory"], *plain["layouts"]], rows, strict=True):
             row["memory"]["total"] = source.memory.total
-        for row, fast in zip(plain["layouts"], self.layouts, strict=True):
-            row["memory"]["total"], row["seconds"] = fast.memory.total, fast.seconds
         return plain
 
 
@@ -138,23 +134,27 @@ def plan(
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)
-    return add_layouts(assemble(subject, speed, run), subject, machine)
-
-
-def add_layouts(plan: Plan, subject: Subject, machine: Machine) -> Plan:
-    """The plan with the fastest layouts of several ranks, for our GPT of known size."""
-    vocab, recipe = plan.size.vocab, subject.recipe
+    result = assemble(subject, speed, run)
+    vocab = result.size.vocab
     if subject.world == 1 or subject.counted or recipe.model.kind != "gpt" or not vocab:
-        return plan
+        return result
     rows, why = layout_rows(recipe, vocab, machine)
-    return replace(plan, layouts=rows, layouts_advice=why, machine=machine)
+    return replace(result, layouts=rows, layouts_advice=why, machine=machine)
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
     """Every part of the plan that subject and speed determine, and the reasons for the others."""
-    recipe, size, unknown = subject.recipe, subject.size, reasons(subject, speed)
-    batch = recipe.train.global_batch
-    context, data = recipe.model.context, recipe.data
+    recipe, size, unknown = subject.recipe, subject.size, dict[str, str]()
+    if size.parameters is None:
+        vocabulary = f"the vocabulary of {recipe.data.tokenizer!r} is unknown"
+        unknown["size"] = subject.hf_reason or f"{vocabulary}: {subject.reason}"
+    if subject.activations_reason:
+        unknown["activations"] = subject.activations_reason
+    if not subject.samples_per_epoch:
+        unknown["epochs"] = subject.reason
+    if speed is None:
+        unknown["time"] = f"no step was measured, and {subject.speed_reason}"
+    batch, context, data = recipe.train.global_batch, recipe.model.context, recipe.data
     samples, tokens, steps = subject.samples_per_epoch, subject.tokens_per_sample, None
     try:
         steps = subject.resolve_steps()
@@ -200,21 +200,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     return replace(plan, **parts)
 
 
-def reasons(subject: Subject, speed: Speed | None) -> dict[str, str]:
-    """Why parts of the plan are unknown."""
-    size, unknown = subject.size, dict[str, str]()
-    if size.parameters is None:
-        vocabulary = f"the vocabulary of {subject.recipe.data.tokenizer!r} is unknown"
-        unknown["size"] = subject.hf_reason or f"{vocabulary}: {subject.reason}"
-    if subject.activations_reason:
-        unknown["activations"] = subject.activations_reason
-    if not subject.samples_per_epoch:
-        unknown["epochs"] = subject.reason
-    if speed is None:
-        unknown["time"] = f"no step was measured, and {subject.speed_reason}"
-    return unknown
-
-
 def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     """Memory, compute-optimal length and FLOPs; empty if the model's size is unknown."""
     recipe, size, device = subject.recipe, subject.size, subject.device
@@ -233,13 +218,8 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
         rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
         optimal["optimal_tokens"] = optimal_tokens(size.parameters, rate)
         optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, per_sample)
-    return {
-        "memory": rows,
-        "recommended": settings,
-        "advice": advice,
-        "flops": None if plan.steps is None else round(per_step * plan.steps),
-        **optimal,
-    }
+    total = None if plan.steps is None else round(per_step * plan.steps)
+    return {"memory": rows, "recommended": settings, "advice": advice, "flops": total, **optimal}
 
 
 def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> dict[str, Any]:
@@ -248,12 +228,9 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
     schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
-    parts = {
-        "milestones": rows,
-        "checkpoints": checkpoints_to_come(recipe, horizon),
-        "schedule_steps": schedule_steps if schedule_steps != horizon.steps else None,
-        "evaluations": evaluations(recipe, horizon, val_samples),
-    }
+    parts = {"milestones": rows, "checkpoints": checkpoints_to_come(recipe, horizon)}
+    parts["schedule_steps"] = schedule_steps if schedule_steps != horizon.steps else None
+    parts["evaluations"] = evaluations(recipe, horizon, val_samples)
     seconds = rows[-1].last_seconds if rows else 0.0
     if plan.speed is not None and seconds is not None:
         parts |= {"seconds": seconds, "device_hours": seconds * plan.world / 3600}

@@ -1,4 +1,4 @@
-"""The time of a training step: one model for the plan and its layouts. No torch.
+"""The time of a training step: one model for the plan and its layouts.
 
 A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 
@@ -9,8 +9,6 @@ A step is a sum of parts that a reader can check (docs/evidence/plan.md):
 - update: the optimizer's traffic, and Muon's products
 - communication: ring bytes over the link, as far as computation cannot hide them
 - bubble: a pipeline stage waits for the others
-
-`Speeds` are constants of a device family (`Constants`).
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ from functools import cache
 from typing import NamedTuple
 
 from windlass.estimate.devices import Device, device_table
-from windlass.estimate.rank import COMPUTE_BYTES, Layout, Rank, ranks_of
-from windlass.estimate.work import Collective, Work, work_of
+from windlass.estimate.rank import COMPUTE_BYTES, Collective, Layout, Rank, Work, ranks_of, work_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
 
@@ -67,8 +64,6 @@ def constants() -> Constants:
 
 @dataclass(frozen=True)
 class Links:
-    """Rates between ranks, in bytes a second and direction."""
-
     inside: float  # of a host
     network: float  # between hosts, for each rank
     per_host: int = 0  # ranks; 0: there is one host
@@ -83,8 +78,6 @@ class Links:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a rank reaches in each part of a step."""
-
     products: float  # FLOP/s of large matrix products
     attention: float  # FLOP/s
     traffic: float  # bytes a second of memory
@@ -108,20 +101,14 @@ def nearness(device: Device, peak: float) -> float:
     return min(1.0, max(0.0, (math.log(peak / device.bandwidth) - low) / (high - low)))
 
 
-def between(parts: tuple[float, float], at: float) -> float:
-    return parts[0] + at * (parts[1] - parts[0])
-
-
 def published_speeds(
     device: Device, peak: float, links: Links, fitted: Constants | None = None
 ) -> Speeds:
-    """The speeds of a device with this peak FLOP/s, by its data sheet and the constants.
-
-    A device without a published bandwidth gets the ratio of an A100.
-    """
+    """The speeds of a device by its data sheet; without a bandwidth it has an A100's ratio."""
     c, at = fitted or constants(), nearness(device, peak)
     memory = c.memory * (device.bandwidth or peak / RATIOS[0])
-    rates = (peak * between(c.products, at), peak * between(c.attention, at), memory)
+    products, attention = (low + at * (high - low) for low, high in (c.products, c.attention))
+    rates = (peak * products, peak * attention, memory)
     return Speeds(*rates, links.bandwidth, c.eager, c.small, c.launch, c.exposed, c.latency)
 
 
@@ -130,8 +117,6 @@ class ShapeUnknown(Exception):
 
 
 class StepTime(NamedTuple):
-    """Seconds of the parts of a rank's step."""
-
     products: float = 0.0
     attention: float = 0.0
     traffic: float = 0.0
@@ -142,7 +127,6 @@ class StepTime(NamedTuple):
 
     @property
     def compute(self) -> float:
-        """Everything but communication and waiting."""
         return sum(self[:5])
 
     @property
@@ -196,7 +180,7 @@ def step_time(rank: Rank, work: Work, speeds: Speeds, optimizer: str = "adamw") 
     launch = max(0.0, kernels * speeds.launch - products - attention - traffic)
     alone = micro * (products + attention + traffic + launch)
 
-    update = UPDATE_BYTES * work.updated / speeds.traffic
+    update = UPDATE_BYTES * work.trained / layout.shard / speeds.traffic
     if optimizer == "muon":
         short, long = sorted((d, f))
         flops = NEWTON_SCHULZ * (4 * 6 * d**3 + (1 + ups) * (4 * short**2 * long + 2 * short**3))
@@ -211,8 +195,7 @@ def exposed(work: Work, speeds: Speeds, alone: float) -> tuple[float, float]:
     """Seconds of communication inside a copy of the model and between copies that nothing hides.
 
     FSDP2 gathers and reduces beside all passes, which take `alone` seconds; DDP reduces beside the
-    backward pass of the last micro-batch. Nothing hides tensor, context and pipeline exchanges, and
-    the gathering of `shard_optim` after the update.
+    backward pass of the last micro-batch. Nothing hides the other exchanges.
     """
     layout, inner, outer, last = work.layout, 0.0, 0.0, 0.0
     sharded = layout.policy.shards_parameters
@@ -257,7 +240,7 @@ def slowest(
 def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
     """A GPT that multiplies all parameters of a model of `transformers` by each token.
 
-    It has the layers, heads and width of the configuration. ShapeUnknown if one is missing.
+    ShapeUnknown if the configuration lacks layers, heads or width.
     """
     network = counted.network
     if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:

@@ -1,8 +1,5 @@
 """The subject of a plan: recipe, ranks, device and model size, with facts of the prepared data or a
-run's ledger.
-
-It is arithmetic without torch, except for the parameters of a Hugging Face model, which torch
-counts on the meta device.
+run's ledger. Torch only counts the parameters of a Hugging Face model.
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE, recipe_vocab, resolve_steps
@@ -23,10 +20,7 @@ from windlass.estimate.step import MANY, ShapeUnknown, constants, slowest
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.run import Run, last_start
-
-if TYPE_CHECKING:
-    from windlass.run import Line, Run
+from windlass.run import Line, Run, last_start
 
 
 @dataclass(frozen=True)
@@ -45,8 +39,6 @@ class Size:
 
 @dataclass(frozen=True)
 class Subject:
-    """The inputs of a plan."""
-
     recipe: Recipe
     world: int
     device: Device
@@ -70,17 +62,14 @@ class Subject:
 
     @property
     def size(self) -> Size:
-        """The model's size; without the vocabulary only its blocks."""
         recipe, model, counted = self.recipe, self.recipe.model, self.counted
         if counted is not None:
-            return Size(
-                vocab=counted.vocab,
-                parameters=counted.total,
-                trained=counted.trained,
-                flops_per_token=counted.flops_per_token(),
-                checkpoint_bytes=checkpoint_bytes(recipe, counted.vocab, counted),
-                network=counted.network,
+            flops, disk = (
+                counted.flops_per_token(),
+                checkpoint_bytes(recipe, counted.vocab, counted),
             )
+            totals = counted.vocab, counted.total, counted.trained
+            return Size(*totals, None, {}, flops, disk, counted.network)
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
@@ -95,7 +84,6 @@ class Subject:
 
     @property
     def layout(self) -> Layout:
-        """The recipe's layout; a run's micro-batch stays."""
         recipe, vocab = self.recipe, self.size.vocab or 0
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
@@ -119,7 +107,6 @@ class Subject:
         return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:
-        """The steps of the run; UserError if they depend on something unknown."""
         if self.steps is not None:
             return self.steps
         size, tokens = self.size, self.tokens_per_sample
@@ -136,9 +123,7 @@ def subject_of(
     memory_bytes: int | None = None,
     activations: bool = False,
 ) -> Subject:
-    """The subject of a plan, from the recipe and from the run's ledger or the prepared data;
-    `activations`: see `with_sizes`.
-    """
+    """The subject of a plan, from the recipe and from the run's ledger or the prepared data."""
     started: dict[str, Any] = last_start(run.ledger()) if run else {}
     ranks = world or int(started.get("world", 1))
     like = last_start(past[0].ledger()) if past and not run else started
@@ -199,7 +184,7 @@ def documents_of_row(train: dict[str, Any]) -> float:
 def with_sizes(subject: Subject, activations: bool = False, several: bool = True) -> Subject:
     """The subject with counted parameters, for a Hugging Face model or `model.freeze`.
 
-    With `activations` it also has the peaks of a step, by passes with fake tensors (seconds), which
+    With `activations` also with the peaks of a step, by passes with fake tensors (seconds), which
     give the peak of any micro-batch (`several`) or of the recipe's alone.
     """
     recipe, model = subject.recipe, subject.recipe.model
@@ -233,7 +218,6 @@ def with_sizes(subject: Subject, activations: bool = False, several: bool = True
 
 
 def with_prepared_data(subject: Subject) -> Subject:
-    """The subject with vocabulary and samples of the prepared data, or why they are missing."""
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
     from windlass.data.samples import documents_per_row, real_tokens
@@ -263,8 +247,7 @@ def with_prepared_data(subject: Subject) -> Subject:
 
 
 NO_PEAK = "a CPU has no published peak"
-NARROWEST = 768
-"""The smallest width of a published run; the errors of narrower models are unknown."""
+NARROWEST = 768  # the smallest width of a published run
 
 
 @dataclass(frozen=True)
@@ -273,8 +256,7 @@ class Speed:
 
     tokens_per_s: float  # without padding
     world: int
-    # `measured`; `at best`: scaled to more ranks without loss; or `predicted` (step.py)
-    basis: str
+    basis: str  # `measured`; `at best`: scaled without loss; or `predicted` (step.py)
     detail: str  # which run, or which device and how far off published runs are
     # Measured seconds of an evaluation, a checkpoint and a sample.
     costs: dict[str, float] = field(default_factory=dict)
@@ -286,8 +268,8 @@ class Speed:
 def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     """The speed in the effective ledger of run `name`; None if not enough is logged yet.
 
-    Only steps of the last start count. With more than four `train` lines, the first two do not
-    (compilation, caches). The mean leaves out the fastest and slowest tenth.
+    Only steps of the last start count, without the first two of several lines (compilation,
+    caches). The mean leaves out the fastest and slowest tenth.
     """
     train = [x for x in ledger if x["kind"] == "train"]
     lines = [x for x in train if x.get("step_ms") and x.get("tokens_per_s")]
@@ -306,7 +288,6 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
 
 
 def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
-    """Seconds of an evaluation, a checkpoint and a sample, as far as they were measured."""
     costs: dict[str, float] = {}
     evaluations: dict[int, list[Line]] = {}
     for x in ledger:
@@ -317,7 +298,15 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
     if later:
         costs[EVALUATION] = median(sum(x["runtime_s"] for x in lines) for lines in later)
     elif first:
-        costs[EVALUATION] = sum(_bounded(x, tokens_per_s) for x in first)
+        # Evaluations of the loss take at most the time of training's forward passes, which are a
+        # third of a step's FLOPs.
+        costs[EVALUATION] = 0.0
+        for x in first:
+            tokens = (
+                x.get("tokens", 0) + x.get("train_tokens", 0) if x.get("suite") == "loss" else 0
+            )
+            most = tokens / tokens_per_s / 3 if tokens else math.inf
+            costs[EVALUATION] += min(x["runtime_s"], most)
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)
     samples = len({x["step"] for x in ledger if x["kind"] == "sample"})
     seconds = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
@@ -328,41 +317,29 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
     return costs
 
 
-def _bounded(line: Line, tokens_per_s: float) -> float:
-    """Seconds of a first evaluation, at most the time of training's forward passes."""
-    runtime: float = line["runtime_s"]
-    if line.get("suite") != "loss":
-        return runtime
-    tokens = line.get("tokens", 0) + line.get("train_tokens", 0)
-    # A forward pass is a third of a step's FLOPs.
-    return min(runtime, tokens / tokens_per_s / 3 if tokens else math.inf)
-
-
-def speed_on(speeds: Sequence[Speed], world: int) -> Speed:
-    """The median of the speeds measured on `world` ranks, or on the nearest number, scaled."""
+def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
+    """The median speed of the runs with the same model, kind of device and nearest number of ranks,
+    scaled; None without such runs.
+    """
+    same = [run for run in runs if run.exists and run.recipe.model == subject.recipe.model]
+    speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
+    devices, world = ("", subject.device.name.lower()), subject.world
+    speeds = [speed for speed in speeds if speed.device.lower() in devices]
+    if not speeds:
+        return None
     near = min((speed.world for speed in speeds), key=lambda ranks: abs(ranks - world))
-    same = [speed for speed in speeds if speed.world == near]
-    tokens_per_s = median(speed.tokens_per_s for speed in same)
-    nearest = min(same, key=lambda speed: abs(speed.tokens_per_s - tokens_per_s))
-    kinds = {kind for speed in same for kind in speed.costs}
-    costs = {kind: median(s.costs[kind] for s in same if kind in s.costs) for kind in kinds}
+    speeds = [speed for speed in speeds if speed.world == near]
+    tokens_per_s = median(speed.tokens_per_s for speed in speeds)
+    nearest = min(speeds, key=lambda speed: abs(speed.tokens_per_s - tokens_per_s))
+    kinds = {kind for speed in speeds for kind in speed.costs}
+    costs = {kind: median(s.costs[kind] for s in speeds if kind in s.costs) for kind in kinds}
     basis, detail = nearest.basis, nearest.detail
-    if len(same) > 1:
-        detail = f"the median of {len(same)} runs; the nearest is {detail}"
+    if len(speeds) > 1:
+        detail = f"the median of {len(speeds)} runs; the nearest is {detail}"
     if near != world:
         basis, tokens_per_s = "at best", tokens_per_s * world / near
         detail += f"; scaled by {world}/{near} without loss"
     return Speed(tokens_per_s, world, basis, detail, costs, nearest.device)
-
-
-def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The speed of the runs with the same model and kind of device, if any."""
-    begun = [run for run in runs if run.exists]
-    same = [run for run in begun if run.recipe.model == subject.recipe.model]
-    speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
-    devices = ("", subject.device.name.lower())
-    speeds = [speed for speed in speeds if speed.device.lower() in devices]
-    return speed_on(speeds, subject.world) if speeds else None
 
 
 def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
@@ -400,9 +377,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
     if layout.offload:
         detail += "; without the copies of parallel.offload"
-    speed = Speed(
-        samples * tokens / step.total, subject.world, "predicted", detail, {}, device.name
-    )
+    rate = samples * tokens / step.total
+    speed = Speed(rate, subject.world, "predicted", detail, {}, device.name)
     if device.family not in constants().ranges:
         detail += f"; no published run on {device.name}, so its error is unknown"
         return replace(speed, detail=detail), ""
@@ -413,10 +389,8 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     rows, _, low, high = constants().ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
     if rows == 1:
-        detail += (
-            f"; the only published run on {device.family} reached {fast:.2f} times its prediction"
-        )
-        return replace(speed, detail=detail), ""
+        only = f"the only published run on {device.family} reached"
+        return replace(speed, detail=f"{detail}; {only} {fast:.2f} times its prediction"), ""
     which = "8 of 10" if rows >= MANY else "all"
     detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
     detail += f"{fast:.2f} times a prediction fitted without their project"

@@ -1,8 +1,4 @@
-"""The bytes of the tensors of our GPT in a training step on one rank. No torch.
-
-`memory.py` adds up the ones that exist at the same time. On CUDA norms and dropout have kernels of
-their own, which save less.
-"""
+"""The bytes of the tensors of our GPT in a training step on one rank; `memory.py` adds them up."""
 
 from __future__ import annotations
 
@@ -79,6 +75,10 @@ class Tensors:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
+        # The mask that keeps documents apart where flash attention cannot.
+        flash = not self.cuda or (self.compute == 2 and not model.dropout)
+        masked = layout.documents and not flash
+        self.masks = layout.micro_batch * model.context**2 * self.compute if masked else 0
         # Autocast's copies of a block's matrices, which the backward pass needs.
         copied = self.compute < self.master and not self.float8
         self.copies = rank.matrices * self.compute if copied else 0
@@ -138,26 +138,8 @@ class Tensors:
             saved += self.hidden // self.compute - (activation != "relu") * self.hidden
         return saved
 
-    def document_masks(self) -> int:
-        """The bytes of a mask that keeps documents apart where flash attention cannot."""
-        model, layout = self.model, self.layout
-        if not layout.documents or not self.cuda or (self.compute == 2 and not model.dropout):
-            return 0
-        return layout.micro_batch * model.context**2 * self.compute
-
-    def attention_backward(self) -> int:
-        """The bytes of flash attention's backward pass: gradients, and sums in fp32.
-
-        It pads the sums of each document by FLASH_ROWS, also of the documents that fill up the
-        number to a power of two (`model.documents.edges_of`).
-        """
-        layout, n, d = self.layout, self.n, self.queries
-        count = math.ceil(layout.documents * layout.micro_batch)
-        padded = n + FLASH_ROWS * (1 << (count - 1).bit_length() if count else 0)
-        return n * (2 * d + 2 * self.kv) * self.compute + padded * (d + self.rank.heads) * 4
-
     def block_saved(self) -> int:
-        """The bytes that a block saves without checkpointing, without copies of its weights."""
+        """The bytes that a block saves without checkpointing and copies of its weights."""
         saved = self.attention() + self.feed_forward()
         return 2 * self.norm() + saved + 2 * self.dropout(self.compute)
 
@@ -182,11 +164,18 @@ class Tensors:
         gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
         recomputed = max(0, self.block_saved() - self.saved(1))
         moments = [copies * self.hidden]
-        if self.layout.documents and self.cuda and not self.document_masks():
-            # The feed-forward layer has released its activations.
-            moments.append(self.attention_backward() - self.feed_forward() - self.norm())
-        masks = self.document_masks()
-        return recomputed + self.stream + gathered + masks + max(moments)
+        if self.layout.documents and self.cuda and not self.masks:
+            # Flash attention's backward pass: gradients, and sums in fp32. It pads the sums of each
+            # document, also of those that fill up their number to a power of two
+            # (`model.documents.edges_of`). The feed-forward layer has released its activations.
+            layout, n, d = self.layout, self.n, self.queries
+            count = math.ceil(layout.documents * layout.micro_batch)
+            padded = n + FLASH_ROWS * (1 << (count - 1).bit_length() if count else 0)
+            attention = (
+                n * (2 * d + 2 * self.kv) * self.compute + padded * (d + self.rank.heads) * 4
+            )
+            moments.append(attention - self.feed_forward() - self.norm())
+        return recomputed + self.stream + gathered + self.masks + max(moments)
 
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
@@ -197,14 +186,10 @@ class Tensors:
             saved += 2 * tokens * rank.head_width * self.full
         elif model.position == "learned":  # the places, int64
             saved += 8 * tokens * rank.first
-        saved += self.document_masks()
-        return saved + (self.norm() if model.final_norm and rank.last else 0)
+        return saved + self.masks + (self.norm() if model.final_norm and rank.last else 0)
 
     def waiting(self, later: bool) -> int:
-        """The bytes of the other passes that wait for their backward pass (`pipeline.order`).
-
-        `later`: after the backward pass of a micro-batch.
-        """
+        """The bytes of passes that wait for their backward pass; `later`: after a micro-batch's."""
         layout, micro = self.layout, self.layout.accumulation - later
         passes = layout.pipeline - self.rank.stage
         if (chunks := layout.chunks) > 1:
@@ -226,9 +211,7 @@ class Tensors:
         n, V, d, c, m = self.n, self.vocab, self.model.width, self.compute, self.full
         wide, capped = max(4, c), bool(self.model.logit_cap)
         each = c + 4 * capped if (tail := self.layout.tail) else 4
-        head_copy = (
-            V * d * c if c < self.master else 0
-        )  # the head's matrix in the precision of autocast
+        head_copy = V * d * c if c < self.master else 0  # in the precision of autocast
         if other := self.layout.program.logits:
             return (n * V * other + head_copy,) * 3
         chunk = loss_chunk(n, V, each, self.layout.device)

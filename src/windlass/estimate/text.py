@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.open import mixture_table, repeated
-from windlass.errors import plural
+from windlass.errors import UserError, plural
 from windlass.estimate.devices import TIGHT, USABLE
-from windlass.estimate.layouts import NETWORK
-from windlass.estimate.memory import PARTS
-from windlass.estimate.work import LINKS
-from windlass.model.size import describe_network, trainable
+from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
+from windlass.estimate.memory import PARTS, Memory, memory
+from windlass.estimate.rank import LINKS
+from windlass.estimate.subject import Subject, with_sizes
+from windlass.model.size import CountedSizes, describe_network, trainable
+from windlass.recipe import Recipe, typed
 from windlass.telemetry.measures import duration, short
 from windlass.telemetry.terminal import pairs, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-
-from collections.abc import Iterator
-from dataclasses import replace
-
-from windlass.errors import UserError
-from windlass.estimate.layouts import MemoryRow, Settings, settings_of
-from windlass.estimate.memory import Memory, memory
-from windlass.estimate.subject import Subject, with_sizes
-from windlass.model.size import CountedSizes
-from windlass.recipe import Recipe, typed
-
 MOST_RANKS = 64  # that the advice tries
 
 
 def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
-    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known.
-
-    If the recipe's micro-batch fits in no row, a smaller one may. If none does, other settings may.
-    """
+    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known."""
     usable, micro_batch = subject.device.usable_bytes, subject.recipe.train.micro_batch
     if usable is None:
         return {}, "the device's memory is unknown: give --memory GB"
@@ -48,12 +37,11 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     if not fitting:
         return advise(Planned(subject), usable)
     row = fitting[0]
-    layout, largest = row.layout, row.largest_micro_batch or 0
-    size = largest if smaller else micro_batch or largest
-    layout = replace(layout, micro_batch=size)
+    largest = row.largest_micro_batch or 0
+    layout = replace(row.layout, micro_batch=largest if smaller else micro_batch or largest)
     given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {key: value for key, value in settings_of(layout).items() if key not in given}
-    settings = {key: value for key, value in settings.items() if value not in (False, "auto")}
+    settings = {k: v for k, v in settings_of(layout).items() if k not in given}
+    settings = {k: v for k, v in settings.items() if v not in (False, "auto")}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
 
@@ -61,10 +49,7 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
 def savings(
     recipe: Recipe, world: int, on_gpu: bool, sizes: CountedSizes | None = None
 ) -> Iterator[Settings]:
-    """The changes of a recipe that may lower a rank's memory, the cheapest one first.
-
-    `sizes`: of a model of `transformers`, or of one with frozen weights.
-    """
+    """The changes of a recipe that may lower a rank's memory, the cheapest one first."""
     parallel, model, train, optim = recipe.parallel, recipe.model, recipe.train, recipe.optim
     if parallel.activation_checkpointing != "full":
         yield {"parallel.activation_checkpointing": "full"}
@@ -90,12 +75,16 @@ def savings(
 
 
 class Planned:
-    """The memory of a subject with other settings."""
-
     def __init__(self, subject: Subject):
         self.subject = subject
         # By network and micro-batch; 0: of any micro-batch.
         self.counted = {(self._network(subject.recipe), 0): subject.counted}
+
+    @staticmethod
+    def _network(recipe: Recipe) -> str:
+        """The settings that determine a model's weights and activations."""
+        checkpointing = recipe.parallel.activation_checkpointing
+        return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
 
     def __call__(self, settings: Settings, world: int = 0) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
@@ -117,12 +106,6 @@ class Planned:
             return None
         return memory(counted or recipe.model, vocab, subject.layout, recipe.optim.kind)
 
-    @staticmethod
-    def _network(recipe: Recipe) -> str:
-        """The settings that determine a model's weights and activations."""
-        checkpointing = recipe.parallel.activation_checkpointing
-        return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
-
 
 def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     """Changes with which a recipe fits into `usable` bytes, and the memory of a rank then.
@@ -142,46 +125,36 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     if least is None:
         return {}, ""
     if least.total > usable:
-        return {}, _nothing_fits(planned, merged(taken), least, usable)
+        # The devices or the number of ranks that would suffice.
+        settings, world = merged(taken), 2 * subject.world
+        advice = f"use a device with more than {least.total / USABLE / 1e9:.3g} GB"
+        sharded = settings | {"parallel.strategy": "full_shard"}
+        while world <= MOST_RANKS:
+            peak = planned(sharded, world)
+            if peak is not None and peak.total <= usable:
+                advice += f", or {world} ranks with parallel.strategy=full_shard"
+                break
+            world *= 2
+        how = f" with {pasted(settings)}" if settings else ""
+        return {}, f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}; {advice}"
     settings = merged(taken)
     for key in list(settings):
         fewer = {other: value for other, value in settings.items() if other != key}
         peak = planned(fewer)
         if peak is not None and peak.total <= usable:
             least, settings = peak, fewer
+    size = f"{least.total / 1e9:.3g} GB"
     host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
-    return settings, f"nothing fits as it is; with these a rank takes {_gb(least)}{host}"
-
-
-def _nothing_fits(planned: Planned, settings: Settings, least: Memory, usable: int) -> str:
-    """The least memory that any settings take, and the devices or ranks that would suffice."""
-    how = f" with {pasted(settings)}" if settings else ""
-    advice = f"use a device with more than {least.total / USABLE / 1e9:.3g} GB"
-    sharded, ranks = settings | {"parallel.strategy": "full_shard"}, 2 * planned.subject.world
-    while ranks <= MOST_RANKS:
-        peak = planned(sharded, ranks)
-        if peak is not None and peak.total <= usable:
-            advice += f", or {ranks} ranks with parallel.strategy=full_shard"
-            break
-        ranks *= 2
-    return f"nothing fits: the least is {_gb(least)}{how}; {advice}"
+    return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
 
 
 def merged(changes: list[Settings]) -> Settings:
-    """Several changes as one."""
     return {key: value for change in changes for key, value in change.items()}
 
 
 def pasted(settings: Settings) -> str:
-    """Settings as overrides on a command line."""
     return " ".join(f"{key}={typed(value)}" for key, value in settings.items())
 
-
-def _gb(peak: Memory) -> str:
-    return f"{peak.total / 1e9:.3g} GB"
-
-
-Fact = tuple[str, str]
 
 EACH = " each"
 
@@ -220,8 +193,7 @@ def print_plan(plan: Any, console: Console) -> None:
         _section(console, "Disk", disk)
 
 
-def _facts(plan: Any) -> list[Fact]:
-    """Size and length of a plan; an empty text drops its line."""
+def _facts(plan: Any) -> list[tuple[str, str]]:
     size, ranks = plan.size, f"{plan.world} rank{'s' * (plan.world != 1)}"
     parts = ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in size.parts.items() if n)
     facts = {"ranks": f"{ranks} on {plan.device.name}, {plan.precision}"}
@@ -231,13 +203,21 @@ def _facts(plan: Any) -> list[Fact]:
         facts["parameters"] = f"{size.parameters:,}{within}"
     facts |= {"by part": parts}
     if size.trained != size.parameters:
-        share = trainable(size.trained or 0, size.parameters or 0)
-        facts["trainable"] = f"{share}: the rest has neither gradients nor optimizer state"
+        part = trainable(size.trained or 0, size.parameters or 0)
+        facts["trainable"] = f"{part}: the rest has neither gradients nor optimizer state"
     facts["export"] = plan.export
     facts["network"] = describe_network(size.network) if size.network else ""
     if "size" in plan.unknown:
         facts["unknown"] = f"parameters, FLOPs, memory, checkpoint size: {plan.unknown['size']}"
-    facts["length"] = _length(plan) if plan.steps is not None else plan.unknown["steps"]
+    if plan.steps is None:
+        facts["length"] = plan.unknown["steps"]
+    else:
+        steps = f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,.0f} tokens"
+        steps += f" = {short(plan.tokens or 0)}"
+        if plan.tokens_per_step != plan.padded_tokens_per_step:
+            share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
+            steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
+        facts["length"] = steps + "; padding is unknown and not counted" * plan.taken_as_full
     if plan.schedule_steps:
         longer = plan.schedule_steps > plan.steps
         end = "the run ends earlier" if longer else "the final learning rate holds afterwards"
@@ -261,17 +241,7 @@ def _facts(plan: Any) -> list[Fact]:
     return [(name, text) for name, text in facts.items() if text]
 
 
-def _length(plan: Any) -> str:
-    work = f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,.0f} tokens"
-    steps = f"{work} = {short(plan.tokens or 0)}"
-    if plan.tokens_per_step != plan.padded_tokens_per_step:
-        share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
-        steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
-    return steps + "; padding is unknown and not counted" * plan.taken_as_full
-
-
 def _print_memory(plan: Any, console: Console) -> None:
-    """The memory of a rank by strategy and checkpointing, and the recommended settings."""
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"
@@ -318,7 +288,6 @@ def _print_memory(plan: Any, console: Console) -> None:
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
-    """The fastest layouts that fit, with their memory and their bytes along each dimension."""
     rows, machine, title = plan.layouts, plan.machine, f"Layouts of {plan.world} ranks"
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
@@ -363,13 +332,12 @@ def _print_layouts(plan: Any, console: Console) -> None:
 
 
 def _unit(most: float) -> tuple[str, float, int]:
-    """The unit of a table whose largest number is `most` bytes, its bytes, and decimal places."""
     unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
     limits = (100,) if unit == "MB" else (200, 20)
     return unit, size, sum(most < limit * size for limit in limits)
 
 
-def _time(plan: Any) -> list[Fact]:
+def _time(plan: Any) -> list[tuple[str, str]]:
     speed = plan.speed
     if speed is None:
         return [("to the end", f"unknown: {plan.unknown['time']}")]
@@ -395,18 +363,17 @@ def _scaled(value: float, unit: str) -> str:
 def _section(
     console: Console,
     title: str,
-    facts: Iterable[Fact],
+    facts: Sequence[tuple[str, str]],
     head: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
     text_columns: int = 1,
     strong: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
-    """Print a title, facts as pairs, a table whose first columns are text, and notes."""
     from rich.text import Text
 
     console.print(Text(title, style="bold"))
-    if facts := list(facts):
+    if facts:
         console.print(pairs(facts, indent="  ", style="dim"))
     if rows:
         styles = ["bold cyan" if i in strong else "" for i in range(len(rows))]

@@ -16,6 +16,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,7 +26,7 @@ import torch.distributed as dist
 
 from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
-from windlass.estimate.work import Collective
+from windlass.estimate.rank import Collective
 from windlass.model.frozen import CAPABILITY
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
@@ -40,25 +41,16 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of square matrix products: fp32 and, on a GPU, bf16 (fp16 if it has no bf16)."""
-    dtypes, size = [torch.float32], 1024
+    dtypes, size = [torch.float32], 1024  # and on a GPU bf16 (fp16 if it has no bf16)
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         dtypes, size = [*dtypes, torch.bfloat16 if has_bf16 else torch.float16], 8192
     rates = {}
     for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-        seconds = _median_seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        seconds = _median_seconds(partial(torch.matmul, a, b), device)
         rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds / 1e12
     return rates
-
-
-def memory_bandwidth(device: torch.device) -> float:
-    """GB/s read and written by a copy that is larger than the caches."""
-    source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
-    target = torch.empty_like(source)
-    seconds = _median_seconds(lambda: target.copy_(source), device)
-    return 2 * source.nbytes / seconds / 1e9
 
 
 def collectives(
@@ -69,14 +61,33 @@ def collectives(
 ) -> list[dict[str, Any]]:
     """Time every collective at every size in bytes; every rank of `group` calls this.
 
-    Returns rows with `collective`, `size` (as `Collective` has it), `seconds` (median), `algbw` and
-    `busbw` in GB/s.
+    `size` is as `Collective` has it, `seconds` a median, `algbw` and `busbw` in GB/s.
     """
-    world = dist.get_world_size(group)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+    # torch 2.13 renamed these two, and warns about the old names
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     rows = []
     for size in sizes:
         count = max(1, size // 4 // world) * world  # float32
-        for name, call in _calls(device, group, count).items():
+        whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+        other = torch.empty_like(whole)
+
+        def exchange(whole: torch.Tensor, other: torch.Tensor) -> None:
+            send = dist.P2POp(dist.isend, whole, to, group)
+            receive = dist.P2POp(dist.irecv, other, source, group)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(dist.all_reduce, whole, group=group),
+            "all_gather": partial(gather, whole, part, group=group),
+            "reduce_scatter": partial(scatter, part, whole, group=group),
+            "all_to_all": partial(dist.all_to_all_single, other, whole, group=group),
+            "send_recv": partial(exchange, whole, other),
+        }
+        for name, call in calls.items():
             show(f"{name} {size:,} bytes")
             seconds = _median_seconds(call, device, group)
             bus_bytes = Collective(name, 4 * count, 1, world).bus_bytes
@@ -86,45 +97,16 @@ def collectives(
     return rows
 
 
-def _calls(
-    device: torch.device, group: dist.ProcessGroup, count: int
-) -> dict[str, Callable[[], object]]:
-    """The collectives by name, on buffers of `count` numbers."""
-    world, rank = dist.get_world_size(group), dist.get_rank(group)
-    whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
-    other = torch.empty_like(whole)
-    to, source = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
-    # torch 2.13 renamed these two, and warns about the old names
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-    def send_recv() -> None:
-        send = dist.P2POp(dist.isend, whole, to, group)
-        receive = dist.P2POp(dist.irecv, other, source, group)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: gather(whole, part, group=group),
-        "reduce_scatter": lambda: scatter(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send_recv": send_recv,
-    }
-
-
 def _median_seconds(
     call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
 ) -> float:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
     def timed() -> float:
-        start = now()
+        wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+        wait()
+        start = time.perf_counter()
         call()
-        return now() - start
+        wait()
+        return time.perf_counter() - start
 
     first = max(timed(), timed())  # warms up
     number = max(3, min(MOST_CALLS, int(SECONDS / max(first, 1e-6))))
@@ -135,19 +117,17 @@ def _median_seconds(
     return statistics.median(timed() for _ in range(number))
 
 
-CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**25, 2**29)  # of messages, in bytes
-GATE_SIZE = 2**32  # the message for a required bandwidth, because published rates use 4 GiB
+# Sizes of messages in bytes, and for a required bandwidth, because published rates use 4 GiB.
+CPU_SIZES: tuple[int, ...] = (2**16, 2**20, 2**24)
+GPU_SIZES, GATE_SIZE = (2**20, 2**25, 2**29), 2**32
 PROBE_BYTES = 64_000_000  # written and synchronised to measure a disk
 CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a check.
-
-    `ranks` are the facts of each rank, `rates` one row for each group, collective and size (`algbw`
-    and `busbw` in GB/s). `busbw` is the bus bandwidth of the largest all-reduce over all ranks;
-    None for one rank.
+    """`ranks`: the facts of each rank; `rates`: a row for each group, collective and size; `busbw`:
+    GB/s of the largest all-reduce over all ranks, None for one rank.
     """
 
     findings: list[Finding]
@@ -170,11 +150,8 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
     """Check machine, packages, disks and interconnect; every rank of the launcher calls this and
     gets the result. It takes seconds on one host, minutes at most.
 
-    Args:
-        recipe: gives device, directories and trackers.
-        max_bytes: the largest message; 0: 16 MiB on a CPU, 512 MiB on a GPU.
-        gate: the caller requires a bandwidth, so the default on a GPU is 4 GiB.
-        show: gets the name of each phase as it begins.
+    `max_bytes`: the largest message; 0: 16 MiB on a CPU, 512 MiB on a GPU, and 4 GiB with `gate`,
+    because the caller requires a bandwidth.
     """
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
@@ -183,7 +160,11 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
         show("matrix products")
         facts["tflops"] = matrix_products(ranks.device)
         show("memory")
-        facts["memory_gb_s"] = memory_bandwidth(ranks.device)
+        # A copy that is larger than the caches.
+        original = torch.ones(2**28 if ranks.device.type == "cuda" else 2**25, device=ranks.device)
+        copy = partial(torch.empty_like(original).copy_, original)
+        facts["memory_gb_s"] = 2 * original.nbytes / _median_seconds(copy, ranks.device) / 1e9
+        del original, copy
         rates = list[dict[str, Any]]()
         if env.world > 1:
             rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)
@@ -196,7 +177,6 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
 
 
 def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
-    """What this rank is and runs on, as JSON values."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(path.read_bytes())
@@ -226,38 +206,28 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
             "free_gb": torch.cuda.mem_get_info(ranks.device)[0] / 1e9,
             "total_gb": properties.total_memory / 1e9,
             "precisions": ["fp32", "fp16", *["bf16"] * has_bf16, *["float8"] * has_float8],
-            **_nvml(str(properties.uuid)),
         }
-    return facts
+        with contextlib.suppress(Exception):  # no library, or the driver does not answer
+            import pynvml as nvml
 
-
-def _nvml(uuid: str) -> dict[str, Any]:
-    """The driver, uncorrected memory errors, and why a GPU's clock is low, if NVML says so."""
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # the library is missing, or the driver does not answer
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
-        handle = nvml_handle(nvml, uuid)
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
-        facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
-        kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
-        errors = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
-        facts["ecc_errors"] = errors
+            nvml.nvmlInit()
+            facts["driver"] = str(nvml.nvmlSystemGetDriverVersion())
+            handle = nvml_handle(nvml, str(properties.uuid))
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            slow = {"power brake": 0x80, "hardware slowdown": 0x08, "too hot": 0x20 | 0x40}
+            facts["throttled"] = [name for name, bits in slow.items() if reasons & bits]
+            kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+            errors = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
+            facts["ecc_errors"] = errors
     return facts
 
 
 def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Space and write speed of run and data directory, and if this rank sees a file of rank 0.
-
-    The first rank of each host writes.
-    """
+    """Space and write speed of the directories by the first rank of each host, and if all see it."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     # several jobs may check one directory at the same time
     check = ranks.broadcast_object("check", uuid.uuid4().hex)
-    disks = {}
+    disks = dict[str, dict[str, Any]]()
     for name, place in places.items():
         parents = (place.absolute(), *place.absolute().parents)
         directory = next(path for path in parents if path.is_dir())
@@ -277,13 +247,9 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
         except OSError as failure:
             error = failure.strerror or str(failure)
         ranks.all_gather_object("written", None)
-        disks[name] = {
-            "path": str(directory),
-            "free_gb": shutil.disk_usage(directory).free / 1e9,
-            "error": error,
-            "shared": mark.exists(),
-            "write_mb_s": speed,
-        }
+        free_gb = shutil.disk_usage(directory).free / 1e9
+        disks[name] = {"path": str(directory), "free_gb": free_gb, "error": error}
+        disks[name] |= {"shared": mark.exists(), "write_mb_s": speed}
         ranks.all_gather_object("seen", None)
         for path in (probe, *([mark] if ranks.main else [])):
             path.unlink(missing_ok=True)
@@ -292,8 +258,7 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
     """The sizes to measure in bytes: up to `max_bytes`, or those that fit into all memories."""
-    default: tuple[int, ...] = CPU_SIZES
-    free = math.inf
+    default, free = CPU_SIZES, math.inf
     if ranks.device.type == "cuda":
         default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES
         free = min(ranks.all_gather_object("free memory", torch.cuda.mem_get_info(ranks.device)[0]))

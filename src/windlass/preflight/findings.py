@@ -1,4 +1,4 @@
-"""What the facts of all ranks mean for a training, as pure functions. No torch."""
+"""What the facts of all ranks mean for a training, as pure functions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from windlass.errors import plural
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 FULL_DISK_GB, SMALL_SHM_GB, FEW_FILES = 10, 1, 4096
@@ -19,6 +21,10 @@ class Finding:
     text: str
     status: str = OK
     advice: str = ""
+
+
+def warn_if(bad: bool, name: str, text: str, advice: str) -> Finding:
+    return Finding(name, text, WARNING, advice) if bad else Finding(name, text)
 
 
 def findings_of(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -57,27 +63,10 @@ def same(name: str, values: Mapping[int, str], hosts: Mapping[int, str]) -> Find
     return Finding(name, "; ".join(groups), PROBLEM, advice)
 
 
-def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
-    """Architecture, memory, memory errors and clock rate of a rank's GPU; none for a CPU."""
-    if "capability" not in one:
-        return
-    capability = tuple(one["capability"])
-    text, advice = code_for(one["name"], capability, one["built_for"], one["torch"], one["cuda"])
-    yield Finding("device", text, PROBLEM if advice else OK, advice)
-    yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
-    if errors := one.get("ecc_errors"):
-        text = f"{errors} uncorrected errors"
-        yield Finding("ECC", text, PROBLEM, "take this GPU out of use")
-    if reasons := one.get("throttled"):
-        text = f"throttled: {', '.join(reasons)}"
-        yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
-
-
 def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) -> Finding:
     """Whether ranks can write to a directory, how fast the slowest does, and if all hosts see it.
 
-    `disks`: the host of each rank, and what the rank measured there. `write_mb_s` is None for all
-    but the first rank of a host.
+    `disks`: each rank's host and facts; only the first rank of a host has a `write_mb_s`.
     """
     first = disks[0][1]
     errors = {f"{disk['error']} on {host}" for host, disk in disks if disk["error"]}
@@ -95,7 +84,7 @@ def disk(name: str, disks: Sequence[tuple[str, Mapping[str, Any]]], nodes: int) 
         return Finding(name, f"{text}; some hosts do not see it", status, advice)
     text += ", shared by all hosts" if nodes > 1 else ""
     advice = "`windlass plan` says how much a run writes"
-    return _warn_if(first["free_gb"] < FULL_DISK_GB, name, text, advice)
+    return warn_if(first["free_gb"] < FULL_DISK_GB, name, text, advice)
 
 
 def cuda(one: Mapping[str, Any]) -> Finding:
@@ -104,24 +93,35 @@ def cuda(one: Mapping[str, Any]) -> Finding:
     if one["cuda_available"]:
         on_gpu = one["device"].startswith("cuda")
         by_cpu = "" if on_gpu else "; by this recipe the check uses the CPU"
-        text = f"CUDA {version} is available: {gpus} GPU{'s' * (gpus != 1)}{by_cpu}"
-        return Finding("CUDA", text)
+        return Finding("CUDA", f"CUDA {version} is available: {plural(gpus, 'GPU')}{by_cpu}")
     no_device = f"torch's CUDA {version} finds no GPU, or no driver that is new enough"
-    reason = no_device if version else "torch was built without it"
-    return Finding("CUDA", f"not available: {reason}")
+    return Finding(
+        "CUDA", f"not available: {no_device if version else 'torch was built without it'}"
+    )
 
 
 def limits(shm_gb: float | None, files: int) -> Iterator[Finding]:
     """The size of /dev/shm (None: there is none) and the most files that a process may open."""
     if shm_gb is not None:
         advice = "NCCL keeps its buffers there: start the container with --shm-size=8g"
-        yield _warn_if(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)
+        yield warn_if(shm_gb < SMALL_SHM_GB, "/dev/shm", f"{shm_gb:,.1f} GB", advice)
     text, advice = f"{files:,} a process", f"ulimit -n {16 * FEW_FILES}"
-    yield _warn_if(files < FEW_FILES, "open files", text, advice)
+    yield warn_if(files < FEW_FILES, "open files", text, advice)
 
 
-def _warn_if(bad: bool, name: str, text: str, advice: str) -> Finding:
-    return Finding(name, text, WARNING, advice) if bad else Finding(name, text)
+def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
+    """Architecture, memory, memory errors and clock rate of a rank's GPU; none for a CPU."""
+    if "capability" not in one:
+        return
+    capability = tuple(one["capability"])
+    text, advice = code_for(one["name"], capability, one["built_for"], one["torch"], one["cuda"])
+    yield Finding("device", text, PROBLEM if advice else OK, advice)
+    yield Finding("memory", f"{one['free_gb']:,.1f} of {one['total_gb']:,.1f} GB free")
+    if errors := one.get("ecc_errors"):
+        yield Finding("ECC", f"{errors} uncorrected errors", PROBLEM, "take this GPU out of use")
+    if reasons := one.get("throttled"):
+        text = f"throttled: {', '.join(reasons)}"
+        yield Finding("clock rate", text, WARNING, "the GPU is slowed down")
 
 
 def code_for(
@@ -132,19 +132,17 @@ def code_for(
     `built_for` is torch.cuda.get_arch_list(). A device runs code for an earlier minor number of its
     generation, and compiles PTX (`compute_`) of any earlier one.
     """
-    own = f"sm_{capability[0]}{capability[1]}"
-    same = [m for m in (re.fullmatch(rf"sm_{capability[0]}(\d)[a-z]?", a) for a in built_for) if m]
-    ptx = [m for m in (re.fullmatch(r"compute_(\d+)(\d)[a-z]?", a) for a in built_for) if m]
-    if any(int(m[1]) <= capability[1] for m in same) or any(
-        (int(m[1]), int(m[2])) <= capability for m in ptx
-    ):
+    own, runs = f"sm_{capability[0]}{capability[1]}", False
+    for architecture in built_for:
+        if match := re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture):
+            version = int(match[2]), int(match[3])
+            compiles = match[1] == "compute" or version[0] == capability[0]
+            runs = runs or (compiles and version <= capability)
+    if runs:
         return f"{name} ({own}); torch {torch} for CUDA {cuda} has code for it", ""
     wheel = f"install a torch whose wheel was built for {own}"
     if (5, 0) <= capability <= (7, 0):
         index = "install torch from the index whose name ends in cu126"
         wheel = f"the wheels of the same torch for CUDA 12.6 have it: {index}"
-    architectures = ", ".join(built_for)
-    problem = (
-        f"{name} is {own}, and torch {torch} for CUDA {cuda} was built for {architectures} only"
-    )
-    return problem, wheel
+    built = f"torch {torch} for CUDA {cuda} was built for {', '.join(built_for)} only"
+    return f"{name} is {own}, and {built}", wheel

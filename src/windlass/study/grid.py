@@ -1,4 +1,4 @@
-"""From typed axes (see `windlass sweep --help`) to the cells of a grid. Pure, no torch."""
+"""From typed axes (see `windlass sweep --help`) to the cells of a grid."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ Assignment = dict[str, Any]  # dotted keys and the values of one cell
 
 
 class Axis(NamedTuple):
-    """One axis of a grid: a key, or several keys that change together, and their values."""
-
     keys: tuple[str, ...]
     values: tuple[tuple[Any, ...], ...]
 
@@ -61,7 +59,6 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        """The assignment as command-line overrides, without ranks, hosts and repeats."""
         settings = {k: v for k, v in self.assignment.items() if k not in AXES_ONLY}
         return [f"{key}={typed(value)}" for key, value in settings.items()]
 
@@ -98,10 +95,7 @@ def short_names(keys: Iterable[str]) -> dict[str, str]:
 
 
 def expand(base: Recipe, axes: Iterable[Axis]) -> list[Cell]:
-    """All cells of a grid, with validated recipes; the last axis changes fastest.
-
-    Raises UserError if two axes set one key, and for the reasons of `cells_of`.
-    """
+    """All cells of a grid, with validated recipes; the last axis changes fastest."""
     axes = list(axes)
     keys = [key for axis in axes for key in axis.keys]
     for key in keys:
@@ -141,25 +135,24 @@ def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
 
 def read_axes(axes: str | Iterable[Any] | Mapping[str, Any]) -> list[Axis]:
     """Axes as typed, or as a mapping of keys (`a+b` for a zip) to their values."""
-    if isinstance(axes, Mapping):
-        return [_axis(key, values) for key, values in axes.items()]
-    return [parse_axis(text) for text in ([axes] if isinstance(axes, str) else axes)]
-
-
-def _axis(key: str, values: Any) -> Axis:
-    """One axis of a mapping; text is parsed as on the command line."""
-    if isinstance(values, str):
-        return parse_axis(f"{key}={values}")
-    keys = tuple(part.strip() for part in key.split("+"))
-    rows = plain(list(values) if isinstance(values, Iterable) else values)
-    if not isinstance(rows, list) or not rows:
-        raise UserError(f"{key}: {values!r} is not a list of values; write {{{key!r}: [...]}}")
-    if len(keys) == 1:
-        rows = [[value] for value in rows]
-    if odd := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
-        wanted = f"a list of {len(keys)} values, one for each key"
-        raise UserError(f"{key}: write {wanted}, in place of {odd[0]!r}")
-    return Axis(keys, tuple(map(tuple, rows)))
+    if not isinstance(axes, Mapping):
+        return [parse_axis(text) for text in ([axes] if isinstance(axes, str) else axes)]
+    every = []
+    for key, values in axes.items():
+        if isinstance(values, str):  # as on the command line
+            every.append(parse_axis(f"{key}={values}"))
+            continue
+        keys = tuple(part.strip() for part in key.split("+"))
+        rows = plain(list(values) if isinstance(values, Iterable) else values)
+        if not isinstance(rows, list) or not rows:
+            raise UserError(f"{key}: {values!r} is not a list of values; write {{{key!r}: [...]}}")
+        if len(keys) == 1:
+            rows = [[value] for value in rows]
+        if odd := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
+            wanted = f"a list of {len(keys)} values, one for each key"
+            raise UserError(f"{key}: write {wanted}, in place of {odd[0]!r}")
+        every.append(Axis(keys, tuple(map(tuple, rows))))
+    return every
 
 
 def parse_axis(text: str) -> Axis:
@@ -170,25 +163,22 @@ def parse_axis(text: str) -> Axis:
         forms = "KEY=A,B,C or KEY=LOW:HIGH:log:N or A+B=1+2,3+4"
         raise UserError(f"{text!r} is not an axis; write {forms}")
     if len(keys) == 1 and right.count(":") == 3 and right.split(":")[2] in ("log", "lin"):
-        return Axis(keys, tuple((value,) for value in _range(text, *right.split(":"))))
+        first, last, kind, number = right.split(":")
+        try:
+            low, high, count = float(first), float(last), int(number)
+        except ValueError:
+            low, high, count = 0.0, 0.0, 0
+        if count < 2 or (kind == "log" and min(low, high) <= 0):
+            forms = "LOW:HIGH:log:N (above 0) or LOW:HIGH:lin:N, with at least 2 values"
+            raise UserError(f"{text}: a range is {forms}")
+        spaced = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
+        whole = not re.search(r"[.eE]", first + last)
+        return Axis(keys, tuple((round(v) if whole else float(f"{v:.6g}"),) for v in spaced))
     rows = [_split(part, "+") if len(keys) > 1 else [part] for part in _split(right, ",")]
     if not all(len(row) == len(keys) and all(map(str.strip, row)) for row in rows):
         raise UserError(f"{text!r}: write a value of {', '.join(keys)} between two commas")
     values = ((parse_override(f"key={text.strip()}")[1] for text in row) for row in rows)
     return Axis(keys, tuple(map(tuple, values)))
-
-
-def _range(text: str, first: str, last: str, kind: str, number: str) -> list[int | float]:
-    try:
-        low, high, count = float(first), float(last), int(number)
-    except ValueError:
-        low, high, count = 0.0, 0.0, 0
-    if count < 2 or (kind == "log" and min(low, high) <= 0):
-        forms = "LOW:HIGH:log:N (above 0) or LOW:HIGH:lin:N, with at least 2 values"
-        raise UserError(f"{text}: a range is {forms}")
-    values = (np.geomspace if kind == "log" else np.linspace)(low, high, count).tolist()
-    whole = not re.search(r"[.eE]", first + last)
-    return [round(v) if whole else float(f"{v:.6g}") for v in values]
 
 
 def _split(text: str, separator: str) -> list[str]:

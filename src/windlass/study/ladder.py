@@ -1,7 +1,6 @@
-"""Ladders: a study of model sizes times tokens, the law fitted to it, and its answers. No torch.
+"""Ladders: a study of model sizes times tokens, the law fitted to it, and its answers.
 
-A ladder is an ordinary study whose cells differ in `model.width`, `model.layers` and
-`train.tokens_per_parameter`, so the runner, array jobs and reports of sweeps serve it.
+Its cells differ in `model.width`, `model.layers` and `train.tokens_per_parameter`.
 """
 
 from __future__ import annotations
@@ -27,14 +26,16 @@ from windlass.recipe import Changes, Recipe
 from windlass.run import Run, last_start
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import (
+    FORMS,
     Judged,
     Law,
     Observation,
     Range,
-    check_all,
+    check,
     effective_tokens,
     fit_law,
     judge,
+    judges,
 )
 from windlass.study.results import (
     BITS,
@@ -48,9 +49,9 @@ from windlass.study.runner import sweep
 from windlass.study.study import KINDS, Study, load_study
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
+# Learning rate and batch against the number of parameters (arXiv 2412.04403, section 3). With muP
+# the learning rate stays.
 LR_EXPONENT, BATCH_EXPONENT = -1 / 3, 2 / 3
-"""Learning rate and batch against the number of parameters, as in the model ladder of Bhagia et al.
-(arXiv 2412.04403, section 3). With muP the learning rate stays."""
 TOKENS = (5.0, 10.0, 20.0, 40.0)  # for each parameter
 AMOUNTS = ("data.max_tokens", "data.val_fraction", "data.val_shards", "data.eval_size")
 JOINED = "joined.json"  # in a ladder: its further runs, by their paths from there
@@ -59,8 +60,6 @@ ASPECT = 2.0  # the largest change of width / layers, for a size nearer to the w
 
 @dataclass(frozen=True)
 class Ladder:
-    """A ladder with the law of its finished runs."""
-
     study: Study
     observations: list[Observation]
     left_out: list[str]  # cells that the law does not use, each with its reason
@@ -77,7 +76,6 @@ class Ladder:
 
     @cached_property
     def law(self) -> Law:
-        """The form that predicts best, fitted to all runs."""
         best, every = self.judged[0], [replace(one, in_fit=True) for one in self.observations]
         return fit_law(every, best.form, embeddings=best.embeddings)
 
@@ -93,11 +91,21 @@ class Ladder:
     def predict(self, recipe: Recipe, planned: Plan) -> Range:
         """The validation loss of a recipe by its plan.
 
-        Raises UserError if the recipe has other validation data than the ladder, or another
-        tokenizer under a law in nats per token, or if the plan lacks size or tokens.
+        UserError if their losses do not compare, or if the plan lacks size or tokens.
         """
-        tokenizer = TOKENIZER if self.measure == LOSS else ()
-        wanted, given = (_measured_on(one, tokenizer) for one in (self.study.recipe, recipe))
+        # The settings behind the losses, with the real paths of files. A prediction is of any part
+        # of the same validation data.
+        both = list[dict[str, Any]]()
+        for one in (self.study.recipe, recipe):
+            flat, settings = one.flat(), validation_settings(one)
+            settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
+            for name in ("source", "eval_source"):
+                place = Path(str(getattr(one.data, name))).expanduser()
+                if isinstance(settings.get(f"data.{name}"), str) and place.exists():
+                    settings[f"data.{name}"] = str(place.resolve())
+            tokenizer = TOKENIZER if self.measure == LOSS else ()
+            both.append(settings | {key: flat.get(key) for key in tokenizer})
+        wanted, given = both
         for key in wanted:
             if given.get(key) != wanted[key] and key not in self.study.keys:
                 law = f"the law of {self.study.path} is of {key} = {wanted[key]!r}"
@@ -110,20 +118,6 @@ class Ladder:
             raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
-
-
-def _measured_on(recipe: Recipe, tokenizer: Sequence[str]) -> dict[str, Any]:
-    """The settings behind a validation loss, with the real paths of files that exist.
-
-    A prediction is of any part of the same validation data.
-    """
-    flat, settings = recipe.flat(), validation_settings(recipe)
-    settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
-    for name in ("source", "eval_source"):
-        place = Path(str(getattr(recipe.data, name))).expanduser()
-        if isinstance(settings.get(f"data.{name}"), str) and place.exists():
-            settings[f"data.{name}"] = str(place.resolve())
-    return settings | {key: flat.get(key) for key in tokenizer}
 
 
 def ladder(
@@ -145,10 +139,8 @@ def ladder(
         path: The study's directory; None: `studies/<preset>-ladder-<hash>`.
         options: `world`, `workers`, `retry_failed`, `progress`: as for `sweep`.
 
-    Raises:
-        UserError: A size cannot be had, a cell's recipe is invalid, or too few runs or a missing
-            package rule out a law.
-        Stopped: A signal stopped the ladder, and everything is saved.
+    Raises UserError if the grid is invalid or allows no law, and Stopped after a signal, with
+    everything saved.
     """
     return sweep(create_ladder(recipe, sizes, tokens, overrides, path), **options)
 
@@ -160,10 +152,11 @@ def create_ladder(
     overrides: Changes = (),
     path: str | Path | None = None,
 ) -> Study:
-    """Create the study of a ladder, or add cells to it."""
     base, _, place = load_study(recipe, "sweep", overrides)
     if not sizes and place and not tokens and path is None:
-        return checked(Study.create(base, (), place))
+        study = Study.create(base, (), place)
+        _check_kind(study)
+        return study
     if not sizes:
         raise UserError(f"{argument('sizes', ['1M', '3M', '10M'])}: name the sizes of the ladder")
     if base.model.kind != "gpt":
@@ -174,34 +167,27 @@ def create_ladder(
     # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
     base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
     usual = Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
-    vocab = vocabulary(base)
+    if not (vocab := subject_of(base).size.vocab):
+        prepare(base)  # the tokenizer is learned from the data
+        vocab = subject_of(base).size.vocab or 0
     grid, path = assignments(base, sizes, tokens or TOKENS, vocab), Path(path or place or usual)
     planned = Study.create(base, grid, path, kind="ladder", write=False)
-    check_all([_planned(cell, vocab) for cell in planned.cells])
+    observations = []  # as the law will see the finished cells, without their losses
+    for cell in planned.cells:
+        sizes_of_cell = count(cell.recipe.model, vocab)
+        amount = int(sizes_of_cell.total * cell.recipe.train.tokens_per_parameter)
+        counted = sizes_of_cell.total, sizes_of_cell.non_embedding, amount
+        observations.append(Observation(cell.label, *counted, 1.0))
+    outside = judges(observations)
+    for form in FORMS:
+        check([one for one in observations if one not in outside], form)
     return Study.create(base, grid, path, kind="ladder")
 
 
-def checked(study: Study) -> Study:
-    """A study; UserError if it is not a ladder."""
+def _check_kind(study: Study) -> None:
     if study.kind != "ladder":
         remedy = f"give a ladder, or {argument('sizes', ['1M', '3M', '10M'])} for a new one"
         raise UserError(f"{study.path} is {KINDS[study.kind]}: {remedy}")
-    return study
-
-
-def vocabulary(recipe: Recipe) -> int:
-    """The rows of a recipe's embedding; prepares the data if the tokenizer is learned from them."""
-    if not (vocab := subject_of(recipe).size.vocab):
-        prepare(recipe)
-        vocab = subject_of(recipe).size.vocab
-    return vocab or 0
-
-
-def _planned(cell: Cell, vocab: int) -> Observation:
-    """A cell as the law will see it when it has finished, without its loss."""
-    sizes, ratio = count(cell.recipe.model, vocab), cell.recipe.train.tokens_per_parameter
-    tokens = int(sizes.total * ratio)
-    return Observation(cell.label, sizes.total, sizes.non_embedding, tokens, 1.0)
 
 
 def assignments(
@@ -226,8 +212,7 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
     """Layers and width of a size, with heads and the feed-forward layer as the recipe has them.
 
     Heads keep their width. For each number of layers, the width is the multiple of a head's width
-    with the nearest size; of these shapes, one within ASPECT of the recipe's width / layers has the
-    nearest size of all.
+    with the nearest size; of these shapes within ASPECT of the recipe's width / layers the nearest.
     """
     model = recipe.model
     head, aspect = model.width // model.heads, model.width / model.layers
@@ -281,11 +266,9 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
 
 
 def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
-    """A ladder with its finished runs; `runs`: further ones, which the law is judged by.
-
-    Raises UserError if it is not a ladder, or if the losses of the runs do not compare.
-    """
-    study = checked(source if isinstance(source, Study) else Study.open(source))
+    """A ladder with its finished runs; `runs`: further ones, which the law is judged by."""
+    study = source if isinstance(source, Study) else Study.open(source)
+    _check_kind(study)
     given = {run.path.resolve(): run for run in runs}
     joined = [_result(run, study) for run in joined_runs(study) if run.exists]
     left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
@@ -314,14 +297,12 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
 
 
 def join(study: Study, runs: Sequence[Run]) -> None:
-    """Add finished runs from elsewhere to a ladder, for every later fit of its law."""
     new = [os.path.relpath(run.path.resolve(), study.path.resolve()) for run in runs]
     paths = dict.fromkeys([*read_json(study.path / JOINED).get("runs", []), *new])
     write_atomic(study.path / JOINED, json.dumps({"runs": [*paths]}, indent=1))
 
 
 def joined_runs(study: Study) -> list[Run]:
-    """The runs that joined a ladder from elsewhere."""
     paths = read_json(study.path / JOINED).get("runs", [])
     runs = [Run(Path(os.path.normpath(study.path / path))) for path in paths]
     own = {study.run_of(cell).path.resolve() for cell in study.cells}
@@ -329,12 +310,10 @@ def joined_runs(study: Study) -> list[Run]:
 
 
 def _result(run: Run, study: Study) -> CellResult:
-    """The result of a run from elsewhere."""
     return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
 
 
 def name_of(result: CellResult) -> str:
-    """Shape and tokens of a cell, or the path of a run from elsewhere."""
     if not result.cell.assignment:
         return str(result.run.path)
     model, train = result.cell.recipe.model, result.cell.recipe.train
@@ -342,28 +321,18 @@ def name_of(result: CellResult) -> str:
 
 
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
-    """The size, tokens and last validation loss of a finished cell."""
     start = last_start(result.run.ledger())
     loss = result.eval_loss
     if measure == BITS:
         lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
         loss = lines[-1]["bits_per_byte"]
-    return Observation(
-        name_of(result),
-        int(start["parameters"]),
-        count(result.cell.recipe.model, 0).non_embedding,
-        result.tokens,
-        float(loss or 0.0),
-        int(start["data"]["train"].get("tokens") or 0),
-        in_fit,
-    )
+    sizes = int(start["parameters"]), count(result.cell.recipe.model, 0).non_embedding
+    unique = int(start["data"]["train"].get("tokens") or 0)
+    return Observation(name_of(result), *sizes, result.tokens, float(loss or 0.0), unique, in_fit)
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:
-    """FLOPs that training a recipe gets from an hour of a device, by its plan.
-
-    Raises UserError if the plan knows no speed of the device.
-    """
+    """FLOPs that training a recipe gets from an hour of a device, by its plan."""
     planned = plan(recipe, device=device)
     if not planned.flops or not planned.device_hours:
         why = "; ".join(dict.fromkeys(planned.unknown.values()))

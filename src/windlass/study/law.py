@@ -1,7 +1,6 @@
 """Scaling laws: the validation loss of N parameters after D tokens, fitted to finished runs.
 
-A law is one of FORMS, fitted as in approach 3 of Hoffmann et al. (arXiv 2203.15556): a Huber loss
-on the logarithm of the validation loss, minimised by L-BFGS from a grid of starts. No torch.
+As in approach 3 of Hoffmann et al. (arXiv 2203.15556) L-BFGS minimises a Huber loss on log L.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from windlass.errors import UserError, plural, require
 
 Numbers = NDArray[np.float64]
 
-FIT = "the fit of a scaling law"  # what needs scipy
+# Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
+# Hoffmann et al. (appendix D.3) have 1e-3.
 HUBER = 1e-2
-"""Residuals of log L above this count linearly: the noise of a small run's loss is about 1 %.
-Hoffmann et al. (appendix D.3) have 1e-3."""
 SMOOTH = 0.1  # the threshold of a first descent, which has fewer local minima
 SAMPLES = 100  # of the bootstrap
 LOW, HIGH = 10, 90  # percentiles of a range
 FAR = 10.0  # a prediction beyond this multiple of the fitted range is an extrapolation
 HELD_OUT = 4  # with two sizes the largest quarter of the runs judges a form
-REPEATED = 15.4
-"""R* of Muennighoff et al. (arXiv 2305.16264, equation 5): repeated tokens lose value by it."""
+REPEATED = 15.4  # R* of arXiv 2305.16264, equation 5: repeated tokens lose value by it
 
 
 class Form(NamedTuple):
@@ -40,41 +37,25 @@ class Form(NamedTuple):
     """
 
     formula: str
-    source: str
     base: Numbers
     free: Numbers
 
 
-def _form(formula: str, source: str, base: Sequence[float], *places: Sequence[int]) -> Form:
+def _form(formula: str, base: Sequence[float], *places: Sequence[int]) -> Form:
     """A form; each fitted value stands at `places` in (a, b, e, p, q, g)."""
     free = np.zeros((6, len(places)))
     for column, rows in enumerate(places):
         free[list(rows), column] = 1.0
-    return Form(formula, source, np.array(base, dtype=float), free)
+    return Form(formula, np.array(base, dtype=float), free)
 
 
 NOTHING = -50.0  # the logarithm of a term that is left out
 TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # the bounds of constants
-FORMS = {
-    "chinchilla": _form(
-        "E + A / N^α + B / D^β",
-        "Hoffmann et al., arXiv 2203.15556",
-        (0, 0, 0, 0, 0, 1),
-        *([i] for i in range(5)),
-    ),
-    "one-exponent": _form(
-        "E + A / N^α + B / D^α",
-        "Gadre et al., arXiv 2403.08540",
-        (0, 0, 0, 0, 0, 1),
-        *([0], [1], [2], [3, 4]),
-    ),
-    "kaplan": _form(
-        "(A / N^α + B / D)^γ",
-        "Kaplan et al., arXiv 2001.08361",
-        (0, 0, NOTHING, 0, 1, 0),
-        *([0], [1], [3], [5]),
-    ),
-}
+CHINCHILLA = _form("E + A / N^α + B / D^β", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3], [4])
+ONE_EXPONENT = _form("E + A / N^α + B / D^α", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3, 4])
+KAPLAN = _form("(A / N^α + B / D)^γ", (0, 0, NOTHING, 0, 1, 0), [0], [1], [3], [5])
+FORMS = {"chinchilla": CHINCHILLA, "one-exponent": ONE_EXPONENT, "kaplan": KAPLAN}
+"""Of arXiv 2203.15556 (Hoffmann et al.), 2403.08540 (Gadre et al.) and 2001.08361 (Kaplan et al.)"""
 
 
 def effective_tokens(tokens: float, unique: float) -> float:
@@ -87,8 +68,6 @@ def effective_tokens(tokens: float, unique: float) -> float:
 
 @dataclass(frozen=True)
 class Observation:
-    """A finished run: its size, its tokens and its validation loss."""
-
     name: str
     parameters: int
     non_embedding: int  # parameters of the blocks and the final norm
@@ -140,14 +119,12 @@ class Law:
         return np.array([6.0 * one.size(self.embeddings) * one.tokens for one in runs])
 
     def of_run(self, run: Observation) -> float:
-        """The loss of a run by the law."""
         return self.loss(run.size(self.embeddings), run.effective_tokens)
 
     def loss(self, size: float, tokens: float) -> float:
         return float(np.exp(self._logs(self.values, size, tokens)))
 
     def predict(self, size: float, tokens: float) -> Range:
-        """The loss of a model of `size` parameters after `tokens` tokens."""
         low, high = np.percentile(
             np.exp([self._logs(one, size, tokens) for one in self.resampled]), [LOW, HIGH]
         )
@@ -162,8 +139,7 @@ class Law:
         return float(log_loss(values, np.array([n]), np.array([d]))[0][0])
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """The size and tokens with the lowest loss for C = 6 N D FLOPs, with N as the law counts it
-        and without repeated tokens.
+        """The size and tokens with the lowest loss for C = 6 N D FLOPs, without repeated tokens.
 
         The minimum along C is convex in log N, so a golden-section search finds it.
         """
@@ -177,7 +153,6 @@ class Law:
         return size, flops / 6 / size
 
     def constants(self) -> dict[str, tuple[float, float, float]]:
-        """E, A, B, α, β or γ of the formula, each with its range."""
         every = np.vstack([self.values, self.resampled])
         a, b, e, p, q, g = every.T
         named = {"α": p, "A": np.exp(a + p * self.centre[0]), "B": np.exp(b + q * self.centre[1])}
@@ -217,11 +192,7 @@ def fit_law(
     samples: int = SAMPLES,
     huber: float = HUBER,
 ) -> Law:
-    """Fit a form to the runs with `in_fit`, and bootstrap over these runs.
-
-    Raises UserError: there are fewer runs than constants, or one size or one amount of tokens only.
-    """
-    require("scipy", FIT)
+    """Fit a form to the runs with `in_fit`, and bootstrap over these runs."""
     runs = [one for one in observations if one.in_fit]
     check(runs, form)
     n = np.log([float(one.size(embeddings)) for one in runs])
@@ -242,7 +213,7 @@ def fit_law(
 
 
 def check(runs: Sequence[Observation], form: str) -> None:
-    """Raise UserError if these runs cannot give the constants of a form."""
+    require("scipy", "the fit of a scaling law")
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
         problem = f"{plural(len(runs), 'run')} for {constants} constants ({form})"
@@ -255,7 +226,6 @@ def check(runs: Sequence[Observation], form: str) -> None:
 
 
 def _starts(form: str, y: Numbers) -> list[Numbers]:
-    """A grid of starts around the mean run, where n = d = 0."""
     if form == "kaplan":
         grid = itertools.product((0.5, 1.0, 2.0), (0.05, 0.1, 0.3))
         return [np.array([y.mean() / g - math.log(2)] * 2 + [p, g]) for p, g in grid]
@@ -309,10 +279,8 @@ class Judged(NamedTuple):
 
 
 def judges(observations: Sequence[Observation]) -> list[Observation]:
-    """The runs that judge the forms, which are fitted to the others.
-
-    They are the runs without `in_fit`; else the largest of three or more sizes; else a quarter of
-    the runs, the largest by compute.
+    """The runs that judge the forms: those without `in_fit`; else the largest of three or more sizes;
+    else a quarter of the runs, the largest by compute.
     """
     if outside := [one for one in observations if not one.in_fit]:
         return outside
@@ -321,14 +289,6 @@ def judges(observations: Sequence[Observation]) -> list[Observation]:
         return [one for one in observations if one.parameters == max(sizes)]
     ordered = sorted(observations, key=lambda one: one.parameters * one.effective_tokens)
     return ordered[-max(1, len(ordered) // HELD_OUT) :]
-
-
-def check_all(observations: Sequence[Observation]) -> None:
-    """Raise UserError if no law can be fitted to these runs, finished or planned."""
-    require("scipy", FIT)
-    outside = judges(observations)
-    for form in FORMS:
-        check([one for one in observations if one not in outside], form)
 
 
 def judge(observations: Sequence[Observation], outside: Sequence[Observation] = ()) -> list[Judged]:

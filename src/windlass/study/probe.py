@@ -1,13 +1,8 @@
-"""Steps without communication, measured beside a scaling study's cells. No torch.
+"""Steps without communication, measured beside a scaling study's cells.
 
-`probes/<hash>/<i>` are run directories of `windlass train` processes. Each trains one rank's part
-of a cell's batch, without communication. The machine runs one for each of the cell's ranks on it,
-side by side, so that they contend for cores and memory like these ranks. Only the windows in which
-all of them train count (`setups._probe`). `probe.json` says how the probe ended.
-
-torch's profiler would save these runs. But with two gloo ranks its exposed communication (32, 19
-and 33 ms in three trials) was 0.5 to 0.83 of the time that a step lost to it (64, 23 and 40 ms),
-because the communication that overlaps computing takes cores from it.
+`probes/<hash>/<i>` are run directories; each trains one rank's part of a cell's batch, alone. They
+run side by side, so that they contend for cores and memory as the cell's ranks on a host do. The
+exposed communication of torch's profiler was 0.5 to 0.83 of the time lost on two gloo ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +30,6 @@ from windlass.study.study import Study
 
 # SIGHUP: the terminal or ssh connection is gone.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def launch_words(cell: Cell) -> list[str]:
-    """The launch of a cell's ranks; a cell with fewer ranks uses a part of its job's."""
-    per_host = ["--per-host", str(cell.world // cell.nodes)] if cell.world else []
-    return [*WINDLASS, "launch", *per_host, "--"]
 
 
 class CellProcess(subprocess.Popen[bytes]):
@@ -73,7 +62,6 @@ class CellProcess(subprocess.Popen[bytes]):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def failure(self, code: int) -> str:
-        """One line on why a process that exited with `code` failed; empty if it did not."""
         if code in (DONE, STOPPED):
             return ""
         kind = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -86,31 +74,25 @@ class CellProcess(subprocess.Popen[bytes]):
 
 
 PROBES = "probes"  # the directory in a study
-# Of a probe after its warm-up, at least; a window lies between `train` lines.
-STEPS, WINDOWS = 10, 4
+STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows between `train` lines
 MOST_EVERY = 5  # steps of a window, at most
 ENDLESS = 10**6  # steps: the probe is killed before its end
 TINY_LR = 1e-9  # keeps the loss finite without a schedule
 SECONDS = 600.0  # limit for a probe
 POLL_SECONDS = 0.05
 
+# The settings of a rank that trains without communication.
 ALONE: dict[str, Any] = {"parallel.strategy": "single", "parallel.offload": False} | NO_LAYOUT
 ALONE["parallel.shard_size"] = 0
-"""The settings of a rank that trains without communication."""
+# Settings that do not change the time of a step.
 UNTIMED = ("preset", "run.", "data.dir", "eval.", "checkpoint.", "telemetry.")
-"""Settings that do not change the time of a step."""
 
 
 def probe_dir(study: Study, cell: Cell) -> Path:
-    """The directory of a cell's probe.
-
-    Repeats and strategies share it, because a probe leaves out their differences. It stays if the
-    study grows and then logs more often.
-    """
+    """The directory of a cell's probe, which repeats and strategies share."""
     settings = cell.recipe.replace(ALONE).flat().items()
     timed = [(key, value) for key, value in settings if not key.startswith(UNTIMED)]
-    text = f"{timed}{cell.world}x{cell.nodes}"
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{timed}{cell.world}x{cell.nodes}".encode()).hexdigest()[:8]
     return study.path / PROBES / f"{cell.world}-ranks-{digest}"
 
 
@@ -118,26 +100,16 @@ def probe_recipe(cell: Cell) -> Recipe:
     """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
     on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
-    return recipe.replace(
-        {
-            "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
-            "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
-            "train.steps": ENDLESS,
-            "train.early_stop": 0,
-            "optim.lr": TINY_LR,
-            "optim.muon_lr": TINY_LR,
-            "optim.schedule.kind": "constant",
-            "optim.schedule.warmup": 0,
-            "optim.schedule.steps": 0,
-            **ALONE,
-            "eval.every": 0,
-            "eval.sample_every": 0,
-            "checkpoint.every": 0,
-            "checkpoint.keep_every": 0,
-            "telemetry.every": min(recipe.telemetry.every, MOST_EVERY),
-            "telemetry.trackers": [],
-        }
-    )
+    none = ["train.early_stop", "optim.schedule.warmup", "optim.schedule.steps", "eval.every"]
+    none += ["eval.sample_every", "checkpoint.every", "checkpoint.keep_every"]
+    changes: dict[str, Any] = dict.fromkeys(none, 0) | ALONE
+    changes["train.global_batch"] = recipe.train.global_batch // recipe.sizes(world).data_world
+    kind = "cpu" if on_cpu else "cuda"
+    changes["train.micro_batch"] = recipe.batch(world, kind).micro_batch
+    changes |= {"train.steps": ENDLESS, "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR}
+    changes["optim.schedule.kind"] = "constant"
+    changes["telemetry.every"] = min(recipe.telemetry.every, MOST_EVERY)
+    return recipe.replace(changes | {"telemetry.trackers": []})
 
 
 def run_probe(
@@ -150,9 +122,7 @@ def run_probe(
     done = before == "finished" or (before and not retry_failed)
     parallel = cell.recipe.parallel
     if (cell.world or 1) < 2 or parallel.offload or parallel.model_ranks > 1 or done:
-        # One rank does not communicate, and offloading takes time of its own. A part of a matrix,
-        # a sequence or the layers cannot train alone.
-        return
+        return  # `setups._probe` has the reasons
     shutil.rmtree(directory, ignore_errors=True)  # of a killed probe: all ranks train together
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()

@@ -1,7 +1,6 @@
-"""The numbers of runs and of a study's cells, from their ledgers, and the best cells. No torch.
+"""The numbers of runs and of a study's cells, from their ledgers, and the best cells.
 
-A loss in nats per token depends on the tokenizer, so runs with different tokenizers are compared by
-bits per byte of text. Losses on different data, or on different parts of it, do not compare.
+Runs with different tokenizers are compared by bits per byte of text, not by nats per token.
 """
 
 from __future__ import annotations
@@ -27,16 +26,11 @@ BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field
 # Settings that choose the tokenizer.
 TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revision")
 # Settings that choose the validation data, and further ones if it is held out from `data.source`.
-VALIDATION = tuple(
-    f"data.{name}"
-    for name in (
-        *("eval_source", "eval_split", "eval_size", "text_key", "format", "packing"),
-        "document_mask",
-    )
+VALIDATION = (
+    *("data.eval_source", "data.eval_split", "data.eval_size", "data.text_key"),
+    *("data.format", "data.packing", "data.document_mask"),
 )
-HELD_OUT = tuple(
-    f"data.{name}" for name in ("source", "split", "max_tokens", "val_fraction", "val_shards")
-)
+HELD_OUT = ("data.source", "data.split", "data.max_tokens", "data.val_fraction", "data.val_shards")
 NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
@@ -58,8 +52,6 @@ NO_CHOICE = (
 
 
 class ValidationData(NamedTuple):
-    """The tokenizer and data of a run's validation loss."""
-
     tokenizer: str
     data: dict[str, Any]  # the settings that choose it
     tokens: int
@@ -68,7 +60,6 @@ class ValidationData(NamedTuple):
 
 
 def validation_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that choose the validation data of a recipe."""
     flat = recipe.flat()
     if recipe.data.mix:  # its weights do not change the validation data
         weights = {"name", "weight", "epochs"}
@@ -94,10 +85,7 @@ def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Validati
 
 
 def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]:
-    """The measure that compares runs, LOSS or BITS (empty: none), and a sentence that says why.
-
-    The sentence is empty if the losses compare. Runs without an evaluation are left out.
-    """
+    """The measure that compares runs, LOSS or BITS (empty: none), and why, unless the losses compare."""
     runs = [one for one in measured if one is not None]
     keys = [k for k in HELD_OUT + VALIDATION if len({repr(one.data.get(k)) for one in runs}) > 1]
     tokens, texts = sorted({one.tokens for one in runs}), sorted({one.text for one in runs} - {""})
@@ -133,8 +121,6 @@ def diverged(first: float, last: float) -> bool:
 
 
 class Evaluation(NamedTuple):
-    """An evaluation of a cell after step 0."""
-
     time: str  # sorts as text
     step: int
     score: float  # by the study's measure
@@ -171,7 +157,6 @@ class CellResult:
 
     @property
     def divergence(self) -> str:
-        """Why the cell counts as diverged; empty if it does not."""
         if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
             return ""
         return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
@@ -191,12 +176,7 @@ def read_result(
     status: Mapping[str, str],
     cache: dict[Path, tuple[Any, ...]],
 ) -> CellResult:
-    """A cell's result. A ledger that did not change is not parsed again.
-
-    Args:
-        status: what a sweep decided about the cell.
-        cache: what was read of each run's ledger.
-    """
+    """A cell's result. `status`: a sweep's decision; `cache`: what was read of each run's ledger."""
     version: tuple[int, ...] = ()
     with suppress(OSError):
         stat = run.metrics_path.stat()
@@ -209,7 +189,17 @@ def read_result(
         values["validation"] = validation_data(run, cell.recipe, lines)
         cache[run.path] = version, events, train, values
     _, events, train, values = cache[run.path]
-    state, reason = cell_state(run.state_by(events), events, status)
+    state, reason, decided = run.state_by(events), "", status.get("state", "")
+    last = max((x.get("attempt", 0) for x in events), default=0)
+    failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
+    # A killed run lacks a failure and is interrupted.
+    if state == "failed" and failures and decided in ("", "interrupted"):
+        reason = str(failures[-1].get("reason", ""))
+    elif state != "finished" and decided and (state != "running" or decided != "interrupted"):
+        state, reason = decided, status.get("reason", "")
+    else:
+        ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
+        state = (ended | {"new": "waiting"}).get(state, state)
     if values["steps"] is None:
         with suppress(UserError):  # it may depend on data that is not prepared yet
             values["steps"] = resolve_steps(cell.recipe)
@@ -227,15 +217,10 @@ def halved(results: Sequence[CellResult]) -> dict[str, str]:
     """The cells that asynchronous successive halving (arXiv 1810.05934) stops, and why, by key.
 
     At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
-    cells of its `place_of` that have got there, itself included. Evaluations count in the order of
-    their times, so a later call decides alike.
+    cells of its `place_of` that have got there, itself included. Evaluations count by their times.
     """
-    events = [
-        (evaluation.time, number, result, evaluation)
-        for result in results
-        for number, evaluation in enumerate(result.evaluations, 1)
-        if number.bit_count() == 1
-    ]
+    numbered = [(r, *pair) for r in results for pair in enumerate(r.evaluations, 1)]
+    events = [(e.time, n, result, e) for result, n, e in numbered if n.bit_count() == 1]
     reasons, rungs = dict[str, str](), dict[tuple[int, str], list[float]]()
     for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
         if result.cell.key in reasons:
@@ -249,30 +234,8 @@ def halved(results: Sequence[CellResult]) -> dict[str, str]:
     return reasons
 
 
-def cell_state(
-    run_state: str, events: Sequence[Line], status: Mapping[str, str]
-) -> tuple[str, str]:
-    """A cell's state and its reason, from its run's state and events and a sweep's decision."""
-    decided = status.get("state", ""), status.get("reason", "")
-    if run_state == "finished":
-        return run_state, ""
-    if decided[0] not in ("", "interrupted"):
-        return decided
-    last = max((x.get("attempt", 0) for x in events), default=0)
-    failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    if run_state == "failed" and failures:  # a killed run lacks such an event and is interrupted
-        return "failed", str(failures[-1].get("reason", ""))
-    if run_state == "running" or not decided[0]:
-        ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
-        return (ended | {"new": "waiting"}).get(run_state, run_state), ""
-    return decided
-
-
 def time_left(train: Sequence[Line], steps: int | None) -> float | None:
-    """Seconds to the last step, by the wall clock of recent `train` lines.
-
-    The wall clock includes evaluations and saves, which will recur.
-    """
+    """Seconds to the last step, by the wall clock of recent `train` lines, with their saves."""
     own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
     if not steps or len(own) < 2:
         return None
@@ -318,13 +281,8 @@ class SeedGroup:
     results: list[CellResult]
 
     @property
-    def scored(self) -> list[tuple[float, CellResult]]:
-        """The finished cells with their scores."""
-        return [(r.score, r) for r in self.results if r.state == "finished" and r.score is not None]
-
-    @property
     def scores(self) -> list[float]:
-        return [score for score, _ in self.scored]
+        return [r.score for r in self.results if r.state == "finished" and r.score is not None]
 
     @property
     def median(self) -> float | None:
@@ -332,11 +290,11 @@ class SeedGroup:
 
     @property
     def best(self) -> CellResult | None:
-        """The finished cell with the best score."""
-        best = min(
-            self.scored, key=lambda pair: pair[0] if pair[1].lower else -pair[0], default=None
-        )
-        return best[1] if best else None
+        scored = [r for r in self.results if r.state == "finished" and r.score is not None]
+        if not scored:
+            return None
+        sign = 1 if scored[0].lower else -1
+        return min(scored, key=lambda r: sign * (r.score or 0.0))
 
     @property
     def label(self) -> str:
@@ -352,7 +310,6 @@ class SeedGroup:
 
 
 def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
-    """The cells grouped by everything but the seed, in the order of the grid."""
     groups: dict[str, SeedGroup] = {}
     for result in results:
         rest = {key: value for key, value in result.cell.assignment.items() if key != SEED}
@@ -361,29 +318,21 @@ def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
 
 
 class Winners(NamedTuple):
-    """The best groups of a study, and how they were compared or why there is none."""
-
-    # The best first; one for each choice of the NO_CHOICE settings that the study varies.
-    groups: list[SeedGroup]
+    groups: list[SeedGroup]  # the best first; one for each choice of varied NO_CHOICE settings
     remark: str
 
     @property
     def cell(self) -> CellResult | None:
-        """The best of all cells: the best one of the best group."""
         return self.groups[0].best if self.groups else None
 
 
 def find_winners(
     results: Sequence[CellResult], measure: str, values: Mapping[str, Sequence[Any]]
 ) -> Winners:
-    """The groups with the best median score.
+    """The groups with the best median score; groups whose seeds have all finished come first.
 
-    Groups whose seeds have all finished come before the others. Nothing wins if the losses
-    cannot be compared, or if a lower loss decides between none of the varied settings; the remark
-    then has the reason.
-
-    Args:
-        values: the settings that the study assigns, each with its values.
+    Nothing wins if the losses do not compare, or if a lower loss decides between none of the
+    varied settings (`values`, by setting); the remark then has the reason.
     """
     remark = ""
     if measure in (LOSS, BITS):

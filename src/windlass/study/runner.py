@@ -1,39 +1,35 @@
-"""Works through a study's cells: side by side, each a `windlass train` process. No torch.
+"""Works through a study's cells: side by side, each a `windlass train` process.
 
 The directory is the only state. A sweep that was killed anywhere and is given again leaves finished
-cells alone and resumes interrupted ones from their last checkpoint. Failed and diverged cells keep
-their state and reason.
+cells alone and resumes interrupted ones. Failed and diverged cells keep their state and reason.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from windlass import errors
 from windlass.data.locate import data_dirs
 from windlass.data.prepare import prepare
-from windlass.errors import (
-    BAD_INPUT,
-    DONE,
-    LOST,
-    STOPPED,
-    HostLost,
-    Stopped,
-    UserError,
-    by_text,
-    plural,
-)
+from windlass.errors import UserError, plural
+from windlass.fileio import locked
+from windlass.launch import submit
+from windlass.launch.batch import SUBMITTED, queued_tasks
+from windlass.launch.job import INDEX, Job, Site
 from windlass.processes import WINDLASS, catch_signals, thread_share, visible_gpus
 from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell, short_names
-from windlass.study.probe import STOP_SIGNALS, CellProcess, launch_words, run_probe
+from windlass.study.probe import STOP_SIGNALS, CellProcess, run_probe
 from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, halved
 from windlass.study.study import Axes, Study, load_study
 from windlass.telemetry import terminal
@@ -43,7 +39,6 @@ from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
     from rich.console import Group
-
 
 EVERY_SECONDS = 30.0  # between two lines of a cell that trains, without a table
 
@@ -68,28 +63,16 @@ class Progress:
             self._live.__exit__(*error)
 
     def notify(self, text: str) -> None:
-        """Print a message for the user, if it is not empty."""
         if text:
             self.console.out(terminal.message(text, self.console.file))
 
     def show(self, study: Study, results: Sequence[CellResult] = ()) -> None:
-        """Draw the table again, or print a line for each cell that changed or trains on.
-
-        `results`: of the study, if they have just been read.
-        """
+        """Draw the table again, or print a line for each cell that changed or trains on."""
         results = results or study.results()
         if self.console.is_interactive:
             self.console.width = terminal.size(self.console.file).columns
             self._live.update(cells_table(study, results, self.console.width), refresh=True)
-        else:
-            self._print_lines(results)
-
-    def show_end(self, study: Study) -> None:
-        """Print the final table; a terminal shows it already."""
-        if not self.console.is_interactive:
-            self.console.print(cells_table(study, study.results(), self.console.width))
-
-    def _print_lines(self, results: Sequence[CellResult]) -> None:
+            return
         for number, result in enumerate(results, 1):
             before, when = self._lines.get(result.cell.key, ("waiting", 0.0))
             waited = time.monotonic() - when > EVERY_SECONDS
@@ -104,31 +87,27 @@ class Progress:
             place = f"[{number}/{len(results)}]"
             self.console.out(f"{place} {result.cell.label}: {result.state}{more}")
 
+    def show_end(self, study: Study) -> None:
+        if not self.console.is_interactive:
+            self.console.print(cells_table(study, study.results(), self.console.width))
+
 
 def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Group:
-    """The cells as a table for a terminal of `width` columns."""
     best = "best" if study.measure == LOSS else f"best {title_of(study.measure)}"
     settings = short_names(study.keys).values()
     head = ["cell", *settings, "state", "step", "left", "loss", "val loss", best]
     head += ["tok/s", "device-h"]
-    rows = [_row(number, result) for number, result in enumerate(results, 1)]
-    notes = by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
-    options: dict[str, Any] = {"text": ("state",), "title": str(study.path), "notes": notes}
-    return terminal.table(head, rows, width, **options)
-
-
-def _row(number: int, r: CellResult) -> list[str]:
-    settings = [f"{v:g}" if isinstance(v, float) else str(v) for v in r.cell.assignment.values()]
-    return [
-        str(number),
-        *settings,
-        r.state,
-        f"{r.step}/{r.steps or '?'}" if r.step or r.steps else "",
-        "" if r.left_s is None else duration(r.left_s),
-        *("" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)),
-        "" if r.tokens_per_s is None else short(r.tokens_per_s),
-        "" if r.device_hours is None else f"{r.device_hours:.3g}",
-    ]
+    rows = []
+    for number, r in enumerate(results, 1):
+        values = r.cell.assignment.values()
+        row = [str(number), *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)]
+        row += [r.state, f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""]
+        row.append("" if r.left_s is None else duration(r.left_s))
+        row += ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
+        row.append("" if r.tokens_per_s is None else short(r.tokens_per_s))
+        rows.append([*row, "" if r.device_hours is None else f"{r.device_hours:.3g}"])
+    notes = errors.by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
+    return terminal.table(head, rows, width, ("state",), title=str(study.path), notes=notes)
 
 
 RETRIES = 2  # of a cell that was killed, or that another process was training
@@ -170,25 +149,17 @@ def sweep(
         progress: Shows the cells; None: on standard output.
 
     Raises:
-        UserError: The directory has another preset's study, or a cell's recipe is invalid, or no
-            cell has usable data.
+        UserError: The directory has another study, a recipe is invalid, or no cell has usable data.
         Stopped: A signal stopped the sweep, and everything is saved.
     """
     study = create_sweep(recipe, axes, overrides, path, world)
     if study.over_hosts and only is None:
         how = f"`windlass submit {shlex.quote(str(study.path))}` submits its cells"
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
+    cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        Sweep(
-            study,
-            study.cells if only is None else [study.cell(only)],
-            workers=workers,
-            stop_diverged=stop_diverged,
-            halving=halving,
-            retry_failed=retry_failed,
-            launch=launch,
-            progress=shown,
-        ).start()
+        options = (workers, stop_diverged, halving, retry_failed, launch)
+        Sweep(study, cells, *options, progress=shown).start()
     return study
 
 
@@ -208,27 +179,6 @@ def create_sweep(
     return Study.create(base, axes or options.get("axes", ()), target, world=world)
 
 
-def prepare_data(study: Study, cells: Sequence[Cell]) -> None:
-    """Prepare the data of these cells once, before they train.
-
-    A cell without usable data fails alone; UserError if no cell has usable data.
-    """
-    prepared, problems = set[tuple[object, ...]](), list[UserError]()
-    resuming = any(study.run_of(cell).exists for cell in cells)
-    with StopSignals():
-        for cell in cells:
-            recipe = cell.recipe
-            try:
-                needed = *data_dirs(recipe), recipe.data.model_dump_json()
-                if needed not in prepared:
-                    prepare(recipe, resuming=resuming)
-                    prepared.add(needed)
-            except UserError as error:
-                problems.append(error)
-    if problems and not prepared:
-        raise problems[0]
-
-
 def train_command(study: Study, cell: Cell) -> list[str]:
     recipe, directory = study.path / "recipe.toml", study.run_of(cell).path
     places = {"run.dir": str(directory), "run.base": study.recipe.run.base}
@@ -236,15 +186,8 @@ def train_command(study: Study, cell: Cell) -> list[str]:
     return [*WINDLASS, "train", str(recipe), *cell.overrides, *words]
 
 
-def new_divergence(process: CellProcess, result: CellResult) -> str:
-    """How a cell diverged in this process; an earlier attempt does not count."""
-    return result.divergence if result.attempt > process.attempt else ""
-
-
 @dataclass
 class Sweep:
-    """A sweep at work, with the options of `sweep`."""
-
     study: Study
     cells: list[Cell]
     workers: int = 1
@@ -276,12 +219,9 @@ class Sweep:
         self.open_states = {*OPEN_STATES, "running", *again}
 
     def start(self) -> None:
-        """Prepare the data, and train every open cell; a scaling study adds its probes."""
         for note in self.study.notes:
             self.progress.notify(note)
-        prepare_data(
-            self.study, [c for c in self.cells if self.study.result(c).state in self.open_states]
-        )
+        self._prepare([c for c in self.cells if self.study.result(c).state in self.open_states])
         if not (self.study.scaling and self.probes):
             self.run(self.cells)
             return
@@ -290,9 +230,32 @@ class Sweep:
             if cell.repeat == 1 and self.study.result(cell).state == "finished":
                 run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
+    def _prepare(self, cells: Sequence[Cell]) -> None:
+        prepared, problems = set[tuple[object, ...]](), list[UserError]()
+        resuming = any(self.study.run_of(cell).exists for cell in cells)
+        with StopSignals():
+            for cell in cells:
+                recipe = cell.recipe
+                try:
+                    needed = *data_dirs(recipe), recipe.data.model_dump_json()
+                    if needed not in prepared:
+                        prepare(recipe, resuming=resuming)
+                        prepared.add(needed)
+                except UserError as error:
+                    problems.append(error)
+        if problems and not prepared:
+            raise problems[0]
+
     def run(self, cells: list[Cell]) -> None:
         """Train these cells until none is open; raises Stopped after a signal and their saves."""
-        with catch_signals(STOP_SIGNALS, self._on_signal):
+
+        def stop(number: int) -> None:
+            if self.stopping and number == signal.SIGINT:  # a second Ctrl-C waits for no save
+                for process in self.running:
+                    process.kill()
+            self.stopping = True
+
+        with catch_signals(STOP_SIGNALS, stop):
             try:
                 self._work(cells)
             finally:
@@ -301,29 +264,29 @@ class Sweep:
                     process.wait()
         self.progress.show(self.study)
         if self.stopping:
-            raise Stopped("stopped with everything saved; the same command continues")
+            raise errors.Stopped("stopped with everything saved; the same command continues")
         if self.lost:
-            raise HostLost(self.lost)
-
-    def _on_signal(self, number: int) -> None:
-        if self.stopping and number == signal.SIGINT:  # a second Ctrl-C does not wait for saves
-            for process in self.running:
-                process.kill()
-        self.stopping = True
+            raise errors.HostLost(self.lost)
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
             if self.study.statuses().get(cell.key, {}).get("state") in FAILED_STATES:
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
-        threads = self._threads(cells)
+        # 0: a cell alone measures the best number, a launch shares cores.
+        ranks = self.workers * max(map(self.study.ranks_of, cells))
+        threads = thread_share(ranks) if ranks > 1 and not self.launch else 0
         while queue or self.running:
             every = self.study.results()  # reads the study's files once for each poll
             results = {result.cell.key: result for result in every}
             pruned = halved(every) if self.halving else {}
             self._start_cells(queue, threads, results, pruned)
             if self.stopping:
-                self._stop()
+                for process in self.running:
+                    process.terminate()
+                deadline = time.monotonic() + STOP_SECONDS
+                while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
+                    time.sleep(0.1)
                 return
             before = len(self.running)
             for process in list(self.running):
@@ -335,25 +298,9 @@ class Sweep:
                     queue.append(process.cell)
             self.progress.show(self.study, every)
             if len(self.running) == before:
-                self._wait()
-
-    def _threads(self, cells: list[Cell]) -> int:
-        """Threads of a rank; 0: a cell alone measures the best number, a launch shares cores."""
-        ranks = self.workers * max(map(self.study.ranks_of, cells))
-        return thread_share(ranks) if ranks > 1 and not self.launch else 0
-
-    def _wait(self) -> None:
-        """Wait for POLL_SECONDS, or until a cell ends."""
-        until = time.monotonic() + POLL_SECONDS
-        while time.monotonic() < until and all(p.poll() is None for p in self.running):
-            time.sleep(0.02)
-
-    def _stop(self) -> None:
-        for process in self.running:
-            process.terminate()
-        deadline = time.monotonic() + STOP_SECONDS
-        while time.monotonic() < deadline and any(p.poll() is None for p in self.running):
-            time.sleep(0.1)
+                until = time.monotonic() + POLL_SECONDS
+                while time.monotonic() < until and all(p.poll() is None for p in self.running):
+                    time.sleep(0.02)
 
     def _start_cells(
         self,
@@ -362,7 +309,6 @@ class Sweep:
         results: Mapping[str, CellResult],
         pruned: Mapping[str, str],
     ) -> None:
-        """Start the next cells while workers are free; a cell of another process stays queued."""
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
@@ -379,23 +325,22 @@ class Sweep:
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
             command = train_command(self.study, cell)
-            if self.launch:
-                command = [*launch_words(cell), *command]
+            if self.launch:  # a cell with fewer ranks uses a part of its job's
+                part = ["--per-host", str(cell.world // cell.nodes)] if cell.world else []
+                command = [*WINDLASS, "launch", *part, "--", *command]
             else:
                 command = [*command, "--world", str(world)]
-            devices = free if len(free) == world else []
-            directory = self.study.run_of(cell).path
-            self.running.append(
-                CellProcess(cell, command, directory, threads, devices, result.attempt)
-            )
+            how = (threads, free if len(free) == world else [], result.attempt)
+            self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
 
     def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
         """Stop a running cell that diverged or is pruned, unless only its last save is left."""
         cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
         if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
             return
-        if self.stop_diverged and (divergence := new_divergence(process, result)):
-            self.study.set_status(cell, "diverged", divergence)
+        # A divergence of an earlier attempt does not count.
+        if self.stop_diverged and result.attempt > process.attempt and result.divergence:
+            self.study.set_status(cell, "diverged", result.divergence)
             process.terminate()
         elif cell.key in pruned:
             self.study.set_status(cell, "pruned", pruned[cell.key])
@@ -406,19 +351,108 @@ class Sweep:
         cell, result = process.cell, self.study.result(process.cell)
         if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
             return False
-        reason, divergence = process.failure(code), new_divergence(process, result)
-        if code == LOST:  # its job starts it again, on other hosts
+        reason = process.failure(code)
+        divergence = result.divergence if result.attempt > process.attempt else ""
+        if code == errors.LOST:  # its job starts it again, on other hosts
             self.lost = reason
             self.study.set_status(cell, "interrupted", reason)
-        elif code == STOPPED or code < 0 or OCCUPIED in reason:
+        elif code == errors.STOPPED or code < 0 or OCCUPIED in reason:
             times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
             reason = reason or "stopped by a signal"
             reason += f" ({times} times)" if times > 1 else ""
             self.study.set_status(cell, "interrupted", reason)
             return times <= RETRIES
-        elif code != DONE:
-            diverged = divergence and code != BAD_INPUT
+        elif code != errors.DONE:
+            diverged = divergence and code != errors.BAD_INPUT
             self.study.set_status(cell, "diverged" if diverged else "failed", reason)
         elif divergence and result.state != "finished":
             self.study.set_status(cell, "diverged", divergence)
         return False
+
+
+def submit_study(
+    study: Study,
+    *,
+    scheduler: str = "",
+    site: Site | None = None,
+    asked: submit.Resources | None = None,
+    dry_run: bool = False,
+    retry_failed: bool = False,
+    notify: Callable[[str], None] = lambda text: None,
+) -> list[submit.Submitted]:
+    """Submit the open cells of a study as array jobs; the list is empty if no cell is open.
+
+    - A sweep is one job. Each cell has `asked.nodes` hosts and a rank for each of their GPUs. If
+      the study or the grid sets the ranks, each cell has one host and these ranks.
+    - A scaling study over hosts is a job for each number of hosts.
+
+    A cell that an earlier job still holds is left to it; `dry_run` does not ask the scheduler. Each
+    job has a directory `jobs/<n>` of its own.
+    """
+    site, asked = site or submit.read_site(), asked or submit.Resources()
+    scheduler = submit.find_scheduler(scheduler, site, dry_run)
+    jobs, path = list[submit.Submitted](), study.path.resolve()
+    places = (path / "jobs" / str(number) for number in itertools.count(1))
+    free = (place for place in places if not (place / SUBMITTED).exists())
+    with nullcontext() if dry_run else locked(path / ".study.lock"):
+        held = {} if dry_run else queued_tasks(path)
+        by_job = itertools.groupby(held, lambda number: (held[number].job, held[number].state))
+        for (name, state), cells in by_job:
+            end = f"`windlass submit --cancel {path}` ends it"
+            notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
+        every = [result.state for result in study.results()]
+        states = {number: state for number, state in enumerate(every) if number not in held}
+        failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
+        if failed and not retry_failed:
+            notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
+        if running := [str(number) for number, state in states.items() if state == "running"]:
+            notify(f"cell {', '.join(running)} is running already")
+        wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+        numbers = [number for number, state in states.items() if state in wanted]
+        submit.note_unprepared(
+            [study.cells[number].recipe for number in numbers], Path.cwd(), notify
+        )
+        for nodes in sorted({study.cells[number].nodes for number in numbers}):
+            own = [number for number in numbers if study.cells[number].nodes == nodes]
+            job = _array_job(study, own, next(free), site, asked, retry_failed)
+            jobs.append(submit.submit(job, site, scheduler, dry_run))
+    return jobs
+
+
+def _array_job(
+    study: Study,
+    numbers: list[int],
+    where: Path,
+    site: Site,
+    asked: submit.Resources,
+    retry_failed: bool,
+) -> Job:
+    path, cells = study.path.resolve(), [study.cells[number] for number in numbers]
+    name = f"windlass-{path.name}"
+    worlds = {cell.world or study.world for cell in cells} - {0}
+    if (worlds or study.over_hosts) and (asked.nodes > 1 or asked.per_host):
+        option = f"--nodes {asked.nodes}" if asked.nodes > 1 else f"--per-host {asked.per_host}"
+        raise UserError(
+            f"{option}: the study {path} sets hosts and ranks of its cells; leave it out"
+        )
+    if study.over_hosts:
+        nodes = cells[0].nodes
+        name = f"{name}-{nodes}"
+        ranks = max(cell.world or nodes for cell in cells) // nodes
+        asked = replace(asked, nodes=nodes, per_host=ranks)
+    elif worlds:
+        asked = replace(asked, nodes=1, per_host=max(worlds))
+    parts = ("model", "train", "parallel")  # which need resources
+    recipes = list({repr([getattr(c.recipe, p) for p in parts]): c.recipe for c in cells}.values())
+    launches = study.over_hosts or not worlds
+    # Without `launch` the cells' ranks are processes of the sweep.
+    program = shlex.split(site.program) if site.program and not launches else WINDLASS
+    command = [*program, "sweep", str(path), "--only", INDEX]
+    command += ["--launch"] if launches else []
+    command += ["--retry-failed"] if retry_failed else []
+    job = submit.make_job(name, command, recipes, where, site, asked)
+    for cell in cells:
+        cell.recipe.batch(cell.world or study.world or job.nodes * job.ranks_per_node)
+    one_rank = job.nodes * job.ranks_per_node == 1 and study.over_hosts  # without a bandwidth
+    before = () if one_rank else asked.check(str(path / "recipe.toml"))
+    return replace(job, array=numbers, before=before)

@@ -1,14 +1,11 @@
-"""Scaling studies: `scale` writes the grid of a sweep from a mode and numbers of ranks. No torch.
-
-The same runner trains its cells (study/runner.py), one at a time, with the measurements of
-study/probe.py beside them. study/setups.py computes the study's numbers.
-"""
+"""Scaling studies: `scale` writes the grid of a sweep from a mode and numbers of ranks."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,8 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
-from windlass.study.runner import Progress, Sweep
+from windlass.study.runner import Progress, Sweep, submit_study
 from windlass.study.study import Scaling, Study, load_study
-from windlass.study.submit import submit_study
 
 MODES = ("strong", "fixed-data", "weak", "strategies")
 WINDOWS = 20  # `train` lines of a cell, at least
@@ -65,9 +61,7 @@ def scale(
         retry_failed: Train failed and diverged cells again.
         progress: Shows the cells; None: on standard output.
 
-    Raises:
-        UserError: A cell is impossible.
-        Stopped: A signal stopped the study, and everything is saved.
+    Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.
     """
     given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
     given |= {"repeats": repeats, "warmup": warmup, "path": path}
@@ -97,13 +91,8 @@ def submit_scale(
 ) -> tuple[Study, list[Submitted]]:
     """Create a scaling study over hosts and submit its open cells, a job for each of `nodes`.
 
-    Without `worlds` the ranks are the hosts' GPUs, or one for each host on CPUs.
-
-    Args:
-        dry_run: render the scripts, and write nothing.
-        options: options of `scale`. `submit_study` has the others.
-
-    Raises UserError before anything is written if the site lacks a setting or a cell is impossible.
+    Without `worlds` the ranks are the hosts' GPUs, or one for each host on CPUs. With `dry_run` it
+    writes nothing. `options`: of `scale`. UserError before anything is written.
     """
     if any(n < 1 for n in nodes):
         raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
@@ -153,10 +142,7 @@ def create_study(
 ) -> Study:
     """Create the scaling study of these options, or add its cells to an existing one.
 
-    Args:
-        threads: of a rank on a CPU, if the cells run on other machines.
-        write: False: write nothing to disk.
-        options: fields of `Scaling`; `scale` has the other arguments.
+    `threads`: of a CPU rank, if the cells run on other machines; `options`: fields of `Scaling`.
     """
     if path is None:
         first = scaling_of(None, options, preset)
@@ -167,13 +153,24 @@ def create_study(
     scaling = scaling_of(before.scaling if before else None, options, preset)
     if worlds:
         recipe.check_packages()
-        recipe = with_threads(recipe, max(worlds), before, threads)
+        parallel = recipe.parallel.device
+        if parallel != "cuda" and not (parallel == "auto" and visible_gpus()):
+            # Equal threads of a CPU rank in all cells, so that times compare ranks.
+            asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
+            if asked and fixed and asked != fixed:
+                equal = f"the study's cells have {fixed}, and only equal ones compare"
+                raise UserError(f"train.threads = {asked}: {equal}")
+            share = max(1, usable_cores() // max(worlds))
+            recipe = recipe.replace({"train.threads": asked or fixed or threads or share})
         smallest = min(worlds)
         if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
             cell, layers = before.cells[0], before.recipe.model.layers
             smallest = layers * (cell.world or 1) // cell.recipe.model.layers
         listed = assignments(recipe, scaling, worlds, nodes, smallest)
-        every = min(recipe.telemetry.every, max(1, fewest_steps(recipe, listed) // WINDOWS))
+        fewest = 1  # steps of the shortest cell; unknown before the data is prepared
+        with suppress(UserError):
+            fewest = min(steps_of(recipe, one) for one in listed if one.get(REPEAT, 1) == 1)
+        every = min(recipe.telemetry.every, max(1, fewest // WINDOWS))
         recipe = recipe.replace({"telemetry.every": every})
     elif before and before.scaling:
         recipe, listed = before.recipe, [cell.assignment for cell in before.cells]
@@ -202,18 +199,6 @@ def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> 
     return replace(before or Scaling(mode, preset=preset), **given)
 
 
-def with_threads(recipe: Recipe, largest: int, before: Study | None, threads: int) -> Recipe:
-    """The recipe with equal threads of a CPU rank in all cells, so that times compare ranks."""
-    if recipe.parallel.device == "cuda" or (recipe.parallel.device == "auto" and visible_gpus()):
-        return recipe
-    asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
-    if asked and fixed and asked != fixed:
-        equal = f"the study's cells have {fixed}, and only equal ones compare"
-        raise UserError(f"train.threads = {asked}: {equal}")
-    share = max(1, usable_cores() // largest)
-    return recipe.replace({"train.threads": asked or fixed or threads or share})
-
-
 def assignments(
     recipe: Recipe,
     scaling: Scaling,
@@ -224,32 +209,12 @@ def assignments(
     """The grid of a scaling study in running order.
 
     Repeats are outermost, and every other one goes backwards, so that a machine that drifts favours
-    no number of ranks.
-
-    Args:
-        smallest: the ranks that train the recipe's own model; 0: the fewest of `worlds`.
+    no number of ranks. `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
     if nodes and len(nodes) != len(worlds):
         one_each = f"give one number of hosts for each of {argument('worlds', worlds)}"
         raise UserError(f"{argument('nodes', list(nodes))}: {one_each}")
-    check_worlds(recipe, scaling, worlds)
-    hosts: list[Assignment] = [{NODES: n} for n in nodes] or [{} for _ in worlds]
-    places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
-    if scaling.mode == "strategies":
-        kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
-        listed = [places[0] | kind for kind in kinds]
-    else:
-        first = smallest or min(worlds)
-        listed = [p | settings_of(recipe, scaling, p[WORLD], first) for p in places]
-    if scaling.repeats == 1:
-        return listed
-    rounds = [listed if repeat % 2 else listed[::-1] for repeat in range(1, scaling.repeats + 1)]
-    return [one | {REPEAT: n} for n, cells in enumerate(rounds, 1) for one in cells]
-
-
-def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
-    """UserError if these numbers of ranks do not fit the mode. `cells_of` checks the batch."""
     given = argument("worlds", worlds)
     if any(world < 1 for world in worlds):
         raise UserError(f"{given}: numbers of ranks are 1 and more")
@@ -264,10 +229,21 @@ def check_worlds(recipe: Recipe, scaling: Scaling, worlds: list[int]) -> None:
     if scaling.grow == "model" and recipe.model.kind != "gpt":
         needs = 'needs model.kind = "gpt": it adds layers, and other models have fixed weights'
         raise UserError(f"{argument('grow', 'model')} {needs}")
+    hosts: list[Assignment] = [{NODES: n} for n in nodes] or [{} for _ in worlds]
+    places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
+    if scaling.mode == "strategies":
+        kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
+        listed = [places[0] | kind for kind in kinds]
+    else:
+        first = smallest or min(worlds)
+        listed = [p | settings_of(recipe, scaling, p[WORLD], first) for p in places]
+    if scaling.repeats == 1:
+        return listed
+    rounds = [listed if repeat % 2 else listed[::-1] for repeat in range(1, scaling.repeats + 1)]
+    return [one | {REPEAT: n} for n, cells in enumerate(rounds, 1) for one in cells]
 
 
 def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
-    """The settings that a number of ranks changes."""
     train = recipe.train
     if scaling.grow == "model":
         layers = recipe.model.layers * world
@@ -285,7 +261,6 @@ def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> 
 
 
 def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
-    """The valid combinations of strategy, offload and activation checkpointing."""
     several = [strategy.name for strategy in STRATEGIES.values() if strategy.distributed]
     kinds = several if world > 1 else ["single", "shard_grad_op", "full_shard"]
     group = world // nodes if nodes > 1 else STRATEGIES["hybrid_shard"].sizes(world).dp_shard
@@ -310,16 +285,7 @@ def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
     return possible
 
 
-def fewest_steps(recipe: Recipe, listed: Sequence[Assignment]) -> int:
-    """Steps of the shortest cell, 1 if they are unknown before the data is prepared."""
-    first = [one for one in listed if one.get(REPEAT, 1) == 1]
-    cells = [(one[WORLD], Cell.of(recipe, one).recipe) for one in first]
-    try:
-        return min(
-            cell.train.steps
-            if isinstance(cell.train.steps, int)
-            else subject_of(cell, world=world).resolve_steps()
-            for world, cell in cells
-        )
-    except UserError:
-        return 1
+def steps_of(recipe: Recipe, assignment: Assignment) -> int:
+    cell = Cell.of(recipe, assignment).recipe
+    steps, world = cell.train.steps, assignment[WORLD]
+    return steps if isinstance(steps, int) else subject_of(cell, world=world).resolve_steps()

@@ -1,8 +1,6 @@
-"""The numbers of a scaling study: setups, efficiencies, parts of a step. No torch.
+"""The numbers of a scaling study: setups, efficiencies, parts of a step.
 
-A setup is a set of cells that differ only in `repeat`. All numbers come from the runs' ledgers
-and the probes (study/probe.py). `Setup.missing` has a reason for each missing number.
-docs/guides/scale.md has the definitions and formulas.
+A setup is a set of cells that differ only in `repeat`. docs/guides/scale.md has the formulas.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.errors import plural
+from windlass.estimate.rank import flops_of_run
 from windlass.estimate.subject import NO_PEAK
-from windlass.estimate.work import flops_of_run, on_cpu
 from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
 from windlass.run import Line, Run, last_start, timestamp
-from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, Cell, short_names
+from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
 from windlass.study.probe import probe_dir
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
@@ -29,8 +27,8 @@ from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
 UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
+# Numbers that compare a setup with the baseline.
 COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
-"""Numbers that compare a setup with the baseline."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,15 @@ class Setup:
 
     @property
     def hosts(self) -> set[str]:
-        """The hosts of the finished runs."""
         environments = (result.run.environment for result in self.finished)
         return {str(rank.get("host")) for e in environments for rank in e.get("ranks", ())}
 
     @property
     def on_cpu(self) -> bool:
-        return on_cpu(self.start)
+        return str(self.start.get("device")).upper() == "CPU"
 
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
-    """The setups of a scaling study with all their numbers."""
     scaling = study.scaling or Scaling("strategies")
     groups: dict[str, tuple[Assignment, list[CellResult]]] = {}
     for result in study.results() if results is None else results:
@@ -87,8 +83,7 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     for setup in table:
         if setup.measured:
             _divide(setup, _probe(study, setup, scaling.warmup))
-            busy = unsteady(setup.results, scaling.warmup)
-            setup.remarks.extend(filter(None, [shared_cores(setup), busy]))
+            _remark_on_machine(setup, scaling.warmup)
     if scaling.mode == "strategies":
         _recommend(table)
     else:
@@ -125,16 +120,23 @@ def _setup(
         for name, value in run_numbers(result.run, scaling.warmup).items():
             columns.setdefault(name, []).append(value)
     values |= {name: statistics.median(column) for name, column in columns.items()}
-    setup = Setup(
-        _name(study, scaling, cell, values, sizes),
-        assignment,
-        results,
-        worst.state,
-        worst.reason,
-        values,
-        {n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1},
-        start=start,
-    )
+    if scaling.mode != "strategies":
+        words = [plural(values["nodes"], "host"), plural(values["world"], "rank")]
+        if scaling.grow == "model" and "layers" in values:
+            words.append(plural(values["layers"], "layer"))
+    else:  # the settings that distinguish a setup from the others
+        words, names = list[str](), short_names(cell.assignment)
+        for key, value in cell.assignment.items():
+            name = names[key].removeprefix("activation_")
+            if key in AXES_ONLY or len(study.values[key]) < 2:
+                continue
+            if name in ("strategy", "precision"):  # their values need no name
+                words.append(str(value))
+            elif value not in (False, 0, "none"):
+                words.append(name if value is True else f"{name} {value}")
+    title = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
+    setup = Setup(title, assignment, results, worst.state, worst.reason, values, start=start)
+    setup.spread.update({n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1})
     if 0 < len(done) < len(results):
         setup.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
     if setup.measured:  # from the median step, so that they agree with it
@@ -147,31 +149,9 @@ def _setup(
     return setup
 
 
-def _name(
-    study: Study, scaling: Scaling, cell: Cell, values: Mapping[str, Any], sizes: Sizes
-) -> str:
-    """Hosts and ranks, or the settings that distinguish a setup from the others; the layout."""
-    if scaling.mode != "strategies":
-        words = [plural(values["nodes"], "host"), plural(values["world"], "rank")]
-        if scaling.grow == "model" and "layers" in values:
-            words.append(plural(values["layers"], "layer"))
-        return ", ".join(filter(None, [*words, sizes.layout]))
-    words, names = [], short_names(cell.assignment)
-    for key, value in cell.assignment.items():
-        name = names[key].removeprefix("activation_")
-        if key in AXES_ONLY or len(study.values[key]) < 2:
-            continue
-        if name in ("strategy", "precision"):  # their values need no name
-            words.append(str(value))
-        elif value not in (False, 0, "none"):
-            words.append(name if value is True else f"{name} {value}")
-    return ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
-
-
 def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`.
-
-    A line holds means over the steps since the previous line. `since`: seconds since 1970.
+    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`
+    (seconds since 1970). A line holds means over the steps since the previous line.
     """
     step, start, begun, chosen = 0, 0, 0.0, []
     for line in lines:
@@ -194,16 +174,23 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
-def unsteady(results: Sequence[CellResult], warmup: int) -> str:
-    """A remark if something else used the machine of a cell without repeats; else empty."""
-    if len(results) > 1:
-        return ""
-    times = [line["step_ms"] for line in windows(results[0].run.ledger(), warmup)]
-    tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
-    if tenths[-1] - tenths[0] < UNSTEADY * tenths[4]:
-        return ""
-    took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
-    return f"it ran once and {took}: the machine was busy, so use `--repeats 3`"
+def _remark_on_machine(setup: Setup, warmup: int) -> None:
+    environment = setup.finished[0].run.environment
+    cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
+    for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
+        threads.setdefault(str(rank.get("host")), []).append(int(rank.get("threads") or 1))
+    crowded = [(host, own) for host, own in sorted(threads.items()) if sum(own) > cores]
+    for host, own in crowded[:1]:
+        ranks, devices = plural(len(own), "rank"), plural(len(own), "device")
+        shared = f"{sum(own)} threads of {ranks} share the {cores} cores of {host}"
+        setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
+    if len(setup.results) == 1:
+        times = [line["step_ms"] for line in windows(setup.results[0].run.ledger(), warmup)]
+        tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
+        if tenths[-1] - tenths[0] >= UNSTEADY * tenths[4]:
+            took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
+            advice = "the machine was busy, so use `--repeats 3`"
+            setup.remarks.append(f"it ran once and {took}: {advice}")
 
 
 def run_numbers(run: Run, warmup: int) -> dict[str, float]:
@@ -256,9 +243,9 @@ def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
 def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
     """Divide a setup's step into STEP_PARTS.
 
-    Computing and host are the probe's; its forward and backward pass are scaled to the tokens of a
-    rank's step, padding included. The step's excess over the probe, both without waiting for data,
-    is communication that computing does not hide. A negative excess is noise.
+    Computing and host are the probe's; its passes are scaled to the tokens of a rank's step,
+    padding included. The step's excess over the probe, both without waiting for data, is
+    communication that computing does not hide. A negative excess is noise.
     """
     values = setup.values
     values.setdefault("data_ms", 0.0)
@@ -280,27 +267,12 @@ def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
             setup.remarks.append(f"{excess}: noise, shown as no exposed communication")
 
 
-def shared_cores(setup: Setup) -> str:
-    """A remark if the CPU ranks of a host have more threads than it has cores; else empty."""
-    environment = setup.finished[0].run.environment
-    cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
-    for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
-        threads.setdefault(str(rank.get("host")), []).append(int(rank.get("threads") or 1))
-    for host, own in sorted(threads.items()):
-        if sum(own) > cores:
-            ranks, devices = plural(len(own), "rank"), plural(len(own), "device")
-            shared = f"{sum(own)} threads of {ranks} share the {cores} cores of {host}"
-            return f"oversubscribed: {shared}, which says nothing about {devices}"
-    return ""
-
-
 def baseline(table: Sequence[Setup]) -> Setup:
     """The setup with the fewest ranks, measured or not; the others are compared with it."""
     return min(table, key=lambda setup: (setup.world, setup.values["nodes"]))
 
 
 def _compare(table: list[Setup], scaling: Scaling) -> None:
-    """Compute speed-up, efficiency and factors over the baseline."""
     base = baseline(table)
     for setup in table:
         if setup is not base and not base.measured:
@@ -321,31 +293,23 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         values["efficiency"] = efficiency
         percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
-            setup.remarks.append(f"low efficiency, {percent}: {_largest_excess(setup, base)}")
+            cause = "without a probe the part of the step that grew is unknown"
+            if "compute_ms" in values and "compute_ms" in first:
+                # With perfect scaling, computing takes its share of FLOPs, and the others stay.
+                ideal = {part: first.get(part, 0.0) for part in STEP_PARTS}
+                ideal["compute_ms"] *= values["flops_per_device"] / first["flops_per_device"]
+                excess = {part: values.get(part, 0.0) - ms for part, ms in ideal.items()}
+                part = max(excess, key=lambda part: excess[part])
+                more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
+                cause = f"{SETUP[part].words} grew most, by {more}"
+            setup.remarks.append(f"low efficiency, {percent}: {cause}")
         elif efficiency > HIGH_EFFICIENCY:
             setup.remarks.append(f"high efficiency, {percent}: {base.name} may have been slowed")
 
 
-def _largest_excess(setup: Setup, base: Setup) -> str:
-    """The part of the step with the largest excess over perfect scaling.
-
-    With perfect scaling, computing takes its share of FLOPs, and the other parts stay.
-    """
-    if "compute_ms" not in setup.values or "compute_ms" not in base.values:
-        return "without a probe the part of the step that grew is unknown"
-    ideal = {part: base.values.get(part, 0.0) for part in STEP_PARTS}
-    ideal["compute_ms"] *= setup.values["flops_per_device"] / base.values["flops_per_device"]
-    excess = {part: setup.values.get(part, 0.0) - ms for part, ms in ideal.items()}
-    part = max(excess, key=lambda part: excess[part])
-    more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
-    return f"{SETUP[part].words} grew most, by {more}"
-
-
 def _recommend(table: list[Setup]) -> None:
-    """Mark the Pareto front of memory and throughput, and the recommended setup.
-
-    The recommended setup is the fastest. Among setups within 2 % of it, or within the spread of its
-    repeats, it is the one with the least memory.
+    """Mark the Pareto front of memory and throughput, and the recommended setup: the fastest, or
+    among setups within 2 % of it, or the spread of its repeats, the one with the least memory.
     """
     rivals = [setup for setup in table if setup.measured and "peak_mem_mb" in setup.values]
     if not rivals:

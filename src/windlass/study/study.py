@@ -1,12 +1,8 @@
-"""A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid. No torch.
+"""A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid.
 
-- `recipe.toml`: the settings that all cells share
-- `study.json`: the kind of study, the cells (their settings and run directories), the ranks of a
-  cell that does not set them, and a scaling study's options
+- `recipe.toml`: the settings that all cells share; `study.json`: `StudyFile`
 - `statuses.json`: the cells that a sweep marked as diverged, pruned, failed or interrupted, and why
-- `runs/<cell>`: a run directory for each cell
-
-Everything else (states, losses, the best cells) is computed from the runs' ledgers on demand.
+- `runs/<cell>`: a run directory for each cell, whose ledger gives all other numbers
 """
 
 from __future__ import annotations
@@ -76,8 +72,6 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 
 @dataclass(frozen=True)
 class Scaling:
-    """The options of a scaling study, as `study.json` stores them."""
-
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
     warmup: int = 5  # steps of each start that are left out
@@ -92,8 +86,6 @@ class StoredCell(BaseModel):
 
 
 class StudyFile(BaseModel):
-    """What `study.json` holds."""
-
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     kind: Kind
@@ -118,7 +110,6 @@ class Study:
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        """The path, the axes, and the number of cells in each state."""
         counts = Counter(result.state for result in self.results())
         states = ", ".join(f"{count} {state}" for state, count in counts.items())
         cells = f"{plural(len(self.cells), 'cell')} over {', '.join(self.keys)}"
@@ -145,8 +136,7 @@ class Study:
             world: ranks of each cell without `parallel.world`; 0: as the study has it.
             scaling: the options of a scaling study, which makes it one.
 
-        Raises UserError if a cell's recipe is invalid, or if `path` has a study of another preset
-        or, with axes, of another kind.
+        Raises UserError if a cell's recipe is invalid, or `path` has another study.
         """
         # Every setting by name, as recipe.toml has them, so that no default depends on a cell.
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
@@ -167,26 +157,22 @@ class Study:
                 new = Study(path, base, list(grid), kind, world, scaling)
                 study = before._grown(new) if before else new
                 if write and study != before:
-                    study._write()
+                    # The recipe first: the keys in study.json reveal a later edit of the recipe.
+                    write_atomic(path / "recipe.toml", study.recipe.toml())
+                    cells = [
+                        StoredCell(assignment=c.assignment, run=c.directory, key=c.key)
+                        for c in study.cells
+                    ]
+                    about: Any = {"kind": study.kind, "world": study.world, "axes": study.values}
+                    stored = StudyFile(cells=cells, scaling=study.scaling, **about)
+                    write_atomic(path / STUDY, stored.model_dump_json(indent=1))
         except OSError as error:
             remedy = f"give another {argument('path', 'DIR')}"
             raise UserError(f"cannot write the study {path}: {error.strerror}; {remedy}") from None
         return study
 
-    def _write(self) -> None:
-        # The recipe first: the keys in study.json reveal a later edit of the recipe.
-        write_atomic(self.path / "recipe.toml", self.recipe.toml())
-        cells = [
-            StoredCell(assignment=c.assignment, run=c.directory, key=c.key) for c in self.cells
-        ]
-        stored = StudyFile(
-            kind=self.kind, world=self.world, axes=self.values, cells=cells, scaling=self.scaling
-        )
-        write_atomic(self.path / STUDY, stored.model_dump_json(indent=1))
-
     @staticmethod
     def open(path: str | Path) -> Study:
-        """The study at `path`; UserError if there is none, or if its recipe was edited."""
         path = Path(path)
         if not Study.is_study(path):
             raise UserError(f"{path} is not a study: it has no {STUDY}")
@@ -212,8 +198,8 @@ class Study:
     def _grown(self, given: Study) -> Study:
         """This study with the new cells of `given`; its own keep their order and directories.
 
-        Settings that change no result (how often to save or log) then apply to all cells. Other
-        changes of the recipe raise UserError: they have to be axes.
+        Settings that change no result (how often to save or log) then apply to all cells. UserError
+        for other changes of the recipe, which have to be axes.
         """
         old, new, grid = self.recipe.flat(), given.recipe.flat(), given.cells
         elsewhere = f"give another {argument('path', 'DIR')}"
@@ -231,11 +217,22 @@ class Study:
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
         recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
-        more = with_seeds(list(before.values()), [own | cell.assignment for cell in grid])
+        # New settings without a seed get the study's seeds; new seeds alone apply to all settings.
+        seeds = list(dict.fromkeys(a[SEED] for a in before.values() if SEED in a)) or [None]
+        rests = [{k: v for k, v in a.items() if k != SEED} for a in before.values()]
+        settings = {repr(rest): rest for rest in rests}.values()
+        more: list[Assignment] = []
+        for one in (own | cell.assignment for cell in grid):
+            if one.keys() == {SEED}:
+                more += [rest | one for rest in settings]
+            elif SEED in one or seeds == [None]:
+                more.append(one)
+            else:
+                more += [one | {SEED: seed} for seed in seeds]
         usual = recipe.flat() | ONE
-        keys = dict.fromkeys(key for one in (*before.values(), *more) for key in one)
+        keys = dict.fromkeys(key for a in (*before.values(), *more) for key in a)
         cells: dict[str, Cell] = {}
-        for place, assignment in [*before.items(), *(("", one) for one in more)]:
+        for place, assignment in [*before.items(), *(("", a) for a in more)]:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
@@ -266,17 +263,14 @@ class Study:
 
     @cached_property
     def values(self) -> dict[str, list[Any]]:
-        """The settings that cells assign, each with its values in the order of the cells."""
         by_key = {key: [cell.assignment[key] for cell in self.cells] for key in self.keys}
         return {key: list({repr(v): v for v in values}.values()) for key, values in by_key.items()}
 
     @property
     def over_hosts(self) -> bool:
-        """Whether jobs of a scheduler train the cells, each on hosts of its own."""
         return NODES in self.keys
 
     def cell(self, number: int) -> Cell:
-        """A cell by its number from 0; UserError if there is none."""
         if not 0 <= number < len(self.cells):
             last = len(self.cells) - 1
             raise UserError(f"{argument('only', number)}: the cells are 0 to {last}")
@@ -294,13 +288,11 @@ class Study:
 
     def results(self) -> list[CellResult]:
         statuses = self.statuses()
-        return [self._result(cell, statuses) for cell in self.cells]
+        return [self.result(cell, statuses) for cell in self.cells]
 
-    def result(self, cell: Cell) -> CellResult:
-        return self._result(cell, self.statuses())
-
-    def _result(self, cell: Cell, statuses: Mapping[str, Mapping[str, str]]) -> CellResult:
-        status = statuses.get(cell.key, {})
+    def result(self, cell: Cell, statuses: Mapping[str, Any] | None = None) -> CellResult:
+        """The result of a cell; `statuses`: of the study, if they have just been read."""
+        status = (self.statuses() if statuses is None else statuses).get(cell.key, {})
         return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
 
     def statuses(self) -> dict[str, dict[str, str]]:
@@ -308,7 +300,6 @@ class Study:
         return read_json(self.path / "statuses.json")
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
-        """Store a decision about a cell; an empty state removes it."""
         with locked(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
             statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
             if not state:
@@ -316,14 +307,9 @@ class Study:
             write_atomic(self.path / "statuses.json", json.dumps(statuses, indent=1))
 
     def groups(self) -> list[SeedGroup]:
-        """The cells grouped by everything but the seed, in the order of the grid."""
         return seed_groups(self.results())
 
     def winners(self, results: Sequence[CellResult] = ()) -> Winners:
-        """The groups with the best median score (see `results.find_winners`).
-
-        `results`: of all cells, if they have just been read.
-        """
         if self.kind == "ladder":
             return Winners([], f"{NO_BEST}: the law of a ladder compares its cells.")
         return find_winners(results or self.results(), self.measure, self.values)
@@ -345,9 +331,8 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command names
-        the study's preset and repeats its changes, except a number of steps that was cut down for
-        the study. Without a preset it names the study's recipe file.
+        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command repeats
+        the study's changes of its preset, except a number of steps that was cut down for the study.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():
@@ -374,41 +359,19 @@ class Study:
         return shlex.join(["windlass", "train", source, *words]), remark
 
 
-def with_seeds(before: Sequence[Assignment], given: Sequence[Assignment]) -> list[Assignment]:
-    """New assignments of a study, completed so that all settings have the same seeds.
-
-    New settings without a seed get the study's seeds; new seeds alone apply to all its settings.
-    """
-    seeds = list(dict.fromkeys(a[SEED] for a in before if SEED in a)) or [None]
-    without = [{k: v for k, v in a.items() if k != SEED} for a in before]
-    settings = list({repr(rest): rest for rest in without}.values())
-    complete: list[Assignment] = []
-    for own in given:
-        if own.keys() == {SEED}:
-            complete += [rest | own for rest in settings]
-        elif SEED in own or seeds == [None]:
-            complete.append(own)
-        else:
-            complete += [own | {SEED: seed} for seed in seeds]
-    return complete
-
-
 class StudyPreset(BaseModel):
     """A file of `presets/studies`: a recipe with changes, and options of `scale` or `sweep`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     verb: Literal["scale", "sweep"]
-    recipe: str
-    """The preset of the recipe that all cells share."""
-    set: dict[str, Any] = {}
-    """Settings that it changes."""
+    recipe: str  # the preset of the recipe that all cells share
+    set: dict[str, Any] = {}  # settings that it changes
+    # With `sweep`: the axes, as typed, and the ranks of each cell.
     axes: list[str] = []
-    """With `sweep`: the axes, as typed."""
     world: int = 1
-    """With `sweep`: ranks of each cell."""
+    # With `scale`: options of `windlass scale`.
     mode: str = "strong"
-    """With `scale`: this and the following are the options of `windlass scale`."""
     grow: str = ""
     worlds: list[int] = []
 
@@ -418,13 +381,8 @@ def load_study(
 ) -> tuple[Recipe, dict[str, Any], Path | None]:
     """The recipe of a new or an existing study, the options of its preset, and its directory.
 
-    Args:
-        source: a preset of studies, whose options include its name as `preset`; or anything
-            that `Recipe.load` takes, without options.
-        verb: `scale` or `sweep`; UserError for a preset of the other one.
-        overrides: changes to the recipe.
-
-    The directory is None for a recipe: it depends on the grid.
+    `source`: a preset of studies for `verb` (`scale` or `sweep`), or anything that `Recipe.load`
+    takes, without options. The directory is None for a recipe: it depends on the grid.
     """
     text, files = str(source), study_presets()
     if text in files and not Path(text).exists():

@@ -36,8 +36,6 @@ def verify(
 ) -> list[Proof]:
     """Prove, with real runs on this machine, that nothing is lost or silently wrong.
 
-    A proof that raises an error has failed.
-
     Args:
         recipe: A recipe to prove, shortened to 12 steps of 8 samples, instead of a tiny one.
         overrides: Settings to change, as `KEY=VALUE`; UserError for a wrong one.
@@ -56,9 +54,8 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
         folder = Path(directory or temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        bench = Bench(
-            folder, recipe or "", overrides, [w for w in (1, 2, 4, 8) if w <= most], kills
-        )
+        worlds = [w for w in (1, 2, 4, 8) if w <= most]
+        bench = Bench(folder, recipe or "", overrides, worlds, kills)
         for name, (claim, prove) in PROOFS.items():
             if only and name not in only:
                 continue

@@ -39,7 +39,6 @@ ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
 FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
 Task = dict[str, Any]  # see `rank.run_rank`
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
-SEEN, UNSEEN = "; an injected error was seen", "the proof did not see an injected error: "
 
 
 class Bench:
@@ -79,11 +78,10 @@ class Bench:
         """Begin to train in `world` processes, which write to RUN.out."""
         task = {"recipes": [self.write(run, **settings)], "world": world, **(task or {})}
         command = [*processes.MODULE, "windlass.verification.rank", json.dumps(task)]
-        env = {**os.environ, processes.PARENT: str(os.getpid())}
+        how: Any = {"env": {**os.environ, processes.PARENT: str(os.getpid())}}
         with (self.folder / f"{run}.out").open("ab") as out:
-            return subprocess.Popen(
-                command, stdout=out, stderr=out, env=env, start_new_session=True
-            )
+            how |= {"stdout": out, "stderr": out, "start_new_session": True}
+            return subprocess.Popen(command, **how)
 
     def write(self, run: str, **settings: Any) -> str:
         """Write the recipe of a run; returns its path."""
@@ -102,8 +100,7 @@ class Bench:
     ) -> Run:
         """Train in this process without output, or for a task or a world in processes of their own.
 
-        `branch_from`: RUN@STEP, in this process. Raises RuntimeError with the last lines of
-        processes that fail.
+        `branch_from`: RUN@STEP, in this process. RuntimeError if processes fail.
         """
         if world == 1 and task is None:
             with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
@@ -120,14 +117,9 @@ class Bench:
         world: int,
         faults: Mapping[str, str] | None = None,
     ) -> list[Run]:
-        """Train runs with their settings one after another in the same `world` processes.
-
-        `faults` has, by run, the name of an error that `rank.py` injects.
-        """
-        if world == 1 and not faults:
+        """Train runs one after another in the same `world` processes; `faults`: by run, of `rank.FAULTS`."""
+        if not runs or (world == 1 and not faults):
             return [self.train(run, **settings) for run, settings in runs.items()]
-        if not runs:
-            return []
         recipes = [self.write(run, **settings) for run, settings in runs.items()]
         names = [(faults or {}).get(run, "") for run in runs]
         first, settings = next(iter(runs.items()))

@@ -17,17 +17,7 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.data.open import open_data
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
-from windlass.verification.bench import (
-    BATCH,
-    FLOAT64,
-    MICRO,
-    ROUNDING,
-    SEEN,
-    STEPS,
-    UNSEEN,
-    Bench,
-    Outcome,
-)
+from windlass.verification.bench import BATCH, FLOAT64, MICRO, ROUNDING, STEPS, Bench, Outcome
 
 EXACT = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
 
@@ -54,8 +44,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 """By the number of ranks: what divides the model; the rest of the ranks is data parallel."""
-FAULTS = {"tp 2": "norms", "cp 2": "labels", "pp 2": "clipping"}
-"""The error of `rank.injected` to try on a layout."""
+FAULTS = {"tp 2": "norms", "cp 2": "labels", "pp 2": "clipping"}  # of `rank.FAULTS`, by layout
+SEEN, UNSEEN = "; an injected error was seen", "the proof did not see an injected error: "
 OWN_COUNT = "each rank divides by its own number of labels"
 
 
@@ -76,10 +66,7 @@ def numbers(run: Run, spoil: bool = False) -> tuple[list[tuple[Any, ...]], dict[
 
 
 def same_bits(run: Run, reference: Run, first: int = 0, spoil: bool = False) -> bool:
-    """Whether two runs have equal bits in each step after the `first` ones and at the end.
-
-    `spoil` injects an error into the first run.
-    """
+    """Whether two runs have equal bits in each step after the `first` ones and at the end."""
     (steps, a), (expected, b) = numbers(run, spoil), numbers(reference)
     same = (a[name].dtype == b[name].dtype and bool((a[name] == b[name]).all()) for name in a)
     return steps == expected[first:] and a.keys() == b.keys() and all(same)
@@ -142,13 +129,10 @@ def strategies_agree(bench: Bench) -> Outcome:
     reference = bench.train("s-one", **FLOAT64)
     runs, faulty = list[Run](), dict[str, float]()
     for world in sorted(set(cells.values())):
-        trainings = {
-            f"s-{name}": {"parallel.strategy": name, **FLOAT64}
-            for name in cells
-            if cells[name] == world
-        }
+        names = {f"s-{name}": name for name in cells if cells[name] == world}
         faults = {"s-wrong": "own count"} if world == 2 else {}
-        trainings |= {run: {"parallel.strategy": "ddp", **FLOAT64} for run in faults}
+        names |= dict.fromkeys(faults, "ddp")
+        trainings = {run: {"parallel.strategy": name, **FLOAT64} for run, name in names.items()}
         of_world = bench.train_all(trainings, world, faults)
         if faults:
             faulty[OWN_COUNT] = difference(of_world.pop(), reference)
@@ -263,12 +247,9 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
         if newest_good is not None and not newest_good.notes:
             return False, f"{UNSEEN}a checkpoint without its last byte"
     ranks = " or ".join(map(str, worlds))
-    kills = f"{plural(bench.kills, 'kill')} -9"
-    text = f"{kills} of a run on {ranks} ranks that saves at every step"
-    return (
-        lost == 0 and committed > 0 and not finished,
-        f"{text}: {lost} lost, newest {committed}{SEEN}",
-    )
+    text = f"{plural(bench.kills, 'kill')} -9 of a run on {ranks} ranks that saves at every step"
+    passed = lost == 0 and committed > 0 and not finished
+    return passed, f"{text}: {lost} lost, newest {committed}{SEEN}"
 
 
 def export_equal(bench: Bench) -> Outcome:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -21,10 +21,20 @@ from windlass.parallel import collectives
 from windlass.parallel.context import TokenPart
 from windlass.recipe import Recipe
 
-Task = dict[str, Any]
+# Errors that other trainers have had, to show that a proof sees them: object, name, replacement.
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    # The ranks divide the loss by their own number of labels.
+    "own count": (collectives, "count_async", lambda n, _: collectives.Pending(n, None, None)),
+    # Norms have seen only this rank's tokens, and nobody adds up their gradients.
+    "norms": (collectives, "sum_over_tensor_ranks", lambda *_: None),
+    # The labels are those of the first part of the sequence on every rank.
+    "labels": (TokenPart, "labels", lambda part, whole: whole[:, : len(part.places)]),
+    # Each stage clips by its own norm.
+    "clipping": (collectives, "sum_over_all_ranks", lambda s, _: s),
+}
 
 
-def run_rank(task: Task) -> None:
+def run_rank(task: dict[str, Any]) -> None:
     """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
 
     The task may have `faults`: for each recipe the name of an error to inject, or "";
@@ -32,13 +42,12 @@ def run_rank(task: Task) -> None:
     """
     faults = task.get("faults") or [""] * len(task["recipes"])
     for path, fault in zip(task["recipes"], faults, strict=True):
-        with injected(fault):
+        with mock.patch.object(*FAULTS[fault]) if fault else contextlib.nullcontext():
             train(Recipe.load(path), task)
         gc.collect()  # the process groups of this training end here, not during the next one
 
 
-def train(recipe: Recipe, task: Task) -> None:
-    """Train one recipe of a task."""
+def train(recipe: Recipe, task: dict[str, Any]) -> None:
     from windlass.model.build import build_model
     from windlass.model.gpt import initialise
 
@@ -55,33 +64,6 @@ def train(recipe: Recipe, task: Task) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     windlass.train(recipe, model, data, callbacks=[AtStep()])
-
-
-@contextlib.contextmanager
-def injected(fault: str) -> Iterator[None]:
-    """Train with an error that other trainers have had, to show that the proof sees it."""
-    faults: dict[str, Callable[[], Any]] = {
-        # The ranks divide the loss by their own number of labels.
-        "own count": lambda: mock.patch.object(collectives, "count_async", own_numbers),
-        # Norms have seen only this rank's tokens, and nobody adds up their gradients.
-        "norms": lambda: mock.patch.object(collectives, "sum_over_tensor_ranks", lambda *_: None),
-        # The labels are those of the first part of the sequence on every rank.
-        "labels": lambda: mock.patch.object(TokenPart, "labels", first_labels),
-        # Each stage clips by its own norm.
-        "clipping": lambda: mock.patch.object(collectives, "sum_over_all_ranks", lambda s, _: s),
-    }
-    with faults[fault]() if fault else contextlib.nullcontext():
-        yield
-
-
-def own_numbers(numbers: Any, ranks: Any) -> collectives.Pending:
-    """This rank's numbers in place of the sums."""
-    return collectives.Pending(numbers, None, None)
-
-
-def first_labels(part: TokenPart, whole: Any) -> Any:
-    """The labels of the first tokens, whatever this rank's tokens are."""
-    return whole[:, : len(part.places)]
 
 
 if __name__ == "__main__":
