@@ -1,8 +1,5 @@
-"""Combinations of settings that cannot work.
-
-`load.py` also calls the checks for a recipe with wrong settings. These are missing there, so a
-check that reads one ends with an AttributeError.
-"""
+"""Combinations of settings that cannot work. `load.py` also calls the checks for a recipe without its
+wrong settings, so a check that reads one of these ends with an AttributeError."""
 
 from __future__ import annotations
 
@@ -31,31 +28,27 @@ def unused_keys(r: Any) -> Problems:
         return
     problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
     if m.kind == "hf":
-        edit = "give model.name a directory with an edited copy of it"
-        problem = "config.json of the model decides instead of it: "
-        problem += edit if m.from_scratch else "drop it"
+        problem = "config.json of the model decides instead of it: drop it"
+        problem += ", or give model.name a directory with an edited copy" * m.from_scratch
     yield ", ".join(f"model.{key}" for key in given), problem
 
 
-def float8(r: Any) -> Problems:
+def arithmetic(r: Any) -> Problems:
     if r.train.precision == "float8" and r.parallel.tensor > 1:
         problem = "the parts of a matrix would have scales of their own"
         yield "parallel.tensor", f'{problem}: write 1, or train.precision="bf16"'
-
-
-def four_bits(r: Any) -> Problems:
-    if r.model.lora.base == "4bit" and (not r.model.lora.rank or r.model.from_scratch):
-        problem = "4-bit weights cannot be trained: set model.lora.rank, on a model with weights"
-        yield "model.lora.base", problem
-
-
-def kernels(r: Any) -> Problems:
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
         problem = "Liger's kernels read whole layers, which parallel.tensor divides"
         yield "model.kernels", f'{problem}: write "torch", or parallel.tensor=1'
     if r.model.kernels == "liger" and r.train.precision == "fp64":
         problem = "Liger's kernels compute in float32"
         yield "model.kernels", f'{problem}: write "torch", or another train.precision'
+    if r.train.stream == "bf16" and r.model.kind == "hf":
+        problem = "a model of transformers has its own residual stream"
+        yield "train.stream", f'{problem}: write "fp32"'
+    if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
+        problem = f'the stream is bf16 only with train.precision="bf16", not "{r.train.precision}"'
+        yield "train.stream", f'{problem}: write "fp32"'
 
 
 def adapters(r: Any) -> Problems:
@@ -74,6 +67,9 @@ def adapters(r: Any) -> Problems:
     if lora.dora and lora.base == "4bit":
         problem = "DoRA needs the norms of the base's matrices in each pass"
         yield "model.lora.dora", f'{problem}: write model.lora.base="fp32", or drop it'
+    if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
+        problem = "4-bit weights cannot be trained: set model.lora.rank, on a model with weights"
+        yield "model.lora.base", problem
 
 
 def heads(r: Any) -> Problems:
@@ -86,6 +82,8 @@ def heads(r: Any) -> Problems:
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
         problem = f"rotary positions need an even head size, but {m.width} / {m.heads} is odd"
         yield "model.heads", problem
+    if m.kind == "gpt" and m.heads % m.kv_heads_:
+        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
 
 
 def mup(r: Any) -> Problems:
@@ -102,20 +100,12 @@ def mup(r: Any) -> Problems:
         return
     head_width = settings.base_head_width or m.width // m.heads
     if settings.base_width % head_width:
-        problem = (
-            f"heads of {head_width} do not divide the base model's width {settings.base_width}"
-        )
+        problem = f"heads of {head_width} do not divide the base width {settings.base_width}"
         advice = "write the width of the base model's heads as model.mup.base_head_width"
         yield "model.mup.base_width", f"{problem}: {advice}"
     if "." in r.optim.kind:
         problem = f"muP has rules for adamw and muon, and {r.optim.kind} needs others"
         yield "optim.kind", f'{problem}: write "adamw" or "muon", or drop model.mup'
-
-
-def kv_heads(r: Any) -> Problems:
-    m = r.model
-    if m.kind == "gpt" and m.heads % m.kv_heads_:
-        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
 
 
 def vocab(r: Any) -> Problems:
@@ -128,8 +118,7 @@ def sources(r: Any) -> Problems:
     d = r.data
     shards = [name.startswith("shards:") for name in (*d.sources, *d.eval_sources)]
     if not d.sources or not all(map(str.strip, d.sources)):
-        where = 'a file, a directory ("." is this one), a pattern or hf:NAME'
-        yield "data.source", f"it is empty: name {where}"
+        yield "data.source", "it is empty: name a file, a directory, a pattern or hf:NAME"
     if any(shards) and not all(shards):
         yield "data.source", "token shards and texts do not mix, also not with data.eval_source"
     web = ("http://", "https://")
@@ -151,7 +140,6 @@ def sources(r: Any) -> Problems:
 
 
 def items(r: Any) -> Problems:
-    """How the items of each source are read."""
     d = r.data
     formats = [part.format or d.format for part in d.mix] or [d.format] * len(d.sources)
     for number, (name, kind) in enumerate(zip(d.sources, formats, strict=True)):
@@ -207,15 +195,6 @@ def mixture(r: Any) -> Problems:
             yield f"{key}.weights", "no source has a weight greater than 0"
 
 
-def best(r: Any) -> Problems:
-    value, suites = r.checkpoint.best, r.eval.suites
-    suite = value.partition(".")[0]
-    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
-        more = json.dumps([*suites, suite], separators=(",", ":"))
-        write = f'write eval.suites={more}, or checkpoint.best="loss"'
-        yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
-
-
 def average(r: Any) -> Problems:
     a = r.train.average
     if a.kind == "none" and a != sections.AverageSettings():
@@ -231,6 +210,11 @@ def average(r: Any) -> Problems:
 
 
 def evaluations(r: Any) -> Problems:
+    suite, suites = r.checkpoint.best.partition(".")[0], r.eval.suites
+    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
+        more = json.dumps([*suites, suite], separators=(",", ":"))
+        write = f'write eval.suites={more}, or checkpoint.best="loss"'
+        yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
         problem = "the suite loss measures it, but eval.suites leaves that out: add it, or write 0"
         yield "eval.train_batches", problem
@@ -298,21 +282,8 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
         if count % ranks:
             return key, f"{ranks} ranks do not divide the {count:,} {what}"
     few, many = sorted((m.kv_heads_, ranks))
-    if many % few:
-        problem = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
-        return "model.kv_heads", problem
-    return None
-
-
-def stream(r: Any) -> Problems:
-    if r.train.stream == "fp32":
-        return
-    if r.model.kind == "hf":
-        problem = "a model of transformers has its own residual stream"
-        yield "train.stream", f'{problem}: write "fp32"'
-    if r.train.precision not in ("auto", "bf16"):
-        problem = f'the stream is bf16 only with train.precision="bf16", not "{r.train.precision}"'
-        yield "train.stream", f'{problem}: write "fp32"'
+    uneven = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
+    return ("model.kv_heads", uneven) if many % few else None
 
 
 def optimizer(r: Any) -> Problems:
@@ -323,10 +294,8 @@ def optimizer(r: Any) -> Problems:
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
     if kind == "adamw8bit" and r.train.precision == "fp64":
-        yield (
-            "optim.kind",
-            'adamw8bit updates in float32: write "adamw", or another train.precision',
-        )
+        problem = "adamw8bit updates in float32"
+        yield "optim.kind", f'{problem}: write "adamw", or another train.precision'
     if kind == "adamw8bit" and r.parallel.tensor > 1:
         problem = "the ranks of parallel.tensor divide the blocks of 8-bit moments"
         yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'
@@ -356,7 +325,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, float8, four_bits, kernels, adapters, heads, mup, kv_heads, vocab),
-    *(sources, items, mixture, best, average, evaluations, sharding, layout, batch, stream),
-    *(optimizer, schedule),
+    *(model, unused_keys, arithmetic, adapters, heads, mup, vocab, sources, items, mixture),
+    *(average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

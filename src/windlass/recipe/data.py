@@ -14,8 +14,7 @@ PERCENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _share(value: Any) -> Any:
-    """`"80 %"` as 0.8."""
+def _share(value: Any) -> Any:  # "80 %" as 0.8
     match = PERCENT.fullmatch(value) if isinstance(value, str) else None
     return float(match[1]) / 100 if match else value
 
@@ -53,10 +52,6 @@ class MixStage(Section):
 
 def _one_or_many(value: str | list[str]) -> str | list[str]:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _as_list(value: str | list[str]) -> list[str]:
-    return [value] * bool(value) if isinstance(value, str) else value
 
 
 Source = Annotated[str, Field(min_length=1)]
@@ -183,21 +178,21 @@ class DataSettings(Section):
 
     @property
     def sources(self) -> list[str]:
-        return [part.source for part in self.mix] or _as_list(self.source)
+        if self.mix:
+            return [part.source for part in self.mix]
+        return self.source if isinstance(self.source, list) else [self.source] * bool(self.source)
 
     @property
     def eval_sources(self) -> list[str]:
         """The validation corpora, which may be none; of a mixture one for each source, or empty."""
         if self.mix:
             return [part.eval_source for part in self.mix]
-        return _as_list(self.eval_source)
+        source = self.eval_source
+        return source if isinstance(source, list) else [source] * bool(source)
 
     def part(self, number: int) -> DataSettings:
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
             return self
-        sources = self.mix[number].model_dump(include={"source", "eval_source"})
-        limits = self.mix[number].model_dump(
-            include={"max_tokens", "val_fraction", "format"}, exclude_none=True
-        )
-        return self.model_copy(update={**sources, **limits, "mix": []})
+        own = self.mix[number].model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        return self.model_copy(update=own | {"mix": []})

@@ -1,8 +1,5 @@
-"""From a preset's name or a TOML file, and overrides, to a checked recipe.
-
-`layers.py` collects the settings, and this module validates them once. `settings.py` checks each
-setting beside its declaration; `combinations.py` checks the settings together. Windlass reports all
-problems of a recipe at once, each with its key and the nearest valid name.
+"""From a preset's name or a TOML file, and overrides (`layers.py`), to a checked recipe: each setting
+beside its declaration, then all together (`combinations.py`). Windlass reports all problems at once.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
-from windlass.recipe.keys import meant, problems_of, rows_of
+from windlass.recipe.keys import meant, problems_of
 from windlass.recipe.layers import (
     RECIPE,
     Changes,
@@ -39,10 +36,11 @@ from windlass.recipe.layers import (
     recorded,
     typed,
 )
-from windlass.recipe.network import Frozen, ModelSettings, Section, describe
+from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
+# Settings outside the config hash: they do not change a run's numbers and may change on resume.
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
     *("data.prefetch", "data.changed", "data.cache_gb"),
@@ -50,11 +48,10 @@ NON_SEMANTIC = (
     *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )
-"""Settings outside the config hash: they do not change a run's numbers and may change on resume."""
+# Settings that choose an evaluation's items: a change on resume makes scores incomparable.
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
-"""Settings that choose an evaluation's items: a change on resume makes scores incomparable."""
+# Settings that belong to one start. A resume writes all other changes into the run's recipe.
 UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
-"""Settings that belong to one start. A resume writes all other changes into the run's recipe."""
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
 
@@ -356,7 +353,6 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every dotted key with its pydantic field, in the order of declaration."""
     fields: dict[str, Any] = {}
-    describe(section)
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
@@ -364,15 +360,6 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
         else:
             fields[prefix + name] = field
     return fields
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, with the docstrings of its settings."""
-    rows_of(settings())
-    parts: list[type[BaseModel]] = [*Section.__subclasses__(), Recipe]  # inner ones first
-    for part in parts:
-        part.model_rebuild(force=True)
-    return Recipe.model_json_schema()
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
@@ -396,7 +383,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings; it lacks the `keys` and everything derived from them."""
+    """The recipe of the valid settings, without the attributes `keys` and what derives from them."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])
@@ -404,21 +391,14 @@ def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) 
         while inner and isinstance(part.get(name), dict):
             part, (name, *inner) = part[name], inner
         part.pop(name, None)
-    recipe = Recipe.model_validate(right)
+    recipe = Recipe.model_validate(right).model_copy(deep=True)
     origins = {"model", "model.kind", "model.name", "model.init_from"}
     if "tokenizer" not in recipe.data.model_fields_set and origins & {*keys}:
         keys = [*keys, "data.tokenizer"]
     for key in keys:
-        recipe = _without(recipe, key)
+        section: BaseModel = recipe
+        name, _, rest = key.partition(".")
+        while rest and isinstance(section.__dict__.get(name), BaseModel):  # no list of sections
+            section, (name, _, rest) = section.__dict__[name], rest.partition(".")
+        section.__dict__.pop(name, None)
     return recipe
-
-
-def _without(part: Any, key: str) -> Any:
-    """A copy of a section that lacks a setting."""
-    name, _, rest = key.partition(".")
-    part = part.model_copy()
-    if rest and isinstance(part.__dict__.get(name), BaseModel):  # not a list of sections
-        part.__dict__[name] = _without(part.__dict__[name], rest)
-    else:
-        part.__dict__.pop(name, None)
-    return part

@@ -22,8 +22,6 @@ POINTS = 40  # of a drawn curve
 
 
 class LawView(NamedTuple):
-    """A law with its tables and charts, or the reason why it is missing."""
-
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     summary: str = ""
@@ -31,7 +29,6 @@ class LawView(NamedTuple):
 
 
 def ladder_view(study: Study) -> LawView:
-    """The law of a ladder."""
     try:
         seen = open_ladder(study)
         tables = [law_table(seen), error_table(seen)]

@@ -1,7 +1,5 @@
-"""What a report adds for a scaling study: its setups as tables, sentences and charts.
-
-The numbers come from `windlass.study.setups`. A dash marks a missing value, and its reason follows
-the table; scaling.csv has the reasons in the column `reasons`.
+"""What a report adds for a scaling study: its setups as tables, sentences and charts. A dash marks
+a missing value; its reason follows the table, and stands in scaling.csv's column `reasons`.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 ON_CPU = "not measured on a CPU"
+MEMORY = {True: "MB resident", False: "MB allocated"}  # by whether the ranks run on CPUs
 KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 FORMULAS = {
@@ -46,7 +45,6 @@ LEDES = {
 
 
 def lede(scaling: Scaling) -> str:
-    """What the study compares, in a line."""
     text = LEDES[f"{scaling.mode} {scaling.grow}".strip()]
     return f"{text}; {scaling.repeats} repeats" if scaling.repeats > 1 else text
 
@@ -69,27 +67,24 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
     hidden = (*ends, "repeats", "reason", "remarks", "reasons")
     columns += [Column(name, shown=False) for name in hidden]
-    rows = [[cells.get(column.name) for column in columns] for cells in map(_cells, setups)]
+    rows = []
+    for row in setups:
+        cells = {
+            **row.assignment,
+            **row.values,
+            "setup": row.name,
+            "state": row.state,
+            "reason": row.reason,
+            "repeats": len(row.results),
+            "remarks": "; ".join(row.remarks),
+            "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
+        }
+        for name in ("samples_per_s", "step_ms"):
+            if name in row.spread:
+                cells[f"{name}_low"], cells[f"{name}_high"] = low, high = row.spread[name]
+                cells["spread"] = f"{show(low, 'rate')} to {show(high, 'rate')}"
+        rows.append([cells.get(column.name) for column in columns])
     return Table("scaling", columns, rows, "Setups", sentences(study, setups))
-
-
-def _cells(row: Setup) -> dict[str, Any]:
-    """The values of a row of the table by the name of the column."""
-    cells = {
-        **row.assignment,
-        **row.values,
-        "setup": row.name,
-        "state": row.state,
-        "reason": row.reason,
-        "repeats": len(row.results),
-        "remarks": "; ".join(row.remarks),
-        "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
-    }
-    for name in ("samples_per_s", "step_ms"):
-        if name in row.spread:
-            cells[f"{name}_low"], cells[f"{name}_high"] = low, high = row.spread[name]
-            cells["spread"] = f"{show(low, 'rate')} to {show(high, 'rate')}"
-    return cells
 
 
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
@@ -166,13 +161,26 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against ranks, or at one world throughput against memory; the parts of a step."""
+    """Charts against ranks, or at one world throughput against memory; the parts of a step in bars,
+    for each setup with its parts."""
     measured = [setup for setup in table if setup.measured]
     if scaling.mode == "strategies":
         charts = pareto(measured, scaling.repeats)
     else:
         charts = against_ranks(scaling, measured, baseline(table))
-    return [*charts, *step_parts(measured)]
+    divided = [setup for setup in measured if "compute_ms" in setup.values]
+    if not divided:
+        return charts
+    series = []
+    for place, part in enumerate(STEP_PARTS):
+        y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
+        texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
+        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
+    totals = np.sum([one.y for one in series], axis=0)
+    notes = [show(float(total), "rate") for total in totals]
+    bars = Axis(names=[setup.name for setup in divided], notes=notes)
+    title = "Where the time of a step went"
+    return [*charts, Chart("step-parts", title, "ms", series, "bars", y=bars)]
 
 
 def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:
@@ -214,14 +222,10 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
     # proportional throughput is a straight line only if both scales are logarithmic
     both = chart("throughput", "Throughput", "samples/s", *throughput, y=Axis(log=True), note=note)
     if any("peak_mem_mb" in setup.values for setup in measured):
-        unit, title = memory_unit(measured), "Peak memory of the fullest rank"
+        unit, title = MEMORY[measured[0].on_cpu], "Peak memory of the fullest rank"
         lines = line("peak_mem_mb", "memory")
         charts.append(chart("memory", title, unit, lines, y=zero, note="against ranks"))
     return [both, *charts]
-
-
-def memory_unit(measured: Sequence[Setup]) -> str:
-    return "MB resident" if measured[0].on_cpu else "MB allocated"
 
 
 def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
@@ -247,24 +251,8 @@ def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
         lines.append(series(name, [setup], points="only", **pattern(i)))
     if others:  # the table names them; there are more of them than colours
         lines.append(series("not on the front", others, grey=True, points="only"))
-    x = f"{memory_unit(measured)} on the fullest rank"
+    x = f"{MEMORY[False]} on the fullest rank"
     noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
     axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"
     title = "Throughput against memory"
     return [Chart("scaling-pareto", title, "samples/s", lines, x=axis, note=note)]
-
-
-def step_parts(measured: Sequence[Setup]) -> list[Chart]:
-    """The parts of a step in stacked bars, for each setup with its parts."""
-    divided = [setup for setup in measured if "compute_ms" in setup.values]
-    if not divided:
-        return []
-    series = []
-    for place, part in enumerate(STEP_PARTS):
-        y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
-        texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
-        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
-    totals = np.sum([one.y for one in series], axis=0)
-    notes = [show(float(total), "rate") for total in totals]
-    bars = Axis(names=[setup.name for setup in divided], notes=notes)
-    return [Chart("step-parts", "Where the time of a step went", "ms", series, "bars", y=bars)]

@@ -1,8 +1,5 @@
-"""What a report adds for a study: its cells, the score against each swept setting, the best.
-
-The states of cells, their common measure and the winners come from `windlass.study`. The score is
-the measure that `checkpoint.best` names: the validation loss, or a measure such as `squad.f1`, of
-which more is better.
+"""What a report adds for a study: its cells, the score against each swept setting, the best. The
+score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
 """
 
 from __future__ import annotations
@@ -10,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +18,7 @@ from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
-from windlass.study.setups import Setup, read_setups
+from windlass.study.setups import read_setups
 from windlass.study.study import Study
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show, title_of
@@ -30,9 +26,7 @@ from windlass.variables import scrub
 
 
 class Recommendation(NamedTuple):
-    """A choice of settings, and the command that trains it."""
-
-    name: str  # what it sets
+    name: str  # the settings
     why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
     remark: str
@@ -44,17 +38,16 @@ class Recommendation(NamedTuple):
 
 
 class StudyView:
-    """A study with its cells as they stood when it was read, and the runs of started cells.
-
-    Raises:
-        UserError: `path` is not a study.
-    """
+    """A study with its cells as they stood when it was read, and the runs of started cells."""
 
     def __init__(self, path: str | Path):
         self.study = study = Study.open(path)
         self.title = title_of(study.measure)  # the measure's name in a sentence
+        # at the start of a heading; another name than the loss stays as it is
+        self.heading = self.title.capitalize() if study.measure in (LOSS, BITS) else self.title
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
+        self.lower = any(result.lower for result in self.results)  # whether less is better
         begun = [result for result in self.results if result.begun]
         varied = {key for key, values in study.values.items() if len(values) > 1}
         self.varied = [key for key in study.keys if key in varied] or study.keys
@@ -67,21 +60,8 @@ class StudyView:
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
-
-    @property
-    def lower(self) -> bool:
-        """Whether less of the measure is better."""
-        return any(result.lower for result in self.results)
-
-    @cached_property
-    def setups(self) -> list[Setup]:
-        """The setups of a scaling study; empty for another one."""
-        return read_setups(self.study, self.results) if self.study.scaling else []
-
-    @property
-    def heading(self) -> str:
-        """The measure's name at the start of a heading; another name than the loss stays as is."""
-        return self.title.capitalize() if self.study.measure in (LOSS, BITS) else self.title
+        # of a scaling study
+        self.setups = read_setups(study, self.results) if study.scaling else []
 
     @property
     def recommendations(self) -> list[Recommendation]:
@@ -135,10 +115,6 @@ def seed_table(seen: StudyView) -> Table:
     return Table("seeds", columns, rows, "Over the seeds")
 
 
-def study_tables(seen: StudyView) -> list[Table]:
-    return [cell_table(seen), *([seed_table(seen)] if SEED in seen.study.keys else [])]
-
-
 def sweep_charts(seen: StudyView) -> list[Chart]:
     """The best score against each swept setting, and the heat map of two settings."""
     charts = [_against(seen, key, values) for key, values in seen.swept.items()]
@@ -147,27 +123,24 @@ def sweep_charts(seen: StudyView) -> list[Chart]:
 
 
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
-    """The best score against a setting: a line for each choice of the other settings.
-
-    Of more than FEW lines all but the COLOURED are grey. Solid points are medians over the seeds, with
-    a hollow one for each seed.
-    """
+    """The best score against a setting: a line for each choice of the other settings. Solid points
+    are medians over the seeds, with a hollow one for each seed."""
     names, numbers = short_names(seen.study.keys), numeric(values)
     places = [float(v) if numbers else float(i) for i, v in enumerate(values)]
     others: dict[str, list[SeedGroup]] = {}
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    lower, series = seen.lower, list[Series]()
+    many, lower, series = len(others) > FEW, seen.lower, list[Series]()
 
     def best_of(groups: Sequence[SeedGroup]) -> float:
         scores = [group.median for group in groups if group.median is not None]
         return (min(scores) if lower else -max(scores)) if scores else math.inf
 
-    if len(others) > FEW:
+    if many:  # the COLOURED best ones come first, the others are grey
         others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
     for number, (name, groups) in enumerate(others.items()):
-        grey = len(others) > FEW and number >= COLOURED
+        grey = many and number >= COLOURED
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -184,9 +157,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
                 series.append(replace(line, name="", grey=True, minor=True) if grey else line)
     circles = any(one.points == "only" for one in series)
     notes = ["solid: medians over the seeds, hollow: each seed"] * circles
-    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * (
-        len(others) > FEW
-    )
+    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * many
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",

@@ -1,4 +1,4 @@
-"""The tables of runs: results, evaluations, curves and settings. Pure."""
+"""Tables, and the tables of runs: results, evaluations, curves and settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class Table:
 
     @property
     def shown(self) -> list[int]:
-        """The places of the columns that people see."""
         return [i for i, column in enumerate(self.columns) if column.shown]
 
     @property
@@ -78,7 +77,6 @@ class Table:
         return [n for n, cells in enumerate(columns) if cells and numeric(cells)]
 
     def texts(self) -> list[list[str]]:
-        """The shown cells of each row, for a reader."""
         kinds = self.kinds or [""] * len(self.rows)
         return [
             [show(row[i], kind or self.columns[i].kind) for i in self.shown]
@@ -86,14 +84,17 @@ class Table:
         ]
 
     def markdown(self) -> str:
+        rules = ["---:" if i in self.numeric else "---" for i in range(len(self.headings))]
         lines = [" | ".join(map(markdown_cell, row)) for row in (self.headings, *self.texts())]
-        rules = ("---:" if i in self.numeric else "---" for i in range(len(self.headings)))
         lines.insert(1, " | ".join(rules))
         return "".join(f"| {line} |\n" for line in lines)
 
     def latex(self) -> str:
         """A LaTeX table that needs the package `booktabs`."""
-        lines = [" & ".join(map(latex_cell, row)) for row in (self.headings, *self.texts())]
+        lines = []
+        for row in (self.headings, *self.texts()):
+            cells = (" ".join(printable(scrub(text)).split()).translate(LATEX) for text in row)
+            lines.append(" & ".join(cells))
         places = "".join("r" if i in self.numeric else "l" for i in range(len(self.headings)))
         body = "".join(f"{line} \\\\\n" for line in lines[1:])
         return (
@@ -111,8 +112,8 @@ class Table:
 
     def terminal(self, width: int, title: str = "") -> Group:
         """The table for a terminal of that width; `title` stands above it."""
-        shown = [self.columns[i] for i in self.shown]
-        heads = [column.short or column.heading or column.name for column in shown]
+        columns = [self.columns[i] for i in self.shown]
+        heads = [column.short or column.heading or column.name for column in columns]
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
 
@@ -148,31 +149,23 @@ def markdown_cell(text: Any) -> str:
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
-def latex_cell(text: Any) -> str:
-    """Text that is safe in a cell of a LaTeX table."""
-    return " ".join(printable(scrub(str(text))).split()).translate(LATEX)
-
-
 def numeric(values: Iterable[Any]) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)
 
 
-ELSEWHERE = {
+ELSEWHERE = {  # in the first lines of a run's report, or in its tables of evaluations
     *("state", "steps", "tokens", "parameters", "trainable", "network", "layout", "world"),
     *("best_eval_loss", "best_eval_step", "best_bits_per_byte", "best_measure", "best_score"),
     *("best_score_step", "train_tokens_per_s", "train_steps_per_s", "mfu", "runtime_s"),
     *("device_hours", "energy_kwh", "goodput", "starts", "ended_early"),
     *(name for name, measure in RUN.items() if measure.source.startswith("eval.")),
 }
-"""Measures that stand in the first lines of a run's report, or in its tables of evaluations."""
 PLACE = ("run.dir", "run.base")
-NAMING = ("preset", "run.name", "run.notes", "data.dir")
-"""Settings that always differ between runs, and explain nothing."""
+NAMING = ("preset", "run.name", "run.notes", "data.dir")  # always differ and explain nothing
 
 
 def measure_column(name: str) -> Column:
@@ -198,9 +191,10 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     names = [n for n in RUN if n in every] + [n for n in every if n not in RUN]
     columns = [Column("run", "Run"), *(Column(s.key) for s in differ)]
     columns += map(measure_column, names)
-    lines = []
-    for i, view in enumerate(views):
-        lines.append((view.label, *(s.values[i] for s in differ), *map(view.values.get, names)))
+    lines = [
+        (view.label, *(s.values[i] for s in differ), *map(view.values.get, names))
+        for i, view in enumerate(views)
+    ]
     return Table("results", columns, lines, "Results")
 
 
@@ -244,7 +238,7 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
     preset has another value.
     """
     fields, rows = settings(), []
-    bases = [_base(str(view.settings["preset"])) for view in views]
+    bases = [base_settings(str(view.settings["preset"])) for view in views]
     for key in dict.fromkeys(key for view in views for key in view.settings if key not in PLACE):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
@@ -255,7 +249,7 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
 
 
 @cache
-def _base(preset: str) -> Mapping[str, Any]:
+def base_settings(preset: str) -> Mapping[str, Any]:
     """The settings of a preset; the defaults for a recipe without one."""
     path = presets().get(preset)  # a path, because a run here may have the preset's name
     return (Recipe.load(path) if path else Recipe(preset=preset)).flat()

@@ -1,7 +1,5 @@
-"""The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`.
-
-A terminal that goes away or a full disk ends the output, never the run.
-"""
+"""The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`. A
+terminal that goes away or a full disk ends the output, never the run."""
 
 from __future__ import annotations
 
@@ -67,9 +65,8 @@ class Console:
         self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
-        else:  # only the log has these numbers
-            self._write_log(legend)
-        if self._terminal is not None:
+        else:
+            self._write_log(legend)  # the live line lacks these numbers
             from rich.live import Live
 
             options: dict[str, Any] = {"auto_refresh": False, "transient": True}
@@ -122,7 +119,9 @@ class Console:
         present = [m for m in measures.TRAIN.values() if m.console and m.name in shown]
         texts = {m: m.on_console(float(shown[m.name])) for m in present}
         live = self._live is not None
-        self._numbers = [text for m, text in texts.items() if not (live and m.detail)]
+        self._numbers = [
+            text for m, text in texts.items() if not (live and m.console.endswith(" *"))
+        ]
         # A notebook wraps a long line, and the next one could not take its place.
         width = NOTEBOOK if self._notebook else terminal.size(self._stream).columns
         self._draw()
@@ -191,7 +190,7 @@ class Console:
             return
         with self._while_terminal_is_there():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            text = text.encode(encoding, terminal.fallback()).decode(encoding)
+            text = text.encode(encoding, "replace").decode(encoding)
             if self._terminal is None:
                 print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
                 return

@@ -1,8 +1,5 @@
-"""The time of a step and of a run, throughput and MFU. No torch.
-
-`StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase)
-measure in the training process. The functions below compute from the ledger's lines, so the numbers
-of a killed and resumed run are right too.
+"""The time of a step and of a run, throughput and MFU. No torch. `StepTimer` and `Goodput` measure in
+the training process; the functions compute from the ledger, also of a killed and resumed run.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
-"""The parts of a process's wall time."""
 BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
@@ -39,7 +35,7 @@ class StepTimer:
             cuda = sys.modules["torch"].cuda  # loaded by the training
             new_event = partial(cuda.Event, enable_timing=True)
         self._new_event, self._goodput = new_event, goodput
-        # Phases without their times: name, first mark, last mark.
+        # phases that are not counted yet: name, first mark, last mark
         self._marks = deque[tuple[str, Any, Any]]()
         self._free: list[Any] = []  # events to record again
         self._ms: Seconds = {}
@@ -57,7 +53,8 @@ class StepTimer:
             self._steps += name == "optimizer"
         finally:
             self._marks.append((name, first, self._mark(host=data)))
-        while self._marks and self._is_past(self._marks[0][2]):
+        # count the phases that the device has passed; the host does not wait
+        while self._marks and (isinstance(last := self._marks[0][2], float) or last.query()):
             self._count(*self._marks.popleft())
 
     def read(self) -> dict[str, float]:
@@ -81,28 +78,18 @@ class StepTimer:
         event.record()
         return event
 
-    def _is_past(self, mark: Any) -> bool:
-        """Whether the device has reached a mark; the host does not wait."""
-        return isinstance(mark, float) or mark.query()
-
     def _count(self, name: str, first: Any, last: Any) -> None:
-        """Add the time of a phase that is past; its events can be recorded again."""
         self._ms[name] = self._ms.get(name, 0.0) + elapsed_ms(first, last)
         self._free += [mark for mark in (first, last) if not isinstance(mark, float)]
 
 
 def elapsed_ms(first: Any, last: Any) -> float:
     """Milliseconds between two marks of a `StepTimer`."""
-    if isinstance(first, float):
-        return (last - first) * 1e3
-    return float(first.elapsed_time(last))
+    return (last - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(last))
 
 
 class Goodput:
-    """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
-
-    The clock starts with the process, so imports count as `startup`.
-    """
+    """Wall time of one process by phase, to the nanosecond; imports count as `startup`."""
 
     def __init__(self) -> None:
         import psutil

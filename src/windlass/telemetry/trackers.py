@@ -1,8 +1,6 @@
-"""Trackers beside a training: an exporter process for each (`exporter.py`) follows the ledger.
-
-`Trackers` is the training's side of two pipes. An exporter's standard input closes when the
-training ends. Its standard output brings at most two lines of JSON: the place of the run in
-the tracker, and the first error. A hanging import, a dead address or a full disk hurts only the exporter.
+"""Trackers beside a training: a process for each (`main`) follows the ledger, so a hanging import, a
+dead address or a full disk hurts only that process. Its standard input closes when the training
+ends; its standard output brings at most two lines: the run's place in the tracker, the first error.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
+# fields of the event of starting that trackers get as hyper-parameters, beside the recipe's
 STARTED = ("parameters", "trained", "steps", "precision", "device")
-"""Fields of the event of starting that trackers get as hyper-parameters, beside the recipe's."""
 EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest and highest
 
 
@@ -119,10 +117,8 @@ def new_lines(file: BinaryIO, until: str = "") -> Iterator[Line]:
 
 
 class Follower:
-    """Sends the new lines of a run's ledger to a backend, each step once.
-
-    `connect` makes the backend, and makes it again after a failure.
-    """
+    """Sends the new lines of a run's ledger to a backend, each step once. `connect` makes the
+    backend, also after a failure."""
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
@@ -177,9 +173,9 @@ class Follower:
             group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
             settings["telemetry.group"] = group or study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
+        settings |= {"config_hash": recipe.config_hash}
         if layout := Sizes(**start.get("mesh", {})).layout:
             settings["layout"] = layout
-        settings |= {"config_hash": recipe.config_hash}
         return settings | {name: start[name] for name in STARTED if start.get(name) is not None}
 
 
@@ -248,10 +244,8 @@ class Note(NamedTuple):
 
 
 class Trackers:
-    """The exporter processes of a run. Nothing here raises OSError, and only `finish` waits.
-
-    When this process ends, an exporter has `flush_seconds` left.
-    """
+    """The exporter processes of a run; each has `flush_seconds` left when this process ends. Nothing
+    here raises OSError, and only `finish` waits."""
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run

@@ -22,7 +22,7 @@ from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
-from windlass.telemetry.profile import StepProfile, record_memory
+from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import (
     Goodput,
     StepTimer,
@@ -91,7 +91,7 @@ class Recorder:
         )
         stack.callback(self.profile.close)
         if settings.memory_snapshot and on_gpu:
-            record_memory()
+            torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
     def emit(
         self,
