@@ -195,7 +195,9 @@ def _find(recipe: str | Path) -> Path:
         advice = f"to train on it: windlass train quickstart {shlex.quote(f'data.source={name}')}"
         if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
             advice = "docs/coming-from/ has the counterparts of other tools' keys"
-        raise UserError(f"{name}: it is not a recipe (`windlass init` writes one in TOML); {advice}")
+        raise UserError(
+            f"{name}: it is not a recipe (`windlass init` writes one in TOML); {advice}"
+        )
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
     if name.endswith(".toml") or "/" in name:
