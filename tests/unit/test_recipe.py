@@ -23,7 +23,7 @@ from windlass.recipe import (
 from windlass.recipe.explain import explain
 from windlass.recipe.keys import other_tools, values
 from windlass.recipe.layers import located
-from windlass.recipe.strategies import NO_LAYOUT, Sizes
+from windlass.recipe.strategies import Sizes
 from windlass.recipe.units import epochs_in
 
 SUITES, SCHEDULE = 'eval.suites=["loss","squad"]', "optim.schedule."
@@ -282,13 +282,6 @@ def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():
     assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
 
 
-def test_no_layout_is_one_rank_for_a_copy_of_the_model():
-    divided = Recipe.load("quickstart", ["parallel.tensor=2", "parallel.context=2"])
-    assert divided.replace(NO_LAYOUT).parallel == Recipe.load("quickstart").parallel
-    grouped = ["parallel.strategy=hybrid_shard", "parallel.shard_size=2"]
-    assert Recipe.load("quickstart", grouped).sizes(4) == Sizes(dp_replicate=2, dp_shard=2)
-
-
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('preset = "quickstart"\n[train]\nsteps = 5\n')
@@ -385,7 +378,7 @@ def test_micro_batches_are_divided_round_robin_and_none_is_lost(world, micro, ac
 def test_an_uneven_batch_names_the_sizes_that_work():
     with pytest.raises(UserError, match=r"train\.global_batch.* 63 or 66"):
         Recipe.load("quickstart", ["train.global_batch=64"]).batch(3)
-    with pytest.raises(UserError, match=r"32 sequences .* each data rank .* write 16 or 32"):
+    with pytest.raises(UserError, match=r"32 sequences .* each of 2 data ranks .* write 16 or 32"):
         plan_batch(64, 20, 2, context=8)
     text = problems("train.global_batch=64", "train.micro_batch=60")["train.micro_batch"]
     # `--world` is not known where a recipe is read

@@ -163,7 +163,6 @@ def items(r: Any) -> Problems:
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a file, directory, pattern or download."""
     return not source.startswith(("hf:", "shards:", "squad")) and source != "stdlib"
 
 

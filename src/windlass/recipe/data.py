@@ -173,7 +173,6 @@ class DataSettings(Section):
 
     @property
     def unused(self) -> list[str]:
-        """The settings without an effect in a mixture, and of a mixture without one."""
         return ["source", "eval_source"] if self.mix else ["mix", "stages"]
 
     @property

@@ -53,7 +53,6 @@ def answers_of(key: str, fields: Iterable[str]) -> dict[str, str]:
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The settings that an unknown key may mean; none if nothing is near."""
     if answers := answers_of(key, fields):
         return [ours.partition("=")[0] for ours in answers]
     parts = key.split(".")
@@ -131,7 +130,6 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
 
 
 def values(field: Any) -> str:
-    """The values that a setting takes, by its JSON schema."""
     annotation = Annotated[field.annotation, Field(), *field.metadata]
     duration = (field.json_schema_extra or {}).get("description")
     return str(duration or _values(TypeAdapter(annotation).json_schema()))

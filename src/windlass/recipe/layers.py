@@ -124,7 +124,6 @@ def _toml(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A Python value as TOML has it: a path as text, a tuple or a NumPy array as a list."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
@@ -135,7 +134,6 @@ def plain(value: Any) -> Any:
 
 
 def dotted(changes: Changes) -> dict[str, Any]:
-    """Changes of settings as dotted keys and plain values."""
     if not isinstance(changes, Mapping):
         return dict(map(parse_override, [changes] if isinstance(changes, str) else changes))
     return {key: plain(value) for key, value in flatten(changes, keep_empty=True).items()}
@@ -212,7 +210,6 @@ def _find(recipe: str | Path) -> Path:
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
-    """The sources of a recipe's settings in order of application: name and dotted settings."""
     path, shipped = _find(recipe), presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [

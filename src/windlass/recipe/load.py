@@ -238,7 +238,6 @@ class Recipe(Frozen):
 
     @property
     def optimizer_state(self) -> str:
-        """The optimizer and the precision of its state: another one cannot use a checkpoint's."""
         return self.optim.kind + " in bf16" * (self.train.master == "bf16")
 
     def check_packages(self) -> None:
@@ -321,7 +320,6 @@ def as_recipe(source: Any) -> Recipe:
 
 
 def default_lr(model: ModelSettings) -> float:
-    """The peak learning rate of a recipe that sets none."""
     if model.kind == "gpt" or model.from_scratch:
         return 1e-3
     return 2e-4 if model.lora.rank else 5e-5

@@ -56,7 +56,6 @@ class Horizon:
         return duration
 
     def epochs_as_steps(self, duration: str) -> Fraction:
-        """The length of `"2.5 epochs"` in steps."""
         return epochs_in(duration) * self.samples_per_epoch / self.samples_per_step
 
     def steps_before_last(self, duration: int | float | str) -> int:
@@ -97,7 +96,6 @@ class BatchPlan:
 
     @property
     def share(self) -> int:
-        """The samples of a data rank in a step."""
         return self.global_batch // self.data_world
 
     @property
@@ -149,6 +147,7 @@ def plan_batch(
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        each = f"the {plural(share, 'sequence')} of a step on each data rank ({batch})"
+        each = f"the {plural(share, 'sequence')} of a step on each of {data_world} data ranks ({batch})"
+        each = batch if data_world == 1 else each
         raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, data_world, context)

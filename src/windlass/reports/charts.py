@@ -86,7 +86,6 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The chart in words, for people who do not see it."""
         parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
         named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
         for one in named[:COLOURED]:
@@ -169,7 +168,7 @@ AXES = ("step", "tokens", "hours")
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
-    drawn = [_loss_chart(views), *_source_charts(views), *_suite_charts(views)]
+    drawn = [_loss_chart(views), *_score_charts(views)]
     logged = [view.logged for view in views]
     names = (name for track in logged for name in track.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
@@ -190,7 +189,6 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
 
 
 def time_chart(views: Sequence[RunView]) -> Chart | None:
-    """The share of wall time in each phase, a bar for each run; None if no run has times."""
     timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
     if not timed:
         return None
@@ -246,53 +244,37 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     return series
 
 
-def _source_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The training and validation loss of a mixture's sources."""
-    drawn, loss = list[Chart](), SOURCE["loss"]
-    every: dict[str, list[Track | None]] = {"training": [view.train for view in views]}
-    every["validation"] = [view.evals.get(LOSS) for view in views]
-    for kind, tracks in every.items():
+def _score_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The losses of a mixture's sources, and the scores of other suites than the loss: one chart
+    with a line for each, or for several runs a chart for each.
+
+    One run's many scores have a table alone.
+    """
+    drawn, loss, evals = list[Chart](), SOURCE["loss"], [view.evals.get(LOSS) for view in views]
+    charts: list[tuple[Chart, Sequence[Track | None], dict[str, str], dict[str, Any]]] = []
+    every: dict[str, Sequence[Track | None]] = {"training": [view.train for view in views]}
+    for kind, tracks in (every | {"validation": evals}).items():
         fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
         losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
         columns = {name: name.split(".")[1] for name in losses}
         look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
         chart = Chart(f"source-{kind}", f"{loss.heading}, {kind}", loss.unit, ())
-        drawn += _by_column(views, tracks, chart, columns, **look)
-    return drawn
-
-
-def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The scores of other suites than the loss; a table alone shows one run's many scores."""
-    drawn = list[Chart]()
+        charts.append((chart, tracks, columns, look))
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
-            columns = {name: name.replace("_", " ") for name in names}
             chart = Chart(f"suite-{slug(suite)}", suite, "", ())
-            drawn += _by_column(views, tracks, chart, columns, points="line")
+            charts.append((chart, tracks, columns, {"points": "line"}))
+    for chart, tracks, columns, look in charts:
+        if len(views) == 1:
+            drawn.append(replace(chart, series=_columns(views, tracks, columns, **look)))
+            continue
+        for name, text in columns.items():
+            own = replace(chart, id=f"{chart.id}-{slug(text)}", title=f"{chart.title}, {text}")
+            drawn.append(replace(own, series=_columns(views, tracks, {name: text}, **look)))
     return drawn
-
-
-def _by_column(
-    views: Sequence[RunView],
-    tracks: Sequence[Track | None],
-    chart: Chart,
-    columns: Mapping[str, str],
-    **look: Any,
-) -> list[Chart]:
-    """One chart with a line for each column; for several runs a chart for each column."""
-    if len(views) == 1:
-        return [replace(chart, series=_columns(views, tracks, columns, **look))]
-    return [
-        replace(
-            chart,
-            id=f"{chart.id}-{slug(text)}",
-            title=f"{chart.title}, {text}",
-            series=_columns(views, tracks, {name: text}, **look),
-        )
-        for name, text in columns.items()
-    ]
 
 
 def _columns(

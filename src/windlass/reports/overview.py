@@ -131,7 +131,6 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def last_sample(view: RunView) -> str:
-    """The last generated text, indented; empty if there is none."""
     if not view.samples:
         return ""
     lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).split("\n"))

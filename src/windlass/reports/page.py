@@ -137,7 +137,6 @@ SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with 
 
 
 def cell_page(view: RunView) -> str:
-    """The page of a study's cell, beside the study's own page."""
     return f"cells/{view.run.name}.html"
 
 
@@ -249,7 +248,6 @@ def numbers(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """The generated texts in the page, each split into its prompt and its continuation."""
     samples = []
     for run, view in enumerate(views):
         steps = sorted({sample["step"] for sample in view.samples})

@@ -88,7 +88,6 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
     named: set[str] = set()
 
     def label(name: str) -> str | None:
-        """An entry of the legend, which has each name once."""
         new = bool(name) and name not in named
         named.add(name)
         return name if new else None

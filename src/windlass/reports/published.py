@@ -82,7 +82,6 @@ class Row(NamedTuple):
 
 
 def specifications() -> dict[str, dict[str, Any]]:
-    """The tables in published.toml, by the name of the preset."""
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 
 
@@ -148,7 +147,6 @@ def of_study(study: Study) -> Table | None:
 
 
 def _preset(views: Sequence[RunView], study: Study | None) -> str:
-    """The preset of a study, or of all runs; empty if they have several."""
     if study:
         return (study.scaling and study.scaling.preset) or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}

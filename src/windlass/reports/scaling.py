@@ -88,7 +88,6 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
 
 
 def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
-    """The sentences under the table: how its numbers are defined, and why some are missing."""
     scaling = study.scaling or Scaling("strategies")
     measured = [row for row in setups if row.measured]
     repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
@@ -136,7 +135,6 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
 
 
 def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
-    """The recommended strategy, with the command that trains with it."""
     for row in setups:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
@@ -184,7 +182,6 @@ def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
 
 
 def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:
-    """Throughput with the ideal line, efficiency and memory; none for a single number of ranks."""
     measured = sorted(measured, key=lambda setup: setup.world)
     if len({setup.world for setup in measured}) < 2:
         return []

@@ -65,7 +65,6 @@ class StudyView:
 
     @property
     def recommendations(self) -> list[Recommendation]:
-        """The best choices, each with the command that trains it in full."""
         groups, recommendations = self.winners.groups, []
         for group in groups:
             command, remark = self.study.winner_command(group.assignment)
@@ -78,7 +77,6 @@ class StudyView:
 
 
 def cell_table(seen: StudyView) -> Table:
-    """A row for each cell: its settings, state, scores, tokens, speed and device-hours."""
     names = "state steps tokens train_loss eval_loss best_eval_loss train_tokens_per_s device_hours"
     columns = list(map(measure_column, names.split()))
     if seen.study.measure != LOSS:
@@ -95,7 +93,6 @@ def cell_table(seen: StudyView) -> Table:
 
 
 def seed_table(seen: StudyView) -> Table:
-    """Median and spread of the best score over the seeds."""
     rows = []
     for group in seen.groups:
         scores: list[Any] = group.scores or [None]
@@ -116,7 +113,6 @@ def seed_table(seen: StudyView) -> Table:
 
 
 def sweep_charts(seen: StudyView) -> list[Chart]:
-    """The best score against each swept setting, and the heat map of two settings."""
     charts = [_against(seen, key, values) for key, values in seen.swept.items()]
     scored = len(seen.swept) == 2 and any(group.scores for group in seen.groups)
     return [chart for chart in charts if chart.series] + ([heat_map(seen)] if scored else [])

@@ -72,7 +72,6 @@ class Table:
 
     @property
     def numeric(self) -> list[int]:
-        """The places of columns with numbers alone, which are flush right, among the shown ones."""
         columns = [[row[i] for row in self.rows if row[i] is not None] for i in self.shown]
         return [n for n, cells in enumerate(columns) if cells and numeric(cells)]
 
@@ -111,7 +110,6 @@ class Table:
         return out.getvalue()
 
     def terminal(self, width: int, title: str = "") -> Group:
-        """The table for a terminal of that width; `title` stands above it."""
         columns = [self.columns[i] for i in self.shown]
         heads = [column.short or column.heading or column.name for column in columns]
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
@@ -123,7 +121,6 @@ class Table:
 
 
 def _plain(value: Any) -> Any:
-    """A value as CSV has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -174,7 +171,6 @@ def measure_column(name: str) -> Column:
 
 
 def results(view: RunView, brief: bool = False) -> Table:
-    """A row for each measure; `brief`: without the ones that the report has elsewhere."""
     values = dict(view.values)
     if brief:
         values = {n: x for n, x in values.items() if n in RUN and n not in ELSEWHERE}
@@ -199,7 +195,6 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
 
 
 def evaluations(view: RunView) -> dict[str, Table]:
-    """Every evaluation, in a table for each suite."""
     place = [Column("step", "Step", "count"), Column("epoch", "Epoch", "amount")]
     place += [Column("tokens", "Tokens", "count")]
     tables = {}
@@ -264,7 +259,6 @@ def base_of(views: Sequence[RunView]) -> str:
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    """A column for each run, or a single one if all runs have the same values."""
     same = not any(row.differs for row in rows)
     columns = [Column("setting", "Setting")]
     columns += [Column("value", "Value")] if same else [Column(view.label) for view in views]

@@ -38,7 +38,6 @@ MAX_DEVICE_BYTES = 8_000_000
 
 
 def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN if it is missing or not a number."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -252,13 +251,10 @@ class RunView:
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """The measures of the whole run by name, without missing ones; `SUITE_SCORE` for the scores
-        of other suites than the loss."""
         return _values(self)
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
-    """Read several runs, each labelled by its name, or by its path if another run has that name."""
     names = [run.name for run in runs]
     labels = [r.name if names.count(r.name) == 1 else str(r.path) for r in runs]
     return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]

@@ -94,7 +94,6 @@ def report(
 
 
 def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView | None, Path]:
-    """The runs, their study if they are one, and the directory of the report."""
     given = [sources] if isinstance(sources, (str, Path, Run, Study)) else sources
     listed = [source.path if isinstance(source, Study) else source for source in given]
     if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):
@@ -114,7 +113,6 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
 
 
 def _write_tables(computed: Contents, out: Path) -> list[Path]:
-    """Every table as CSV, and as LaTeX if people see it."""
     shown = dict(computed.tables) | {"results": computed.csv["results"]}
     if published := computed.published:
         shown["published"] = published
@@ -130,7 +128,6 @@ def _write_tables(computed: Contents, out: Path) -> list[Path]:
 
 
 def with_notes(table: Table) -> str:
-    """A table in Markdown, with its notes after it."""
     return table.markdown() + "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
 
 

@@ -49,7 +49,6 @@ class Console:
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
-        """Write the lines of rank 0 also to a file from now on."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 self._log = path.open("a", encoding="utf-8", errors="replace")
@@ -82,12 +81,10 @@ class Console:
         self._timer.start()
 
     def done(self) -> None:
-        """End the phase that has begun."""
         if self._timer is not None:
             self._timer.cancel()
 
     def log(self, lines: Iterable[str]) -> None:
-        """Write lines to `log.txt` only."""
         for line in lines:
             self._write_log(line)
 
@@ -106,7 +103,6 @@ class Console:
                 self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        """Show a `train` line of the ledger, perhaps with `gpu_mem_mb` or `rss_mb`."""
         # The estimate of the time left counts from the first logged step, with evaluations and
         # saves; imports, compiling and the evaluation at step 0 do not come again.
         self._step = line["step"]
@@ -144,7 +140,6 @@ class Console:
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 
     def saved(self, path: Path, seconds: float, step: int) -> None:
-        """A save has ended, perhaps after lines of later steps."""
         self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
 
     def event(self, text: str, step: int | None = None) -> None:
@@ -199,7 +194,6 @@ class Console:
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
-        """The step, the present work, and the numbers that fit into `width`."""
         text = f"step {self._step}/{self.steps}"
         for part in (self._doing, *self._numbers):
             if len(text) + 3 + len(part) > width:
@@ -208,7 +202,6 @@ class Console:
         return text
 
     def _line(self) -> Any:
-        """The live line: the numbers, and a bar if there is room."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 

@@ -145,7 +145,6 @@ def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """This host's name, processor, cores and memory."""
     import psutil
 
     cpu = platform.processor() or platform.machine()

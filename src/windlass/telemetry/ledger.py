@@ -20,7 +20,6 @@ from windlass.telemetry.measures import lower_is_better
 
 
 def now() -> str:
-    """The time of a line: UTC, ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -92,7 +91,6 @@ class Ledger:
             raise RunFailed(f"{problem}: move it back and train again, or begin a new run")
 
     def close(self) -> None:
-        """Write the remaining lines, sync and close; a second call does nothing."""
         if self._file >= 0:
             self.sync()
             os.close(self._file)

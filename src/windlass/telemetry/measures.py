@@ -47,7 +47,6 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """The name in a sentence or a legend."""
         return self.words or self.name.replace("_", " ")
 
     def on_console(self, value: float) -> str:
@@ -422,7 +421,6 @@ def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bo
 
 
 def title_of(measure: str) -> str:
-    """A value of `checkpoint.best` in a sentence."""
     titles = {LOSS_SUITE: "validation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
     titles[f"{LOSS_SUITE}.average_loss"] = "validation loss of the averaged weights"
     return titles.get(measure, measure)

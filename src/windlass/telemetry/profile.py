@@ -49,6 +49,5 @@ class StepProfile:
         return f"profile: {' and '.join(names)}", names
 
     def close(self) -> None:
-        """Stop a profile that a failure or a stop cuts off."""
         if self._profile is not None:
             self._profile.stop()

@@ -100,7 +100,6 @@ class Goodput:
         self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
     def enter(self, name: str) -> str:
-        """From now on time counts as `name`; returns the phase that ended."""
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
         before, self._phase, self._since = self._phase, name, now
@@ -152,7 +151,6 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 
 
 def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
-    """The `train` lines that speeds are computed from, each with the number of its steps."""
     windows: list[tuple[Line, int, bool]] = []  # a line, its steps, whether it is the start's first
     step, first = 0, True
     for line in ledger:
@@ -167,7 +165,6 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
 
 
 def step_times(ledger: Iterable[Line]) -> dict[str, float]:
-    """`step_ms_mean`, `forward_ms_mean` … of the steps that `throughput` counts."""
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
         if parts := [(line[name], steps) for line, steps in windows if name in line]:
@@ -190,7 +187,6 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
-    """The speeds and times of the `summary` line."""
     speed, starts = throughput(ledger), [x for x in ledger if x.get("event") == "first_step"]
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": x for name, x in speeds.items() if x is not None}

@@ -39,7 +39,6 @@ EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest a
 
 
 def stream(line: Line) -> str:
-    """The kind of a line, with its suite or index: a stream has one line per step."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
@@ -164,7 +163,6 @@ class Follower:
             self.backend.close(self.run.state, timestamp(newest))
 
     def _settings(self, lines: list[Line]) -> dict[str, Any]:
-        """The run's hyper-parameters, without secrets."""
         recipe, start = self.run.recipe, last_start(lines)
         world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
         settings = scrub(recipe.flat())
@@ -282,7 +280,6 @@ class Trackers:
         return notes
 
     def finish(self, timeout: float) -> list[Note]:
-        """Wait up to `timeout` seconds until the trackers have the rest, then end the processes."""
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()
@@ -300,7 +297,6 @@ class Trackers:
         return notes + self.poll()
 
     def close(self) -> None:
-        """Close the pipes without waiting; the exporters send the rest and end."""
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()
