@@ -23,8 +23,7 @@ class MixSource(Section):
     """A source of a mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
-    """Name of the source in reports, in `data.stages`, and on the command line: the setting
-    `data.mix.web.weight=0.3` changes the weight of `web`."""
+    """Name of the source, also on the command line: `data.mix.web.weight=0.3` changes `web`."""
     source: str = Field(min_length=1)
     """One source, as `data.source`."""
     weight: Weight = 1.0
@@ -45,7 +44,7 @@ class MixStage(Section):
     """Other weights of a mixture from a point of the run on."""
 
     start: Annotated[Duration, BeforeValidator(_share)] = Field(alias="from")
-    """Where the stage begins: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
+    """Beginning of the stage: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
     weights: dict[str, Weight]
     """New weights by name; a source that is left out keeps its weight."""
 

@@ -31,8 +31,8 @@ PREFIX = re.compile("(hf|squad|shards|gpt2):")
 
 
 def home_of(base: str) -> Path | None:
-    """The directory that the relative paths of a recipe start from; None: the working directory, also
-    if the base does not exist here."""
+    """The directory that the relative paths of a recipe start from; None: the working directory,
+    also if the base does not exist here."""
     home = Path(base).expanduser()
     return home if base and home.is_dir() and home.absolute() != Path.cwd() else None
 
@@ -227,8 +227,8 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def is_outdated(path: Path) -> bool:
-    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one; any
-    other difference from the recorded recipe is the user's edit."""
+    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one;
+    any other difference from the recorded recipe is the user's edit."""
     if not recorded(path):
         return False
     if not path.is_file():

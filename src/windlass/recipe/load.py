@@ -1,6 +1,5 @@
-"""From a preset's name or a TOML file, and overrides (`layers.py`), to a checked recipe: each setting
-beside its declaration, then all together (`combinations.py`). Windlass reports all problems at once.
-"""
+"""From a preset's name or a TOML file, and overrides (`layers.py`), to a checked recipe. A setting
+is checked at its declaration, and then with the others (`combinations.py`)."""
 
 from __future__ import annotations
 
@@ -141,7 +140,7 @@ class Recipe(Frozen):
     def tree(self) -> dict[str, Any]:
         """Every setting that has an effect, as nested plain values."""
         unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
-        # TOML has no None.
+        # TOML lacks None.
         how: dict[str, Any] = {"exclude": unused, "exclude_none": True}
         return self.as_written.model_dump(mode="json", by_alias=True, **how)
 
@@ -381,7 +380,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings, without the attributes `keys` and what derives from them."""
+    """The recipe of the valid settings, without `keys` and the values derived from them."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])

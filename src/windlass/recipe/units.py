@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 
 TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}  # at most, with `train.micro_batch = 0`
 SHORTEST_PERIOD = 20  # steps between two saves, evaluations or samples if the period is a fraction
@@ -147,7 +147,7 @@ def plan_batch(
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        each = f"the {plural(share, 'sequence')} of a step on each of {data_world} data ranks ({batch})"
-        each = batch if data_world == 1 else each
-        raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
+        if data_world > 1:
+            batch = f"the {share} sequences of a step on each of {data_world} data ranks ({batch})"
+        raise UserError(f"train.micro_batch = {micro_batch} does not divide {batch}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, data_world, context)

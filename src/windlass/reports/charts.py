@@ -19,7 +19,7 @@ from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-# A chart of up to FEW lines has all in colour; with more lines, the COLOURED best, the rest in grey.
+# Up to FEW lines of a chart are in colour; of more lines the COLOURED best, the others are grey.
 FEW, COLOURED = 4, 3
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 

@@ -1,5 +1,5 @@
 """Charts as pictures for paper, drawn by matplotlib without pyplot or a display. The same run gives
-the same bytes, because the files lack date and version, and the user's style has no effect."""
+the same bytes, because the files lack date and version, and the user's style is left out."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def mlflow_store(directory: Path) -> tuple[str, str]:
 
 class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
-    runs. MLflow cannot remove points: those of steps that a resume repeats stay."""
+    runs. MLflow cannot remove points: if a resume repeats steps, their first points stay."""
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         for key, value in MLFLOW_DEFAULTS.items():

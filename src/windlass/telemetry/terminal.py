@@ -31,8 +31,8 @@ def printable(text: Any) -> str:
 
 
 class SafeStream:
-    """A standard stream that takes every character: `?` for one that its encoding lacks. `gone`: its
-    reader (`head`, a terminal) went away, which does not end the verb."""
+    """A standard stream that writes `?` for a character that its encoding lacks. `gone`: its reader
+    (`head`, a terminal) went away, which does not end the verb."""
 
     buffer = None  # click would write UTF-8 to it, even if the stream has another encoding
 

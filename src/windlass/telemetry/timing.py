@@ -1,6 +1,5 @@
-"""The time of a step and of a run, throughput and MFU. No torch. `StepTimer` and `Goodput` measure in
-the training process; the functions compute from the ledger, also of a killed and resumed run.
-"""
+"""The time of a step and of a run, throughput and MFU. No torch. `StepTimer` and `Goodput` measure
+in the training; the functions compute from the ledger, also of a killed and resumed run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Trackers beside a training: a process for each (`main`) follows the ledger, so a hanging import, a
-dead address or a full disk hurts only that process. Its standard input closes when the training
-ends; its standard output brings at most two lines: the run's place in the tracker, the first error.
-"""
+"""Trackers beside a training: a process for each (`main`) follows the ledger, so a hanging import
+or a dead address hurts only that process. Its standard input closes when the training ends; its
+standard output brings at most two lines: the run's place in the tracker, the first error."""
 
 from __future__ import annotations
 
@@ -242,8 +241,8 @@ class Note(NamedTuple):
 
 
 class Trackers:
-    """The exporter processes of a run; each has `flush_seconds` left when this process ends. Nothing
-    here raises OSError, and only `finish` waits."""
+    """The exporter processes of a run; each has `flush_seconds` left when this process ends. Only
+    `finish` waits, and nothing here raises OSError."""
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run
