@@ -20,7 +20,6 @@ LEGEND = (
     "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
     "mtps: million tokens/s"
 )
-NOTEBOOK = 100  # columns of a line in a notebook
 BAR = 20  # columns; a bar needs at least half of them
 LASTS_SECONDS = 5.0  # the output names a phase of the start that takes longer
 DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two live lines; between two lines of progress
@@ -42,7 +41,6 @@ class Console:
         self._live: Any = None  # rich.live.Live
         self._timer: threading.Timer | None = None  # see `begin`
         self._log: TextIO | None = None
-        self._notebook = "ipykernel" in sys.modules
         self._terminal: Any = None  # rich.console.Console
         dumb = os.environ.get("TERM") == "dumb"
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
@@ -118,14 +116,10 @@ class Console:
         self._numbers = [
             text for m, text in texts.items() if not (live and m.console.endswith(" *"))
         ]
-        # A notebook wraps a long line, and the next one could not take its place.
-        width = NOTEBOOK if self._notebook else terminal.size(self._stream).columns
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
         if self._live is None:
-            # In a notebook each step's line replaces the line before it.
-            end = "" if self._notebook and self._step < self.steps else "\n"
-            self._show(self._fitting(width), end=end)
+            self._show(self._fitting(terminal.size(self._stream).columns))
 
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
@@ -180,14 +174,14 @@ class Console:
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
 
-    def _show(self, text: str, style: str = "", indent: str = "    ", end: str = "\n") -> None:
+    def _show(self, text: str, style: str = "", indent: str = "    ") -> None:
         if self.rank:
             return
         with self._while_terminal_is_there():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
             text = text.encode(encoding, "replace").decode(encoding)
             if self._terminal is None:
-                print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
+                print(text, file=self._stream, flush=True)
                 return
             # the text of a sample may lack spaces
             text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
