@@ -9,14 +9,14 @@ from scaling_fixtures import build_scaling, phases, worlds
 
 from windlass.reports.page import Contents, page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import (
+from windlass.reports.study import (
+    StudyView,
     recommended,
     scaling_charts,
     sentences,
     setup_table,
     terminal,
 )
-from windlass.reports.study import StudyView
 from windlass.reports.write import report
 from windlass.study.grid import WORLD
 from windlass.study.setups import read_setups

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.scaling import lede
-from windlass.reports.study import Recommendation, StudyView
+from windlass.reports.study import Recommendation, StudyView, lede
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
 from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged

@@ -37,8 +37,15 @@ from windlass.reports.charts import (
 from windlass.reports.head import BEST, divergence, head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
-from windlass.reports.scaling import recommended, scaling_charts, setup_table
-from windlass.reports.study import StudyView, cell_table, seed_table, sweep_charts
+from windlass.reports.study import (
+    StudyView,
+    cell_table,
+    recommended,
+    scaling_charts,
+    seed_table,
+    setup_table,
+    sweep_charts,
+)
 from windlass.reports.tables import Table, stacked
 from windlass.reports.view import RunView, first
 from windlass.study.grid import SEED
