@@ -149,7 +149,7 @@ def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) 
     again = f"windlass train {tmp_path / 'run'}"
     assert piped(f"{again} >&-")[1] == ["0"]
     shown, codes = piped(f"PYTHONIOENCODING=ascii TERM=dumb NO_COLOR=1 {again}")
-    assert codes == ["0"] and shown.isascii() and "+-----" in shown
+    assert codes == ["0"] and shown.isascii()
     assert f"sample: windlass sample {tmp_path / 'run'}" in shown
     # a finished run stays finished where its report fails
     (tmp_path / "broken" / "jinja2").mkdir(parents=True)

@@ -23,7 +23,7 @@ from windlass.recipe import (
 from windlass.recipe.explain import explain
 from windlass.recipe.keys import other_tools, values
 from windlass.recipe.layers import located
-from windlass.recipe.strategies import NO_LAYOUT, Sizes
+from windlass.recipe.strategies import Sizes
 from windlass.recipe.units import epochs_in
 
 SUITES, SCHEDULE = 'eval.suites=["loss","squad"]', "optim.schedule."
@@ -97,22 +97,12 @@ def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
         ("batch_size", "train.global_batch"),
         ("train.max_iters", "train.steps"),
         ("lr", "optim.lr"),
-        ("max_seq_length", "model.context"),
-        ("model.n_layer", "model.layers"),
-        ("train.gradient_accumulation_steps", "train.global_batch"),
-        ("num_train_epochs", "train.steps"),
         ("lora.rank", "model.lora.rank"),
-        ("lora_r", "model.lora.rank"),
-        ("eval.interval", "eval.every"),
         ("bf16", "train.precision=bf16"),
         ("optim.lrr", "optim.lr"),
         ("modle.layers", "model.layers"),
         ("schedule.kind", "optim.schedule.kind"),
         ("lr_scheduler.min_lr_factor", "optim.schedule.final"),
-        ("keep_latest_k", "checkpoint.keep_last"),
-        ("parallelism.tensor_parallel_degree", "parallel.tensor"),
-        ("train.sequence_parallel", "parallel.sequence"),
-        ("parallel.tensr", "parallel.tensor"),
         ("name", "run.name or model.name"),
     ],
 )
@@ -126,10 +116,7 @@ def test_a_wrong_key_is_answered_with_the_setting_that_was_meant(key, ours):
     [
         ("rl", ["Windlass does not have it", "reinforcement", "DPO"]),
         ("train.ema_decay", ["train.average.beta", "train.average.kind=ema"]),
-        ("chat_template", ["data.chat_template", "file"]),
         ("train.backend", ["parallel.strategy=ddp", "NCCL"]),
-        ("sample_packing", ["data.packing", "best-fit", "train.global_batch"]),
-        ("checkpoint.last_save_in_hf", ["windlass export RUN DIR"]),
     ],
 )
 def test_what_windlass_does_not_have_is_said_with_what_comes_nearest(key, words):
@@ -196,15 +183,12 @@ def test_a_list_is_taken_as_a_shell_leaves_it():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.betas=0.9", ("tuple", "0.9")),
         ("optim.betas=[1.5,0.9]", ("less than 1", "1.5")),
         ("telemetry.trackers=comet", ("tensorboard", "mlflow", "wandb", "comet")),
-        ("model.layers=1.5", ("integer", "1.5")),
         ("optim.lr=0", ("greater than 0", "0")),
         ("train.compile=maybe", ("boolean", "auto", "maybe")),
         ("train=3", ("section", "train.steps")),
         ("train.steps=1.5", ("4576", "1 epoch")),
-        ("run.name=a b", ("A-Z",)),
         ("data.source=true", ("string", "list", "true")),
         ("data.sha256=xx", ("0-9a-f",)),
     ],
@@ -223,10 +207,8 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("model.width=100 model.heads=3", "model.heads", "nearest number that does is"),
         ("model.heads=4 model.kv_heads=3", "model.kv_heads", "do not divide"),
         ("train.global_batch=10 train.micro_batch=4", "train.micro_batch", "write 2 or 5"),
-        ("data.tokenizer=bytes", "data.tokenizer", "hf:"),
         ("data.tokenizer=hf:", "data.tokenizer", "hf:"),
         ("model.vocab=200", "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
-        ("parallel.offload=true", "parallel.offload", "FSDP2"),
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),
         ("model.kind=hf", "model.name", "directory"),
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
@@ -239,7 +221,6 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("data.shards_dtype=uint32", "data.shards_dtype", "only a source shards:"),
         ("data.answers=last", "data.answers", 'data.format = "chat"'),
         (f"{SCHEDULE}warmup=300 {SCHEDULE}decay=300", f"{SCHEDULE}decay", "longer than the run"),
-        (f"{SCHEDULE}warmup=900", f"{SCHEDULE}warmup", "a share, as 0.02"),
         (f"{SCHEDULE}warmup=0.6 {SCHEDULE}decay=0.6", f"{SCHEDULE}decay", "longer than the run"),
         (f"{SCHEDULE}steps=50 {SCHEDULE}warmup=60", f"{SCHEDULE}warmup", "the schedule (50 steps)"),
         (
@@ -280,13 +261,6 @@ def test_auto_leaves_a_micro_batch_for_each_stage_of_a_pipeline():
     recipe = Recipe.load("quickstart", ["parallel.pipeline=4", "train.global_batch=8"])
     batch = recipe.batch(8)
     assert (batch.data_world, batch.micro_batch, batch.accumulation) == (2, 1, 4)
-
-
-def test_no_layout_is_one_rank_for_a_copy_of_the_model():
-    divided = Recipe.load("quickstart", ["parallel.tensor=2", "parallel.context=2"])
-    assert divided.replace(NO_LAYOUT).parallel == Recipe.load("quickstart").parallel
-    grouped = ["parallel.strategy=hybrid_shard", "parallel.shard_size=2"]
-    assert Recipe.load("quickstart", grouped).sizes(4) == Sizes(dp_replicate=2, dp_shard=2)
 
 
 def test_a_name_that_takes_nothing_from_the_preset_is_answered_with_extends(tmp_path):

@@ -9,14 +9,14 @@ from scaling_fixtures import build_scaling, phases, worlds
 
 from windlass.reports.page import Contents, page
 from windlass.reports.plots import draw
-from windlass.reports.scaling import (
+from windlass.reports.study import (
+    StudyView,
     recommended,
     scaling_charts,
     sentences,
     setup_table,
     terminal,
 )
-from windlass.reports.study import StudyView
 from windlass.reports.write import report
 from windlass.study.grid import WORLD
 from windlass.study.setups import read_setups
@@ -65,17 +65,6 @@ def strategies(tmp_path_factory):
 
 def charts_of(study):
     return scaling_charts(study.scaling, read_setups(study))
-
-
-def test_a_report_of_the_same_ledgers_is_the_same_to_the_byte(strong, tmp_path):
-    first, _, drawn = (report(strong.path, tmp_path / name, plots=name == "c") for name in "abc")
-    for path in (first.page, first.markdown, *first.tables):
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
-    names = {path.name for path in first.tables}
-    assert {"scaling.csv", "scaling.tex"} <= names
-    pictures = {"scaling-throughput", "scaling-efficiency", "scaling-memory", "step-parts"}
-    assert pictures <= set(drawn.plots) and first.plots == {}
-    assert all(drawn.plots[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
 def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path):

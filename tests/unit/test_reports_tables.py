@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_fixtures import add_lines, build_run, changed, edit, loss_at
+from report_fixtures import add_lines, build_run, changed, loss_at
 
 from windlass.reports.overview import curve, last_sample
 from windlass.reports.tables import (
@@ -70,24 +70,6 @@ def test_the_results_of_a_run_by_hand(one):
     assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600)
     assert one.wall["lost"] > 15
     assert "best_measure" not in values, "the loss has its own lines"
-
-
-def test_speed_is_work_divided_by_time(tmp_path):
-    run = build_run(tmp_path / "uneven", steps=20, ranks=1, finished=False)
-    edit(run, lambda line: line if line.get("event") == "started" else None)
-    # 10 steps of 100 ms with 1000 tokens each, then 10 of 900 ms with 1000: 20,000 tokens in 10 s,
-    # after a first line
-    for step, ms in ((10, 500), (20, 100), (30, 900)):
-        rates = {"tokens_per_s": 1e6 / ms, "samples_per_s": 1e4 / ms, "step_ms": ms}
-        add_lines(run, {"kind": "train", "step": step, "loss": 1.0, "tokens": 1000 * step, **rates})
-    for step, samples, seconds in ((10, 100, 1.0), (20, 900, 3.0)):
-        line = {"kind": "eval", "suite": "loss", "step": step, "loss": 1.0, "samples": samples}
-        add_lines(run, line | {"runtime_s": seconds, "samples_per_s": samples / seconds})
-    add_lines(run, {"kind": "summary", "step": 30, "tokens_per_s_mean": 5555.0})
-    values = RunView(run).values
-    speeds = [values[f"train_{what}_per_s"] for what in ("tokens", "samples", "steps")]
-    assert speeds == pytest.approx([2000, 20, 2])
-    assert values["eval_samples_per_s"] == pytest.approx(250)
 
 
 def test_a_page_has_each_number_of_a_run_once_and_csv_has_full_precision(one):

@@ -9,7 +9,7 @@ from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 from windlass.estimate.rank import Layout, Work
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.scaling import scaling_charts, sentences
+from windlass.reports.study import scaling_charts, sentences
 from windlass.run import Run, timestamp
 from windlass.study.grid import NODES, REPEAT, WORLD
 from windlass.study.setups import read_setups, windows

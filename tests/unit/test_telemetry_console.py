@@ -3,7 +3,6 @@ import os
 import pty
 import re
 import select
-import sys
 from pathlib import Path
 
 import pytest
@@ -146,15 +145,15 @@ def test_progress_of_an_evaluation(monkeypatch):
     assert shown == [f"evaluating loss {done}/1,500" for done in (10, 21, 32, 43)]
 
 
-def test_characters_that_the_terminal_lacks_are_drawn_in_ascii(tmp_path, columns):
+def test_a_terminal_may_lack_characters(tmp_path, columns):
     columns(160)
     for encoding in ("ascii", "latin-1"):
         assert "step 100/200" in in_terminal(tmp_path / "log.txt", encoding)[1]
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(200, stream=stream)
-    console.event("✓ → ⠒ ö 中")
+    console.event("✓ → ö")
     stream.flush()
-    assert stream.buffer.getvalue() == rb"ok -> * \xf6 \u4e2d" + b"\n"
+    assert stream.buffer.getvalue() == b"? ? ?\n"
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -187,28 +186,6 @@ def test_the_time_left_counts_evaluations_but_not_the_time_before_the_first_step
     shown = [line.split(" | ")[2] for line in out.getvalue().splitlines()[1:]]
     # 950 steps of 0.1 s, and 4 s in each 40
     assert shown == [f"{left} left" for left in ("1m 39s", "1m 38s", "4m 51s", "3m 44s", "3m 10s")]
-
-
-def test_in_a_notebook_a_step_takes_the_place_of_the_last_one(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ipykernel", object())
-    stream = io.StringIO()
-    console = Console(3, stream=stream)
-    for step in (1, 2, 3):
-        console.step({"step": step, "loss": 2.0, "step_ms": 5.0})
-        if step == 2:
-            console.warning("something")
-    shown = stream.getvalue().split("\n")
-    assert [line.count("\r") for line in shown] == [3, 1, 0]
-    assert "warning: something" in shown[0] and "step 3/3" in shown[1]
-
-
-def test_a_long_name_in_the_header_does_not_touch_its_fact():
-    out = io.StringIO()
-    Console(2, stream=out).header({"run": "runs/x", "template": "the chat template of hf:tiny"})
-    assert out.getvalue().splitlines()[:2] == [
-        "run      runs/x",
-        "template the chat template of hf:tiny",
-    ]
 
 
 def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkeypatch, capsys):

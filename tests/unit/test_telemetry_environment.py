@@ -5,7 +5,6 @@ import pytest
 
 from windlass.telemetry import environment
 from windlass.telemetry.environment import (
-    describe_hosts,
     describe_job,
     describe_launch,
     describe_places,
@@ -130,7 +129,6 @@ def test_hosts_and_places_of_ranks():
         | {"device": f"cuda:{r % 2}"}
         for r in range(3)
     ]
-    assert describe_hosts(ranks) == ["n0: ranks 0-1, 2 x H200", "n1: rank 2, 1 x H200"]
     assert describe_places(ranks) == [
         "[cuda:0][rank=0/2][local_rank=0/1][node=0/1] n0",
         "[cuda:1][rank=1/2][local_rank=1/1][node=0/1] n0",
@@ -144,7 +142,7 @@ def test_hosts_and_places_of_ranks():
     assert describe_launch(launch | job, ranks) == {
         "job": "SLURM job 8 on alps",
         "launch": "3 ranks on 2 hosts, started by slurm; nccl between ranks",
-        "hosts": "\n".join(describe_hosts(ranks)),
+        "hosts": "n0: ranks 0-1, 2 x H200\nn1: rank 2, 1 x H200",
         "with": "windlass 1, torch 2.11, CUDA 12.6, NCCL 2.27",
     }
     assert "job" not in describe_launch(launch, ranks)

@@ -85,13 +85,6 @@ def test_the_better_direction_of_a_measure(measure, lower):
     assert measures.lower_is_better(measure) == lower
 
 
-def test_a_suite_of_ones_own_says_that_less_is_better():
-    lines = [{"kind": "eval", "suite": "own:mine", "error": 0.3, "lower": ["error"]}]
-    measured = ("own:mine.error", "own:mine.score", "own:other.error")
-    better = [measures.lower_is_better(measure, lines) for measure in measured]
-    assert better == [True, False, False]
-
-
 def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, monkeypatch):
     new = Measure(
         *("entropy", "Entropy of the outputs", "score", "nats"),

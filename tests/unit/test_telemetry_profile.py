@@ -1,7 +1,4 @@
-"""A profile of some steps on one rank or all, and the largest blocks of a memory snapshot.
-
-The snapshot itself needs CUDA; its blocks are in the form that torch documents.
-"""
+"""A profile of some steps on one rank or all."""
 
 import gzip
 import json
@@ -12,7 +9,6 @@ import pytest
 from helpers import each_step, refused, tiny_recipe
 from windlass import report, train
 from windlass.launch.local import launch
-from windlass.telemetry.profile import largest_blocks
 
 
 def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
@@ -53,19 +49,3 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path)
 def test_a_wrong_profile_is_refused(corpus, tmp_path):
     with refused("telemetry.profile", "100:3"):
         tiny_recipe(corpus, tmp_path / "run", telemetry__profile="0:5")
-
-
-def test_the_largest_live_blocks_are_named():
-    def block(size, state, *frames):
-        names = [{"filename": f"/a/{file}", "line": 7, "name": name} for file, name in frames]
-        return {"size": size, "state": state, "frames": names}
-
-    loss, own = ("torch/nn.py", "linear"), ("loss.py", "cross_entropy")
-    segments = [
-        {"blocks": [block(3 * 10**9, "active_allocated", loss, own), block(10**12, "inactive")]},
-        {"blocks": [block(10**9, "active_allocated", own), block(10**6, "active_allocated")]},
-    ]
-    text = largest_blocks(segments)
-    first, second = text.split("; ")
-    assert first == "4 GB in 2 blocks from loss.py:7 cross_entropy"
-    assert second == "0.001 GB in 1 block from an unknown place"

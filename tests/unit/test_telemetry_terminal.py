@@ -62,7 +62,7 @@ def test_a_stream_survives_its_reader_and_its_encoding():
     with open(writer, "w", encoding="latin-1", buffering=1) as inner:
         stream = SafeStream(inner)
         print("é → ✓ ⠒│ 中", file=stream)
-        assert os.read(reader, 100) == "é -> ok *| \\u4e2d\n".encode("latin-1")
+        assert os.read(reader, 100) == "é ? ? ?? ?\n".encode("latin-1")
         os.close(reader)
         print("lost", file=stream)
         print("lost, too", file=stream, flush=True)

@@ -59,12 +59,12 @@ def recipe(
 
     Example: `windlass recipe quickstart optim.lr=3e-4`
     """
-    from windlass.recipe import json_schema
+    from windlass.recipe import Recipe
     from windlass.recipe.explain import explain
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
-        typer.echo(json.dumps(json_schema(), indent=2))
+        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
     elif key:
         say(explain(key, recipe, overrides))
     elif list_:

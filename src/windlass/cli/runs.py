@@ -30,28 +30,24 @@ REASONS = {
 
 def runs(
     directory: str = Argument("runs", metavar="DIR", help="Directory of runs, a run or a study."),
-    sort: str = Option("name", metavar="KEY", help="The column to sort by."),
     json_: Json = False,
 ) -> None:
     """List runs and studies with their state and loss.
 
-    Also cells done, step, time left, speed and device-hours. Sort by name, state, step, left,
-    loss, best, speed, hours or changed. The last line adds up the hours. `windlass runs STUDY`
-    lists its cells. The JSON has seconds, tokens per second and full names.
+    Also cells done, step, time left, speed and device-hours. The last line adds up the hours.
+    `windlass runs STUDY` lists its cells. The JSON has seconds, tokens per second and full names.
 
     Example: `windlass runs`
     """
     from rich.text import Text
 
-    from windlass.reports.overview import SORTS, overview
+    from windlass.reports.overview import overview
     from windlass.telemetry.measures import show
     from windlass.telemetry.terminal import print_table
 
-    if sort not in SORTS:
-        raise UserError(f"--sort {sort}: there are {', '.join(SORTS)}")
     if not Path(directory).is_dir():
         raise UserError(f"{directory} is not a directory; give the one that holds the runs")
-    rows = overview(Path(directory), sort)
+    rows = overview(Path(directory))
     if json_:
         print_json([row._asdict() for row in rows], indent=2)
         return
@@ -182,11 +178,11 @@ def show_published(table: Table | None) -> None:
 def show_study(study: Study) -> None:
     """Print the published table of a study's preset, if any, and where MLflow shows its runs."""
     from windlass.reports.published import of_study
-    from windlass.telemetry.backends import mlflow_hint, mlflow_uri
+    from windlass.telemetry.backends import mlflow_store
 
     show_published(of_study(study))
     if "mlflow" in study.recipe.telemetry.trackers:
-        typer.echo(f"mlflow: {mlflow_hint(mlflow_uri(study.path / 'runs'))}")
+        typer.echo(f"mlflow: {mlflow_store(study.path / 'runs')[1]}")
 
 
 def track(

@@ -101,7 +101,7 @@ def scale(
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
     """Show the study's numbers."""
-    from windlass.reports.scaling import terminal
+    from windlass.reports.study import terminal
     from windlass.study.setups import read_setups
 
     table, console = read_setups(study), progress.console

@@ -16,7 +16,6 @@ from windlass.recipe.load import (
     Recipe,
     RecipeError,
     as_recipe,
-    json_schema,
     settings,
 )
 from windlass.recipe.network import ModelSettings

@@ -1,8 +1,5 @@
-"""Combinations of settings that cannot work.
-
-`load.py` also calls the checks for a recipe with wrong settings. These are missing there, so a
-check that reads one ends with an AttributeError.
-"""
+"""Combinations of settings that cannot work. `load.py` also calls the checks for recipes without
+wrong settings, so a check that reads one of these ends with an AttributeError."""
 
 from __future__ import annotations
 
@@ -31,31 +28,20 @@ def unused_keys(r: Any) -> Problems:
         return
     problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
     if m.kind == "hf":
-        edit = "give model.name a directory with an edited copy of it"
-        problem = "config.json of the model decides instead of it: "
-        problem += edit if m.from_scratch else "drop it"
+        problem = "config.json of the model decides instead of it: drop it"
+        problem += ", or give model.name a directory with an edited copy" * m.from_scratch
     yield ", ".join(f"model.{key}" for key in given), problem
 
 
-def float8(r: Any) -> Problems:
+def arithmetic(r: Any) -> Problems:
     if r.train.precision == "float8" and r.parallel.tensor > 1:
-        problem = "the parts of a matrix would have scales of their own"
-        yield "parallel.tensor", f'{problem}: write 1, or train.precision="bf16"'
-
-
-def four_bits(r: Any) -> Problems:
-    if r.model.lora.base == "4bit" and (not r.model.lora.rank or r.model.from_scratch):
-        problem = "4-bit weights cannot be trained: set model.lora.rank, on a model with weights"
-        yield "model.lora.base", problem
-
-
-def kernels(r: Any) -> Problems:
+        yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
-        problem = "Liger's kernels read whole layers, which parallel.tensor divides"
-        yield "model.kernels", f'{problem}: write "torch", or parallel.tensor=1'
+        yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
     if r.model.kernels == "liger" and r.train.precision == "fp64":
-        problem = "Liger's kernels compute in float32"
-        yield "model.kernels", f'{problem}: write "torch", or another train.precision'
+        yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
+    if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
+        yield "train.stream", 'it needs train.precision="bf16": write that, or "fp32" here'
 
 
 def adapters(r: Any) -> Problems:
@@ -72,8 +58,10 @@ def adapters(r: Any) -> Problems:
                 problem = f"{pattern} is not a regular expression: {error}"
                 yield f"model.lora.{key}", f"{problem}; write a layer's name, as q_proj"
     if lora.dora and lora.base == "4bit":
-        problem = "DoRA needs the norms of the base's matrices in each pass"
-        yield "model.lora.dora", f'{problem}: write model.lora.base="fp32", or drop it'
+        yield "model.lora.dora", 'it needs whole matrices: write model.lora.base="fp32", or drop it'
+    if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
+        advice = "set model.lora.rank, on a model with weights"
+        yield "model.lora.base", f"4-bit weights cannot be trained: {advice}"
 
 
 def heads(r: Any) -> Problems:
@@ -84,8 +72,9 @@ def heads(r: Any) -> Problems:
         problem = f"{m.heads} heads do not divide the width {m.width}"
         yield "model.heads", f"{problem}; the nearest number that does is {near}"
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
-        problem = f"rotary positions need an even head size, but {m.width} / {m.heads} is odd"
-        yield "model.heads", problem
+        yield "model.heads", f"rotary positions need an even head size, not {m.width} / {m.heads}"
+    if m.kind == "gpt" and m.heads % m.kv_heads_:
+        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
 
 
 def mup(r: Any) -> Problems:
@@ -97,25 +86,16 @@ def mup(r: Any) -> Problems:
     given = [key for key in keys if getattr(settings, key) != defaults[key].default]
     if not settings.base_width:
         if given:
-            problem = "it belongs to muP: set model.mup.base_width too, or drop it"
-            yield ", ".join(f"model.mup.{key}" for key in sorted(given)), problem
+            keys = ", ".join(f"model.mup.{key}" for key in sorted(given))
+            yield keys, "it belongs to muP: set model.mup.base_width too, or drop it"
         return
     head_width = settings.base_head_width or m.width // m.heads
     if settings.base_width % head_width:
-        problem = (
-            f"heads of {head_width} do not divide the base model's width {settings.base_width}"
-        )
+        problem = f"heads of {head_width} do not divide the base width {settings.base_width}"
         advice = "write the width of the base model's heads as model.mup.base_head_width"
         yield "model.mup.base_width", f"{problem}: {advice}"
     if "." in r.optim.kind:
-        problem = f"muP has rules for adamw and muon, and {r.optim.kind} needs others"
-        yield "optim.kind", f'{problem}: write "adamw" or "muon", or drop model.mup'
-
-
-def kv_heads(r: Any) -> Problems:
-    m = r.model
-    if m.kind == "gpt" and m.heads % m.kv_heads_:
-        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
+        yield "optim.kind", 'muP lacks rules for it: write "adamw" or "muon", or drop model.mup'
 
 
 def vocab(r: Any) -> Problems:
@@ -128,8 +108,7 @@ def sources(r: Any) -> Problems:
     d = r.data
     shards = [name.startswith("shards:") for name in (*d.sources, *d.eval_sources)]
     if not d.sources or not all(map(str.strip, d.sources)):
-        where = 'a file, a directory ("." is this one), a pattern or hf:NAME'
-        yield "data.source", f"it is empty: name {where}"
+        yield "data.source", "it is empty: name a file, a directory, a pattern or hf:NAME"
     if any(shards) and not all(shards):
         yield "data.source", "token shards and texts do not mix, also not with data.eval_source"
     web = ("http://", "https://")
@@ -144,14 +123,12 @@ def sources(r: Any) -> Problems:
     if d.packing != "packed" and any(shards):
         yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
     if d.document_mask is True and any(shards):
-        problem = "shards of other tools do not say where documents begin"
-        yield "data.document_mask", f'{problem}: write "auto", or false'
+        yield "data.document_mask", 'shards of other tools lack it: write "auto", or false'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'best-fit packing changes the order of a file: write "shuffled"'
 
 
 def items(r: Any) -> Problems:
-    """How the items of each source are read."""
     d = r.data
     formats = [part.format or d.format for part in d.mix] or [d.format] * len(d.sources)
     for number, (name, kind) in enumerate(zip(d.sources, formats, strict=True)):
@@ -175,7 +152,6 @@ def items(r: Any) -> Problems:
 
 
 def is_file(source: str) -> bool:
-    """Whether a source is a file, directory, pattern or download."""
     return not source.startswith(("hf:", "shards:", "squad")) and source != "stdlib"
 
 
@@ -190,16 +166,16 @@ def mixture(r: Any) -> Problems:
         yield "data.mix", f"two sources have the name {', '.join(sorted(twice))}"
     for key in sorted({"source", "eval_source"} & d.model_fields_set):
         if getattr(d, key):
-            advice = f'write data.{key}="", or data.mix=[] to train without the mixture'
-            yield f"data.{key}", f"each source of data.mix has its own {key}: {advice}"
+            problem = f"each source of data.mix has its own {key}"
+            yield f"data.{key}", f'{problem}: write data.{key}="", or data.mix=[]'
     weights = {part.name: part.weight for part in d.mix}
     if not any(weights.values()):
         yield "data.mix", "no source has a weight greater than 0"
     for number, stage in enumerate(d.stages):
         key = f"data.stages.{number}"
-        if unknown := sorted(set(stage.weights) - set(names)):
-            advice = f"there are {', '.join(names)}"
-            yield f"{key}.weights", f"data.mix lacks the source {', '.join(unknown)}; {advice}"
+        if unknown := ", ".join(sorted(set(stage.weights) - set(names))):
+            problem = f"data.mix lacks the source {unknown}; there are {', '.join(names)}"
+            yield f"{key}.weights", problem
         if not stage.start:
             yield f"{key}.from", "the weights of the start stand in data.mix"
         weights |= stage.weights
@@ -207,36 +183,29 @@ def mixture(r: Any) -> Problems:
             yield f"{key}.weights", "no source has a weight greater than 0"
 
 
-def best(r: Any) -> Problems:
-    value, suites = r.checkpoint.best, r.eval.suites
-    suite = value.partition(".")[0]
-    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
-        more = json.dumps([*suites, suite], separators=(",", ":"))
-        write = f'write eval.suites={more}, or checkpoint.best="loss"'
-        yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
-
-
 def average(r: Any) -> Problems:
     a = r.train.average
     if a.kind == "none" and a != sections.AverageSettings():
-        write = 'write train.average.kind="ema" or "tail"'
-        yield "train.average.kind", f"nothing is averaged, but other settings are given: {write}"
+        yield "train.average.kind", 'other settings of averages are given: write "ema" or "tail"'
     if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
         yield "checkpoint.best", 'nothing is averaged: write train.average.kind="ema", or "loss"'
     if a.kind == "tail" and not a.last:
         yield "train.average.last", "it is 0: write the share of the run to average, as 0.2"
     if a.kind == "tail" and r.train.early_stop:
-        problem = "the run may end before the last part, which is to be averaged"
+        problem = "the run may end before the averaged part"
         yield "train.early_stop", f'{problem}: write 0, or train.average.kind="ema"'
 
 
 def evaluations(r: Any) -> Problems:
+    suite, suites = r.checkpoint.best.partition(".")[0], r.eval.suites
+    if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
+        more = json.dumps([*suites, suite], separators=(",", ":"))
+        write = f'write eval.suites={more}, or checkpoint.best="loss"'
+        yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
-        problem = "the suite loss measures it, but eval.suites leaves that out: add it, or write 0"
-        yield "eval.train_batches", problem
+        yield "eval.train_batches", "eval.suites lacks the suite loss: add it, or write 0"
     if r.train.early_stop and not r.eval.every:
-        problem = "it needs evaluations, but eval.every is 0: set that, or drop train.early_stop"
-        yield "train.early_stop", problem
+        yield "train.early_stop", "it needs evaluations: set eval.every, or drop it"
 
 
 def batch(r: Any) -> Problems:
@@ -250,8 +219,7 @@ def batch(r: Any) -> Problems:
 
 
 def sharding(r: Any) -> Problems:
-    p = r.parallel
-    strategy = r.strategy(1)
+    p, strategy = r.parallel, r.strategy(1)
     if p.offload and not strategy.shards_parameters:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and not strategy.grouped:
@@ -263,16 +231,13 @@ def layout(r: Any) -> Problems:
     if p.model_ranks == 1:
         return
     if p.strategy == "single":
-        problem = f'{p.layout} needs {p.model_ranks} ranks, and "single" is for one'
-        yield "parallel.strategy", f'{problem}: write "auto"'
+        yield "parallel.strategy", f'{p.layout} needs {p.model_ranks} ranks: write "auto"'
     if m.kind == "hf":
         for key in ("context", "pipeline"):
             if getattr(p, key) > 1:
-                problem = "a model of transformers has only parallel.tensor and data parallelism"
-                yield f"parallel.{key}", f"{problem}: write 1"
+                yield f"parallel.{key}", "a model of transformers cannot be divided so: write 1"
         if p.tensor > 1 and m.lora.rank:
-            problem = "it does not divide a model with adapters (model.lora)"
-            yield "parallel.tensor", f"{problem}: use data parallelism (parallel.tensor=1)"
+            yield "parallel.tensor", "it does not divide a model with adapters: write 1"
         return
     if why := tensor_problem(m, p.tensor):
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
@@ -298,43 +263,28 @@ def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
         if count % ranks:
             return key, f"{ranks} ranks do not divide the {count:,} {what}"
     few, many = sorted((m.kv_heads_, ranks))
-    if many % few:
-        problem = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
-        return "model.kv_heads", problem
-    return None
-
-
-def stream(r: Any) -> Problems:
-    if r.train.stream == "fp32":
-        return
-    if r.train.precision not in ("auto", "bf16"):
-        problem = f'the stream is bf16 only with train.precision="bf16", not "{r.train.precision}"'
-        yield "train.stream", f'{problem}: write "fp32"'
+    uneven = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
+    return ("model.kv_heads", uneven) if many % few else None
 
 
 def optimizer(r: Any) -> Problems:
     kind = r.optim.kind
     if r.optim.options and "." not in kind:
-        problem = f'they belong to an optimizer of a library, and optim.kind is "{kind}"'
-        yield "optim.options", problem
+        yield "optim.options", f'only optimizers of a library have options, not "{kind}": drop them'
     if kind == "muon" and r.model.lora.rank:
         yield "optim.kind", "muon orthogonalises whole matrices; train adapters with adamw"
     if kind == "adamw8bit" and r.train.precision == "fp64":
-        yield (
-            "optim.kind",
-            'adamw8bit updates in float32: write "adamw", or another train.precision',
-        )
+        yield "optim.kind", 'it updates in float32: write "adamw", or another train.precision'
     if kind == "adamw8bit" and r.parallel.tensor > 1:
-        problem = "the ranks of parallel.tensor divide the blocks of 8-bit moments"
+        problem = "parallel.tensor divides the blocks of 8-bit moments"
         yield "optim.kind", f'{problem}: write "adamw", or parallel.tensor=1'
     if r.train.master == "fp32":
         return
     if "." in kind:
-        problem = f"only Windlass's own optimizers round bf16 weights stochastically, not {kind}"
+        problem = f"{kind} does not round bf16 weights stochastically"
         yield "train.master", f'{problem}: write "fp32", or optim.kind="adamw"'
     if r.train.precision not in ("auto", "bf16"):
-        problem = f'bf16 weights need train.precision="bf16", not "{r.train.precision}"'
-        yield "train.master", f'{problem}: write "fp32", or that'
+        yield "train.master", 'bf16 weights need train.precision="bf16": write that, or "fp32"'
 
 
 def schedule(r: Any) -> Problems:
@@ -353,7 +303,6 @@ def schedule(r: Any) -> Problems:
 
 
 CHECKS = (
-    *(model, unused_keys, float8, four_bits, kernels, adapters, heads, mup, kv_heads, vocab),
-    *(sources, items, mixture, best, average, evaluations, sharding, layout, batch, stream),
-    *(optimizer, schedule),
+    *(model, unused_keys, arithmetic, adapters, heads, mup, vocab, sources, items, mixture),
+    *(average, evaluations, sharding, layout, batch, optimizer, schedule),
 )

@@ -14,8 +14,7 @@ PERCENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _share(value: Any) -> Any:
-    """`"80 %"` as 0.8."""
+def _share(value: Any) -> Any:  # "80 %" as 0.8
     match = PERCENT.fullmatch(value) if isinstance(value, str) else None
     return float(match[1]) / 100 if match else value
 
@@ -24,8 +23,7 @@ class MixSource(Section):
     """A source of a mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")
-    """Name of the source in reports, in `data.stages`, and on the command line: the setting
-    `data.mix.web.weight=0.3` changes the weight of `web`."""
+    """Name of the source, also on the command line: `data.mix.web.weight=0.3` changes `web`."""
     source: str = Field(min_length=1)
     """One source, as `data.source`."""
     weight: Weight = 1.0
@@ -46,17 +44,13 @@ class MixStage(Section):
     """Other weights of a mixture from a point of the run on."""
 
     start: Annotated[Duration, BeforeValidator(_share)] = Field(alias="from")
-    """Where the stage begins: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
+    """Beginning of the stage: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
     weights: dict[str, Weight]
     """New weights by name; a source that is left out keeps its weight."""
 
 
 def _one_or_many(value: str | list[str]) -> str | list[str]:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _as_list(value: str | list[str]) -> list[str]:
-    return [value] * bool(value) if isinstance(value, str) else value
 
 
 Source = Annotated[str, Field(min_length=1)]
@@ -178,26 +172,25 @@ class DataSettings(Section):
 
     @property
     def unused(self) -> list[str]:
-        """The settings without an effect in a mixture, and of a mixture without one."""
         return ["source", "eval_source"] if self.mix else ["mix", "stages"]
 
     @property
     def sources(self) -> list[str]:
-        return [part.source for part in self.mix] or _as_list(self.source)
+        if self.mix:
+            return [part.source for part in self.mix]
+        return self.source if isinstance(self.source, list) else [self.source] * bool(self.source)
 
     @property
     def eval_sources(self) -> list[str]:
         """The validation corpora, which may be none; of a mixture one for each source, or empty."""
         if self.mix:
             return [part.eval_source for part in self.mix]
-        return _as_list(self.eval_source)
+        source = self.eval_source
+        return source if isinstance(source, list) else [source] * bool(source)
 
     def part(self, number: int) -> DataSettings:
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
             return self
-        sources = self.mix[number].model_dump(include={"source", "eval_source"})
-        limits = self.mix[number].model_dump(
-            include={"max_tokens", "val_fraction", "format"}, exclude_none=True
-        )
-        return self.model_copy(update={**sources, **limits, "mix": []})
+        own = self.mix[number].model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        return self.model_copy(update=own | {"mix": []})

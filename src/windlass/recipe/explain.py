@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
 
 from windlass.errors import UserError
 from windlass.recipe.keys import nearest, rows_of, values
@@ -18,11 +17,8 @@ from windlass.recipe.load import Recipe, settings
 
 
 def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) -> str:
-    """Describe a setting, or each setting of a section in a line.
-
-    With a recipe it shows that recipe's value and each place that sets it, in order. UserError
-    suggests a valid key for an unknown one.
-    """
+    """Describe a setting, with a recipe's value and each place that sets it, or each setting of a
+    section in a line. UserError suggests a valid key for an unknown one."""
     fields = settings()
     loaded = Recipe.load(recipe, overrides) if recipe else Recipe()
     plain = loaded.model_dump(mode="json", by_alias=True)
@@ -30,9 +26,11 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     tables = [k for k in fields if k not in flat]
     flat |= {k: typed(attrgetter(k)(loaded)) for k in tables}
     if inside := [k for k in fields if k.startswith(f"{key}.")]:
-        sentences = {f"{k} = {flat[k]}": _sentence(fields[k].description) for k in inside}
-        width = min(max(map(len, sentences)), 48)
-        lines = [f"  {line:<{width}}  {text}" for line, text in sentences.items()]
+        width = min(max(len(f"{k} = {flat[k]}") for k in inside), 48)
+        lines = []
+        for k in inside:  # with the first sentence, up to a semicolon
+            text = " ".join(fields[k].description.split()).partition(". ")[0].partition("; ")[0]
+            lines.append(f"  {f'{k} = {flat[k]}':<{width}}  {text.rstrip('.')}")
         return "\n".join([f"{key}: {type(attrgetter(key)(loaded)).__doc__}", *lines])
     rows = {k: row for k, row in rows_of(fields).items() if f"{k}.".startswith(f"{key}.")}
     if key in rows:
@@ -53,11 +51,6 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     description = " ".join(fields[key].description.split())
     keys = [f"  {k}: {' '.join(row.description.split())}" for k, row in rows.items()]
     return "\n".join([f"{key} = {flat[key]}", description, "", *shown, *keys])
-
-
-def _sentence(text: str) -> str:
-    """The first sentence, without what follows a semicolon or a colon."""
-    return " ".join(text.split()).partition(". ")[0].partition("; ")[0].rstrip(".")
 
 
 def _resolved(recipe: Recipe, key: str) -> str:
@@ -91,20 +84,16 @@ def write_first_recipe(
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
     text = template.read_text(encoding="utf-8").replace("THIS_FILE", shlex.quote(str(file)))
     sources = sources_of(data)
-    changes: dict[str, object] = {"name": model, "source": sources}
-    if len(sources) == 1:
-        changes["source"] = sources[0]
-    changes |= form
-    changes = {key: value for key, value in changes.items() if value}
+    given = {"name": model, "source": sources[0] if len(sources) == 1 else sources, **form}
+    changes = {key: value for key, value in given.items() if value}
     if data and data != "stdlib":
         changes["prompt"] = ""  # the template's prompt is for Python's source code
     for key, value in changes.items():
+        setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
         if line := re.search(rf"^{key} = [^#]*(?=#)", text, flags=re.M):
-            setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
             text = text.replace(line[0], setting.ljust(len(line[0]) - 1) + " ", 1)
         elif key in form and value != "text":
-            setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
-            source = cast(re.Match[str], re.search(r"^source = .*$", text, flags=re.M))[0]
+            source = re.findall(r"^source = .*$", text, flags=re.M)[0]
             text = text.replace(source, f"{source}\n{setting:<27} # as in your data", 1)
     try:
         with file.open("x", encoding="utf-8") as out:

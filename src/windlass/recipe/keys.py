@@ -1,8 +1,5 @@
-"""Messages for a key that Windlass does not have, or a value that a setting cannot have.
-
-`nearest` looks a wrong key up among the keys of other tools (`other_tools.toml`), then among the
-same names in other sections, then among misspellings. If none is near, it lists the settings of the
-section.
+"""Messages for a key that Windlass does not have, or a value that a setting cannot have. `nearest`
+tries the keys of other tools (`other_tools.toml`), the name in other sections, then misspellings.
 """
 
 from __future__ import annotations
@@ -20,12 +17,10 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import BaseModel, Field, TypeAdapter
 
 from windlass.recipe.layers import flatten
-from windlass.recipe.network import describe
 
-ALIKE = 0.75
-"""Least `SequenceMatcher.ratio` of a misspelled name and the right one: `lrr` and `lr` have 0.8."""
+ALIKE = 0.75  # least `SequenceMatcher.ratio` of two names; `lrr` and `lr` have 0.8
+# limits of a number in a JSON schema
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-"""Limits of a number in a JSON schema."""
 
 
 @cache
@@ -43,33 +38,21 @@ def answers_of(key: str, fields: Iterable[str]) -> dict[str, str]:
     The whole key counts first, then its name without the section. A name alone may also be the end
     of a key of another tool, unless it is the end of one of ours (`fields`).
     """
-    if answers := _exactly(key) or _exactly(key.rpartition(".")[2]):
+    tools, answers = other_tools().values(), dict[str, str]()
+    for name in (key, key.rpartition(".")[2]):
+        for keys in tools if not answers else ():
+            if name in keys:
+                answers.setdefault(*keys[name])
+    if answers or any(field.endswith(f".{key}") for field in fields):
         return answers
-    if not any(field.endswith(f".{key}") for field in fields):
-        for keys in other_tools().values():
-            for other, (ours, remark) in keys.items():
-                if key == other.rpartition(".")[2]:
-                    answers.setdefault(ours, remark)
+    for keys in tools:
+        for other, (ours, remark) in keys.items():
+            if key == other.rpartition(".")[2]:
+                answers.setdefault(ours, remark)
     return answers
-
-
-def _exactly(key: str) -> dict[str, str]:
-    answers = dict[str, str]()
-    for keys in other_tools().values():
-        if key in keys:
-            answers.setdefault(*keys[key])
-    return answers
-
-
-def in_words(answers: Mapping[str, str]) -> str:
-    """The answers for a key as a text; empty without answers."""
-    notes = {ours: f" ({remark})" * bool(remark) for ours, remark in answers.items()}
-    words = (f"write {ours}{notes[ours]}" if ours else answers[ours] for ours in answers)
-    return " or ".join(words)
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
-    """The settings that an unknown key may mean; none if nothing is near."""
     if answers := answers_of(key, fields):
         return [ours.partition("=")[0] for ours in answers]
     parts = key.split(".")
@@ -89,8 +72,10 @@ def _likeness(key: str, field: str) -> float:
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The answer to an unknown key: a setting to write instead, or the names in its section."""
-    if answer := in_words(answers_of(key, fields)):
-        return answer
+    if answers := answers_of(key, fields):
+        notes = {ours: f" ({remark})" * bool(remark) for ours, remark in answers.items()}
+        words = (f"write {ours}{notes[ours]}" if ours else answers[ours] for ours in answers)
+        return " or ".join(words)
     if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
     section = key.rpartition(".")[0] + "."
@@ -105,7 +90,6 @@ def rows_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, field in fields.items():
         members = get_args(field.annotation) if get_origin(field.annotation) is list else ()
         if members and isinstance(members[0], type) and issubclass(members[0], BaseModel):
-            describe(members[0])
             inside = members[0].model_fields.items()
             rows |= {f"{key}.{inner.alias or name}": inner for name, inner in inside}
     return rows
@@ -146,7 +130,6 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
 
 
 def values(field: Any) -> str:
-    """The values that a setting takes, by its JSON schema."""
     annotation = Annotated[field.annotation, Field(), *field.metadata]
     duration = (field.json_schema_extra or {}).get("description")
     return str(duration or _values(TypeAdapter(annotation).json_schema()))

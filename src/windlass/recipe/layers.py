@@ -19,32 +19,27 @@ from pydantic import BaseModel
 from windlass.errors import UserError, did_you_mean
 from windlass.fileio import read_json
 
-PATHS = re.compile(
+PATHS = re.compile(  # settings; `run.dir` always starts from the working directory
     r"data\.(source|eval_source|mix|dir|tokenizer|chat_template)"
     r"|data\.mix\.[^.]+\.(source|eval_source)"
     r"|model\.(name|init_from)|eval\.(hellaswag_file|squad_file|lm_eval_tasks)"
     r"|checkpoint\.base"
 )
-"""The settings; `run.dir` always starts from the working directory."""
+# values that are not relative paths
 WORDS = re.compile(r"|stdlib|squad|auto|byte|char|bpe|gpt2|~.*|(shards:)?\w+://.*", re.DOTALL)
-"""Values that are not relative paths."""
 PREFIX = re.compile("(hf|squad|shards|gpt2):")
 
 
 def home_of(base: str) -> Path | None:
-    """The directory that the relative paths of a recipe start from; None: the working directory.
-
-    Windlass ignores a base that does not exist here, as after a move to another machine.
-    """
+    """The directory that the relative paths of a recipe start from; None: the working directory,
+    also if the base does not exist here."""
     home = Path(base).expanduser()
     return home if base and home.is_dir() and home.absolute() != Path.cwd() else None
 
 
 def located(key: str, value: Any, home: Path) -> Any:
-    """A setting's value with its relative paths as absolute ones from `home`.
-
-    `hf:NAME` and `model.name` are names on the Hub unless such a directory exists.
-    """
+    """A setting's value with its relative paths as absolute ones from `home`; `hf:NAME` and
+    `model.name` are names on the Hub unless such a directory exists."""
     if not PATHS.fullmatch(key):
         return value
     if isinstance(value, list):
@@ -68,12 +63,10 @@ def from_here(changes: Mapping[str, Any], base: str) -> dict[str, Any]:
     return {key: located(key, value, Path.cwd()) for key, value in changes.items()}
 
 
+# in a run: the recipe to read and edit, and the recipe as Windlass last recorded it
 RECIPE, LINEAGE = "recipe.toml", "lineage.json"
-"""In a run: the recipe to read and edit, and the recipe as Windlass last recorded it."""
-RUN_FILES = (LINEAGE, "metrics.jsonl")
-"""A directory with a recipe and one of these is a run."""
-SECTIONS = 10
-"""Tables and keys at the top of a whole recipe, `preset` among them."""
+RUN_FILES = (LINEAGE, "metrics.jsonl")  # a directory with a recipe and one of these is a run
+SECTIONS = 10  # tables and keys at the top of a whole recipe, `preset` among them
 Changes = str | Mapping[str, Any] | Iterable[str]
 """Settings to change: `{"optim.lr": 3e-4}`, nested or dotted, or text as on the command line
 (`["optim.lr=3e-4"]`)."""
@@ -92,13 +85,11 @@ def flatten(
 
 
 def presets(folder: str = "") -> dict[str, Path]:
-    """The recipes that ship with the package, by name."""
     directory = Path(__file__).parents[1] / "presets" / folder
     return {path.stem: path for path in sorted(directory.glob("*.toml"))}
 
 
 def study_presets() -> dict[str, Path]:
-    """The studies that ship with the package, by name."""
     return presets("studies")
 
 
@@ -133,7 +124,6 @@ def _toml(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A Python value as TOML has it: a path as text, a tuple or a NumPy array as a list."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "tolist"):
@@ -144,7 +134,6 @@ def plain(value: Any) -> Any:
 
 
 def dotted(changes: Changes) -> dict[str, Any]:
-    """Changes of settings as dotted keys and plain values."""
     if not isinstance(changes, Mapping):
         return dict(map(parse_override, [changes] if isinstance(changes, str) else changes))
     return {key: plain(value) for key, value in flatten(changes, keep_empty=True).items()}
@@ -182,10 +171,10 @@ def _named(sections: list[Any], name: str, key: str) -> Any:
     named = [one for one in sections if isinstance(one, dict) and one.get("name") == name]
     if not named and name.isdigit():
         named = sections[int(name) : int(name) + 1]
-    if named:
-        return named[0]
-    names = [str(one.get("name", i)) for i, one in enumerate(sections) if isinstance(one, dict)]
-    raise UserError(f"{key}: there is no {name}; there are: {', '.join(names) or 'none'}")
+    if not named:
+        names = [str(one.get("name", i)) for i, one in enumerate(sections) if isinstance(one, dict)]
+        raise UserError(f"{key}: {name} is missing; there are: {', '.join(names) or 'none'}")
+    return named[0]
 
 
 def _find(recipe: str | Path) -> Path:
@@ -201,19 +190,17 @@ def _find(recipe: str | Path) -> Path:
             instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
         raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {instead}")
     if path.is_file():
+        advice = f"to train on it: windlass train quickstart {shlex.quote(f'data.source={name}')}"
         if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
-            pages = "docs/coming-from/ has the counterparts of other tools' keys"
-            raise UserError(
-                f"{name}: a recipe is a TOML file (`windlass init` writes one); {pages}"
-            )
-        train = f"windlass train quickstart {shlex.quote(f'data.source={name}')}"
-        raise UserError(f"{name}: it is not a recipe; to train on it: {train}")
+            advice = "docs/coming-from/ has the counterparts of other tools' keys"
+        raise UserError(
+            f"{name}: it is not a recipe (`windlass init` writes one in TOML); {advice}"
+        )
     if "=" in name:
         raise UserError(f"{name} is a setting; name a recipe before it, as quickstart {name}")
     if name.endswith(".toml") or "/" in name:
-        raise UserError(
-            f"{name} is neither a recipe nor a run; the presets are {', '.join(shipped)}"
-        )
+        listed = ", ".join(shipped)
+        raise UserError(f"{name} is neither a recipe nor a run; the presets are {listed}")
     if name in study_presets():
         study = tomllib.loads(study_presets()[name].read_text(encoding="utf-8"))
         instead = f"give it to {study['verb']}, or take its recipe, {study['recipe']}"
@@ -223,7 +210,6 @@ def _find(recipe: str | Path) -> Path:
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
-    """The sources of a recipe's settings in order of application: name and dotted settings."""
     path, shipped = _find(recipe), presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [
@@ -241,10 +227,8 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def is_outdated(path: Path) -> bool:
-    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one.
-
-    Any other difference from the recorded recipe is the user's edit.
-    """
+    """Whether a kill left a run's `recipe.toml` as it was before its last change, or without one;
+    any other difference from the recorded recipe is the user's edit."""
     if not recorded(path):
         return False
     if not path.is_file():
@@ -270,8 +254,7 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         tree = recorded(path) if outdated else tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        why = f"a byte in line {line} is not UTF-8; save the file as UTF-8"
-        raise UserError(f"{path}: {why}") from None
+        raise UserError(f"{path}: line {line} is not UTF-8; save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
@@ -283,15 +266,13 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
     if base is None:
         check_preset(mine[0][1], str(path))
         return mine
-    beside = path.parent / str(base)
-    below = _files(beside if beside.is_file() else _find(str(base)), (*seen, path.resolve()))
-    return [(file, _of_new_run(settings)) for file, settings in below] + mine
-
-
-def _of_new_run(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run's recipe, if it is one, for the recipe of another run."""
-    if "run.base" not in settings:
-        return settings
-    home = home_of(settings["run.base"]) or Path.cwd()
-    others = {k: v for k, v in settings.items() if k not in ("run.base", "run.dir")}
-    return {key: located(key, value, home) for key, value in others.items()}
+    beside, files = path.parent / str(base), []
+    below = beside if beside.is_file() else _find(str(base))
+    for file, settings in _files(below, (*seen, path.resolve())):
+        own = settings
+        if "run.base" in settings:  # a run's recipe, for another run
+            home = home_of(settings["run.base"]) or Path.cwd()
+            own = {key: located(key, value, home) for key, value in settings.items()}
+            own = {key: own[key] for key in own if key not in ("run.base", "run.dir")}
+        files.append((file, own))
+    return files + mine

@@ -1,9 +1,5 @@
-"""From a preset's name or a TOML file, and overrides, to a checked recipe.
-
-`layers.py` collects the settings, and this module validates them once. `settings.py` checks each
-setting beside its declaration; `combinations.py` checks the settings together. Windlass reports all
-problems of a recipe at once, each with its key and the nearest valid name.
-"""
+"""From a preset's name or a TOML file, and overrides (`layers.py`), to a checked recipe. A setting
+is checked at its declaration, and then with the others (`combinations.py`)."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
-from windlass.recipe.keys import meant, problems_of, rows_of
+from windlass.recipe.keys import meant, problems_of
 from windlass.recipe.layers import (
     RECIPE,
     Changes,
@@ -39,10 +35,11 @@ from windlass.recipe.layers import (
     recorded,
     typed,
 )
-from windlass.recipe.network import Frozen, ModelSettings, Section, describe
+from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
 from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 
+# Settings outside the config hash: they do not change a run's numbers and may change on resume.
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
     *("data.prefetch", "data.changed", "data.cache_gb"),
@@ -50,11 +47,10 @@ NON_SEMANTIC = (
     *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )
-"""Settings outside the config hash: they do not change a run's numbers and may change on resume."""
+# Settings that choose an evaluation's items: a change on resume makes scores incomparable.
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
-"""Settings that choose an evaluation's items: a change on resume makes scores incomparable."""
+# Settings that belong to one start. A resume writes all other changes into the run's recipe.
 UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
-"""Settings that belong to one start. A resume writes all other changes into the run's recipe."""
 REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
 
@@ -144,7 +140,7 @@ class Recipe(Frozen):
     def tree(self) -> dict[str, Any]:
         """Every setting that has an effect, as nested plain values."""
         unused = {"model": set(self.model.unused), "data": set(self.data.unused)}
-        # TOML has no None.
+        # TOML lacks None.
         how: dict[str, Any] = {"exclude": unused, "exclude_none": True}
         return self.as_written.model_dump(mode="json", by_alias=True, **how)
 
@@ -241,7 +237,6 @@ class Recipe(Frozen):
 
     @property
     def optimizer_state(self) -> str:
-        """The optimizer and the precision of its state: another one cannot use a checkpoint's."""
         return self.optim.kind + " in bf16" * (self.train.master == "bf16")
 
     def check_packages(self) -> None:
@@ -324,7 +319,6 @@ def as_recipe(source: Any) -> Recipe:
 
 
 def default_lr(model: ModelSettings) -> float:
-    """The peak learning rate of a recipe that sets none."""
     if model.kind == "gpt" or model.from_scratch:
         return 1e-3
     return 2e-4 if model.lora.rank else 5e-5
@@ -356,7 +350,6 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
 def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, Any]:
     """Every dotted key with its pydantic field, in the order of declaration."""
     fields: dict[str, Any] = {}
-    describe(section)
     for name, field in section.model_fields.items():
         inner = field.annotation
         if isinstance(inner, type) and issubclass(inner, Section):
@@ -364,15 +357,6 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
         else:
             fields[prefix + name] = field
     return fields
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a recipe, with the docstrings of its settings."""
-    rows_of(settings())
-    parts: list[type[BaseModel]] = [*Section.__subclasses__(), Recipe]  # inner ones first
-    for part in parts:
-        part.model_rebuild(force=True)
-    return Recipe.model_json_schema()
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
@@ -396,7 +380,7 @@ def validate(tree: Mapping[str, Any], name: str) -> Recipe:
 
 
 def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings; it lacks the `keys` and everything derived from them."""
+    """The recipe of the valid settings, without `keys` and the values derived from them."""
     right = copy.deepcopy(dict(tree))
     for error in errors:
         part, (name, *inner) = right, map(str, error["loc"])
@@ -404,21 +388,14 @@ def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) 
         while inner and isinstance(part.get(name), dict):
             part, (name, *inner) = part[name], inner
         part.pop(name, None)
-    recipe = Recipe.model_validate(right)
+    recipe = Recipe.model_validate(right).model_copy(deep=True)
     origins = {"model", "model.kind", "model.name", "model.init_from"}
     if "tokenizer" not in recipe.data.model_fields_set and origins & {*keys}:
         keys = [*keys, "data.tokenizer"]
     for key in keys:
-        recipe = _without(recipe, key)
+        section: BaseModel = recipe
+        name, _, rest = key.partition(".")
+        while rest and isinstance(section.__dict__.get(name), BaseModel):  # no list of sections
+            section, (name, _, rest) = section.__dict__[name], rest.partition(".")
+        section.__dict__.pop(name, None)
     return recipe
-
-
-def _without(part: Any, key: str) -> Any:
-    """A copy of a section that lacks a setting."""
-    name, _, rest = key.partition(".")
-    part = part.model_copy()
-    if rest and isinstance(part.__dict__.get(name), BaseModel):  # not a list of sections
-        part.__dict__[name] = _without(part.__dict__[name], rest)
-    else:
-        part.__dict__.pop(name, None)
-    return part

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import itertools
 import math
-import sys
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -31,32 +26,18 @@ class Frozen(BaseModel):
     """Settings that do not change; `Recipe.replace` makes a changed copy."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        coerce_numbers_to_str=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class Section(Frozen):
-    """A part of a recipe; a field's docstring is its documentation (see `describe`)."""
+    """A part of a recipe; a field's docstring is its documentation."""
 
     model_config = ConfigDict(validate_default=True)
-
-
-def describe(section: type[BaseModel]) -> None:
-    """Make the docstrings of a section's fields their descriptions.
-
-    pydantic's `use_attribute_docstrings` would parse the source whenever Windlass starts: 40 ms.
-    """
-    for declared in itertools.pairwise(_classes(section.__module__)[section.__name__]):
-        match declared:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                section.model_fields[name].description = inspect.cleandoc(text)
-
-
-@functools.cache
-def _classes(module: str) -> dict[str, list[ast.stmt]]:
-    """The statements of each class of a module."""
-    tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 class LoraSettings(Section):
@@ -84,7 +65,7 @@ class LoraSettings(Section):
 
 
 class Multipliers(NamedTuple):
-    """What a model multiplies its activations by; all 1 without muP."""
+    """The factors of a model's activations; all 1 without muP."""
 
     embedding: float = 1.0  # the embedded tokens, with their learned positions
     queries: float = 1.0
@@ -110,12 +91,12 @@ class MupSettings(Section):
     """Factor of the logits beside 1 / m, equal at all widths: to tune at `base_width`."""
 
 
+# keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
     *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
     *("frozen_precision", "neftune_alpha", "router_loss", "kernels"),
 )
-"""Keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone."""
 
 
 class ModelSettings(Section):

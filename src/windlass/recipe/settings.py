@@ -71,8 +71,7 @@ class TrainSettings(Section):
     """Length, batch and arithmetic of the training."""
 
     steps: int | str = 1000
-    """Optimizer steps, `"3 epochs"` (rounded up), or `"compute-optimal"` (see
-    `tokens_per_parameter`)."""
+    """Optimizer steps, `"3 epochs"` (rounded up), or `"compute-optimal"`."""
     tokens_per_parameter: float = Field(20.0, gt=0)
     """With `compute-optimal`: unpadded tokens for each parameter (arXiv 2203.15556). The number of
     steps is rounded down."""
@@ -80,18 +79,16 @@ class TrainSettings(Section):
     """Sequences in one optimizer step, over all ranks."""
     micro_batch: int = Field(0, ge=0)
     """Sequences in one forward pass of one rank; 0: about 4,096 tokens on a CPU; on a GPU the
-    largest that `windlass plan` fits into the free memory (about 16,384 tokens for a module that you bring).
-    It is less after memory ran out. A resumed run keeps it."""
+    largest that `windlass plan` fits into the free memory (16,384 tokens for your own module), less
+    after memory ran out. A resumed run keeps it."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64", "float8"] = "auto"
     """Arithmetic of forward and backward pass; weights are fp32 (see `master`; `fp64`: float64, for
     proofs). `auto`: fp32 on a CPU, bf16 on a GPU that has it, else fp16. `float8`: bf16, but the
-    blocks' linear layers multiply in float8, for wide models on Ada, Hopper and later GPUs with
-    `compile` (on an H200 GPT-2 124M was 6 % slower than in bf16); evaluations are in bf16. A CPU
-    emulates it."""
+    blocks' linear layers multiply in float8 in training, for wide models on Ada, Hopper and later
+    GPUs with `compile` (it slows GPT-2 124M); a CPU emulates it."""
     master: Literal["fp32", "bf16"] = "fp32"
-    """Precision of trained weights, their gradients and the optimizer's moments. `bf16`: 8 bytes a
-    weight instead of 16, with `precision = "bf16"`. Updates are computed in float32 and rounded
-    stochastically (arXiv 2010.06192), so that small ones count in the mean."""
+    """Precision of trained weights, gradients and moments. `bf16`: 8 bytes a weight instead of 16,
+    with `precision = "bf16"`; updates are rounded stochastically (arXiv 2010.06192)."""
     stream: Literal["fp32", "bf16"] = "fp32"
     """With bf16 arithmetic: precision of the residual stream and of the norms' results.
     `bf16` halves their memory and traffic; sums over the layers then have 8 bits."""
@@ -133,9 +130,7 @@ class TrainSettings(Section):
     def _steps(cls, value: object) -> object:
         is_length = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if not is_length and value != "compute-optimal" and not EPOCHS.fullmatch(str(value)):
-            raise ValueError(
-                'a run\'s length is steps (4576), epochs ("1 epoch") or "compute-optimal"'
-            )
+            raise ValueError('it takes steps (4576), epochs ("1 epoch") or "compute-optimal"')
         return value
 
 
@@ -143,9 +138,8 @@ class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); `linear`, `cosine` and `inverse-sqrt`
-    (arXiv 1706.03762) decay from the end of the warm-up. `inverse-sqrt` has 1 / sqrt(2) of the peak
-    after twice the warm-up, or after 10,000 steps without one."""
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up,
+    `inverse-sqrt` (arXiv 1706.03762) to 1 / sqrt(2) after twice the warm-up, or 10,000 steps."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
@@ -163,10 +157,9 @@ class OptimSettings(Section):
     """The optimizer and its learning rate."""
 
     kind: str = "adamw"
-    """`adamw` (arXiv 1711.05101, fused); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
+    """`adamw` (arXiv 1711.05101); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
     matrices, with AdamW for the rest; or an optimizer of `torch.optim` or `pytorch_optimizer` by
-    name, as `torch.optim.Adafactor`, `pytorch_optimizer.AdEMAMix` (arXiv 2409.03137), with the
-    library's defaults and `options`."""
+    name, as `torch.optim.Adafactor`, with the library's defaults and `options`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
@@ -191,10 +184,8 @@ class OptimSettings(Section):
     def _kind(cls, value: str) -> str:
         library, _, name = value.rpartition(".")
         if value not in OPTIMIZERS and not (library in OPTIMIZER_LIBRARIES and name):
-            raise ValueError(
-                'it is "adamw", "adamw8bit", "muon", or an optimizer of a library by its name, as '
-                '"torch.optim.SGD", "pytorch_optimizer.Lion"'
-            )
+            named = ", ".join(OPTIMIZERS)
+            raise ValueError(f"it takes {named}, or a library's optimizer, as torch.optim.SGD")
         return value
 
 
@@ -272,15 +263,14 @@ class CheckpointSettings(Section):
     best: str = Field("loss", pattern=BEST)
     """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
     averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
-    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of a suite that you write."""
+    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
     keep_best: bool = True
     """Keep the best checkpoint."""
     resume: str = Field("latest", pattern=r"^(latest|best|\d+)$")
     """The run's own checkpoint to resume from: `latest`, `best` or a step."""
     with_base: bool = False
     """With `hf`: hold frozen weights in each checkpoint. By default it refers to the model's files
-    by their SHA-256, unless the run began with `true`, `model.from_scratch` or a `model.init_from`
-    that is not the directory of an adapter."""
+    by their SHA-256, if the frozen weights come from these."""
     base: str = ""
     """With `hf`: the directory of these files after they left `model.name`."""
     background: bool = True
@@ -300,8 +290,8 @@ class EvalSettings(Section):
     batches: int = Field(100, ge=0)
     """Global batches of the validation set to use, always the same; 0: all."""
     at_end: Literal["auto", "all", "batches"] = "auto"
-    """Data of the evaluation at the last step: `all` validation data beside these `batches`, or the
-    `batches` alone; `auto`: `all` if that takes at most a tenth of the run's work."""
+    """Data of the last evaluation: `all` validation data beside these `batches`, or the `batches`
+    alone; `auto`: `all` if that takes at most a tenth of the run's work."""
     train_batches: int = Field(0, ge=0)
     """Global batches of the training set to measure too (`train_loss`), as nanoGPT's
     `estimate_loss`: always the same, spread over the set, without dropout; 0: none."""
@@ -355,6 +345,6 @@ class TelemetrySettings(Section):
     """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
     Perfetto and a table of operators in `RUN/profile`."""
     memory_snapshot: bool = False
-    """On a GPU: if memory runs out, write torch's memory snapshot and name the largest blocks."""
+    """On a GPU: if memory runs out, write torch's memory snapshot (docs.pytorch.org/memory_viz)."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

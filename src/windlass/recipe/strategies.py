@@ -1,7 +1,5 @@
-"""Sharding strategies: the sizes of the mesh's dimensions, and the tensors that ranks divide.
-
-A strategy's name appears in a recipe, in a ledger and here. Other modules ask for the properties.
-"""
+"""Sharding strategies: the sizes of the mesh's dimensions, and the tensors that ranks divide. Other
+modules ask for the properties of a strategy, not for its name."""
 
 from __future__ import annotations
 
@@ -10,10 +8,10 @@ from dataclasses import astuple, dataclass
 
 from windlass.errors import UserError
 
+# the dimensions of the mesh, outermost first: ranks next to each other differ in `tp`
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The dimensions of the mesh, outermost first: ranks next to each other differ in `tp`."""
+# the settings of data parallelism alone, for a recipe that is read for another purpose
 NO_LAYOUT = {"parallel.tensor": 1, "parallel.context": 1, "parallel.pipeline": 1}
-"""The settings of data parallelism alone, for a recipe that is read for another purpose."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Sizes:
 
     @property
     def world(self) -> int:
-        """All ranks."""
         return math.prod(astuple(self))
 
     @property
@@ -47,7 +44,6 @@ class Sizes:
         return rank // (self.cp * self.tp) % self.data_world
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place along each dimension."""
         places = dict[str, int]()
         for name in reversed(DIMENSIONS):
             rank, places[name] = divmod(rank, getattr(self, name))

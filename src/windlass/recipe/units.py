@@ -1,7 +1,4 @@
-"""Durations, and the division of a step's samples among ranks.
-
-A duration is steps (`250`), a fraction of the run (`0.01`) or epochs (`"1 epoch"`).
-"""
+"""Durations, and the division of a step's samples among ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +10,10 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 
-TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}
-"""With `train.micro_batch = 0`: the most tokens of one micro-batch."""
-SHORTEST_PERIOD = 20
-"""The fewest steps between two saves, evaluations or samples if the period is a fraction."""
+TOKENS_PER_MICRO_BATCH = {"cpu": 4096, "cuda": 16384}  # at most, with `train.micro_batch = 0`
+SHORTEST_PERIOD = 20  # steps between two saves, evaluations or samples if the period is a fraction
 DURATION = 'steps (250), a share of the run (0.0 to 1.0), or "1 epoch"; 0 is never'
 EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s+epochs?\s*")
 
@@ -61,7 +56,6 @@ class Horizon:
         return duration
 
     def epochs_as_steps(self, duration: str) -> Fraction:
-        """The length of `"2.5 epochs"` in steps."""
         return epochs_in(duration) * self.samples_per_epoch / self.samples_per_step
 
     def steps_before_last(self, duration: int | float | str) -> int:
@@ -102,7 +96,6 @@ class BatchPlan:
 
     @property
     def share(self) -> int:
-        """The samples of a data rank in a step."""
         return self.global_batch // self.data_world
 
     @property
@@ -135,19 +128,17 @@ def plan_batch(
 ) -> BatchPlan:
     """Divide the global batch among `data_world` ranks that read different samples.
 
-    `micro_batch = 0` takes the largest divisor of each rank's share that holds at most
-    TOKENS_PER_MICRO_BATCH tokens (but at least one sample), and leaves a micro-batch for each of
-    the pipeline's `stages`. UserError if the division leaves a remainder, with the nearest sizes
-    that work.
+    `micro_batch = 0` takes the largest divisor of each rank's share that has at most
+    TOKENS_PER_MICRO_BATCH tokens and leaves a micro-batch for each of the pipeline's `stages`.
+    UserError if the division leaves a remainder, with the nearest sizes that work.
     """
     share, remainder = divmod(global_batch, data_world)
     batch = f"train.global_batch = {global_batch}"
     if remainder:
         near = (share * data_world, (share + 1) * data_world)
         sizes = " or ".join(str(size) for size in near if size)
-        advice = f"write {sizes}, or use a number of ranks that divides it"
         problem = f"{batch} sequences is not divisible by {data_world} data ranks"
-        raise UserError(f"{problem}; {advice}")
+        raise UserError(f"{problem}; write {sizes}, or use a number of ranks that divides it")
     divisors = [d for d in range(1, share + 1) if share % d == 0]
     if micro_batch == 0:
         most = min(samples_per_pass(context, device), max(1, share // stages))
@@ -156,8 +147,7 @@ def plan_batch(
         below = [d for d in divisors if d < micro_batch]
         above = [d for d in divisors if d > micro_batch]
         sizes = " or ".join(map(str, [*below[-1:], *above[:1]]))
-        sequences = plural(share, "sequence")
-        per_rank = f"the {sequences} of each of {data_world} data ranks in a step ({batch})"
-        each = batch if data_world == 1 else per_rank
-        raise UserError(f"train.micro_batch = {micro_batch} does not divide {each}; write {sizes}")
+        if data_world > 1:
+            batch = f"the {share} sequences of a step on each of {data_world} data ranks ({batch})"
+        raise UserError(f"train.micro_batch = {micro_batch} does not divide {batch}; write {sizes}")
     return BatchPlan(global_batch, micro_batch, data_world, context)

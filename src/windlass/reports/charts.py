@@ -1,13 +1,9 @@
-"""What a chart is: one description, drawn by matplotlib (`plots.py`) and by the page.
-
-The page draws lines in SVG (`chart.js`, `page.js`), and bars and heat maps in HTML (`page.html`).
-Each line is thinned at its own extremes, so that a spike of the gradient norm survives even if the
-loss is smooth there. Both drawers smooth the same points by the same formula (`smoothed`).
+"""Charts of runs, each one description that matplotlib (`plots.py`) and the page draw. The page
+draws lines in SVG (`chart.js`, `page.js`), and bars and heat maps in HTML (`page.html`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +19,8 @@ from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-FEW = (
-    4  # lines of a chart in colour; of more lines the COLOURED best are in colour, the rest in grey
-)
-COLOURED = 3
+# Up to FEW lines of a chart are in colour; of more lines the COLOURED best, the others are grey.
+FEW, COLOURED = 4, 3
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -67,7 +61,6 @@ class Series:
 
     @property
     def x(self) -> Numbers:
-        """The place of each point in a picture."""
         return self.at["x"] if "x" in self.at else self.at["step"]
 
 
@@ -93,16 +86,14 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The chart in words, for people who do not see it."""
         parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
         named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
         for one in named[:COLOURED]:
             good = one.y[np.isfinite(one.y)]
             ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
             parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
-        parts += [f"{len(named) - COLOURED} more lines are in the numbers"] * (
-            len(named) > COLOURED
-        )
+        if len(named) > COLOURED:
+            parts.append(f"{len(named) - COLOURED} more lines are in the numbers")
         return ". ".join(parts) + "."
 
     def ceiling(self, first_step: float = -math.inf) -> float | None:
@@ -136,10 +127,8 @@ class Look:
 
 
 def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
-    """The looks of some runs; `ranking`: their indices, the best first.
-
-    The best runs have the first colours. No two runs look the same until all 40 pairs are used.
-    """
+    """The looks of some runs. `ranking`: their indices, the best first, which have the first
+    colours."""
     ranks = {run: rank for rank, run in enumerate(ranking or range(len(views)))}
     many, chosen = len(views) > FEW, []
     for run, view in enumerate(views):
@@ -161,22 +150,13 @@ def smoothing(charts: Iterable[Chart]) -> float:
 
 
 def smoothed(y: Numbers, weight: float) -> Numbers:
-    """Each value as the mean of all, the one n points away weighted by weight^n: without a lag.
-
-    Values that are not finite are left out and stay NaN. `smooth` in page.js is the same formula; a
-    test compares them.
+    """Each value of `y` [n] as the mean of all, the one k points away weighted by weight^k: without
+    a lag. Values that are not finite are left out and stay NaN. `smooth` in page.js does the same.
     """
     good = np.isfinite(y)
-    values = np.where(good, y, 0.0)
-
-    def decayed(part: Any) -> Numbers:
-        """The sum over the values so far, the one n points back weighted by weight^n."""
-        sums = itertools.accumulate(part, lambda total, value: weight * total + value)
-        return np.array(list(sums), dtype=np.float64)
-
-    # a sum from the left and one from the right have the value itself twice
-    total = decayed(values) + decayed(values[::-1])[::-1] - values
-    norm = decayed(good * 1.0) + decayed(good[::-1] * 1.0)[::-1] - 1
+    weights = weight ** abs(np.arange(1 - len(y), len(y)))
+    total = np.convolve(np.where(good, y, 0.0), weights, "valid")
+    norm = np.convolve(good, weights, "valid")
     return np.divide(total, norm, out=np.full(len(y), math.nan), where=good)
 
 
@@ -188,7 +168,7 @@ AXES = ("step", "tokens", "hours")
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
-    drawn = [_loss_chart(views), *_source_charts(views), *_suite_charts(views)]
+    drawn = [_loss_chart(views), *_score_charts(views)]
     logged = [view.logged for view in views]
     names = (name for track in logged for name in track.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
@@ -196,7 +176,8 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     for key, measures in by_chart(TRAIN).items():
         first, trains = measures[0], [view.train for view in views]
         columns = {measure.name: measure.text for measure in measures}
-        lines = _columns(views, trains, columns, factor=first.scale, smooth=key != "lr")
+        factor = 100.0 if first.kind == "share" else 1.0
+        lines = _columns(views, trains, columns, factor=factor, smooth=key != "lr")
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
         for number, measure in enumerate(measures):
@@ -208,7 +189,6 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
 
 
 def time_chart(views: Sequence[RunView]) -> Chart | None:
-    """The share of wall time in each phase, a bar for each run; None if no run has times."""
     timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
     if not timed:
         return None
@@ -224,17 +204,15 @@ def time_chart(views: Sequence[RunView]) -> Chart | None:
     return Chart("time", "Where the time went", "% of wall time", series, "bars", y=axis)
 
 
-def bits_factor(view: RunView) -> float:
-    """Bits per byte of a loss of 1 nat per token, on the validation data; NaN if unknown."""
-    data = view.validation
-    return data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
-
-
 def _loss_chart(views: Sequence[RunView]) -> Chart:
     """The losses of all runs, in bits per byte if they only compare so."""
     in_bits = common_measure([view.validation for view in views])[0] == BITS
-    factors = [bits_factor(view) if in_bits else 1.0 for view in views]
-    series = [x for run, factor in enumerate(factors) for x in _losses(views, run, factor)]
+    series = []
+    for run, view in enumerate(views):
+        factor, data = 1.0, view.validation
+        if in_bits:  # bits per byte of a loss of 1 nat per token
+            factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
+        series += _losses(views, run, factor)
     unit, y = "bits per byte" if in_bits else "nats per token", Axis(log=is_spread(series))
     chart = Chart("loss", "Loss", unit, series, y=y)
     notes = ["lines: training, points: validation"] * (len(views) > 1)
@@ -258,63 +236,45 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
         name = f"{view.label}, validation"
         return [*series, _series(views, track, "loss", name=name, points="only", **look)]
     look["points"] = "line"
-    series.append(_series(views, track, "loss", name="validation", **look | pattern(1)))
-    if track.has("average_loss"):
-        name = "validation, averaged weights"
-        series.append(_series(views, track, "average_loss", name=name, **look | pattern(3)))
-    if track.has("train_loss"):  # without dropout, on the same samples each time
-        name = "a sample of the training data"
-        series.append(_series(views, track, "train_loss", name=name, **look | pattern(2)))
+    names = {"loss": ("validation", 1), "average_loss": ("validation, averaged weights", 3)}
+    names["train_loss"] = ("a sample of the training data", 2)  # without dropout, always the same
+    for column, (name, number) in names.items():
+        if track.has(column):
+            series.append(_series(views, track, column, name=name, **look | pattern(number)))
     return series
 
 
-def _source_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The training and validation loss of a mixture's sources."""
-    drawn, loss = list[Chart](), SOURCE["loss"]
-    every: dict[str, list[Track | None]] = {"training": [view.train for view in views]}
-    every["validation"] = [view.evals.get(LOSS) for view in views]
-    for kind, tracks in every.items():
+def _score_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The losses of a mixture's sources, and the scores of other suites than the loss: one chart
+    with a line for each, or for several runs a chart for each.
+
+    One run's many scores have a table alone.
+    """
+    drawn, loss, evals = list[Chart](), SOURCE["loss"], [view.evals.get(LOSS) for view in views]
+    charts: list[tuple[Chart, Sequence[Track | None], dict[str, str], dict[str, Any]]] = []
+    every: dict[str, Sequence[Track | None]] = {"training": [view.train for view in views]}
+    for kind, tracks in (every | {"validation": evals}).items():
         fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
         losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
         columns = {name: name.split(".")[1] for name in losses}
         look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
-        key, title = f"source-{kind}", f"{loss.heading}, {kind}"
-        drawn += _by_column(views, tracks, Chart(key, title, loss.unit, ()), columns, **look)
-    return drawn
-
-
-def _suite_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The scores of other suites than the loss; a table alone shows one run's many scores."""
-    drawn = list[Chart]()
+        chart = Chart(f"source-{kind}", f"{loss.heading}, {kind}", loss.unit, ())
+        charts.append((chart, tracks, columns, look))
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
-            columns = {name: name.replace("_", " ") for name in names}
             chart = Chart(f"suite-{slug(suite)}", suite, "", ())
-            drawn += _by_column(views, tracks, chart, columns, points="line")
+            charts.append((chart, tracks, columns, {"points": "line"}))
+    for chart, tracks, columns, look in charts:
+        if len(views) == 1:
+            drawn.append(replace(chart, series=_columns(views, tracks, columns, **look)))
+            continue
+        for name, text in columns.items():
+            own = replace(chart, id=f"{chart.id}-{slug(text)}", title=f"{chart.title}, {text}")
+            drawn.append(replace(own, series=_columns(views, tracks, {name: text}, **look)))
     return drawn
-
-
-def _by_column(
-    views: Sequence[RunView],
-    tracks: Sequence[Track | None],
-    chart: Chart,
-    columns: Mapping[str, str],
-    **look: Any,
-) -> list[Chart]:
-    """One chart with a line for each column; for several runs a chart for each column."""
-    if len(views) == 1:
-        return [replace(chart, series=_columns(views, tracks, columns, **look))]
-    return [
-        replace(
-            chart,
-            id=f"{chart.id}-{slug(text)}",
-            title=f"{chart.title}, {text}",
-            series=_columns(views, tracks, {name: text}, **look),
-        )
-        for name, text in columns.items()
-    ]
 
 
 def _columns(
@@ -330,16 +290,14 @@ def _columns(
             continue
         present = [column for column in columns if track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
-            own = look | ({"name": view.label} if several else {"name": columns[column]})
-            own |= {} if several else pattern(index)
-            series.append(_series(views, track, column, run=run, minor=index > 0, **own))
+            own = {"name": view.label} if several else {"name": columns[column], **pattern(index)}
+            series.append(_series(views, track, column, run=run, minor=index > 0, **look | own))
     return series
 
 
 def _series(
     views: Sequence[RunView], track: Track, column: str, factor: float = 1, **look: Any
 ) -> Series:
-    """A column of a track, times `factor`, thinned."""
     keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
     at = {axis: track[axis][keep] for axis in AXES}
     return Series(y=factor * track[column][keep], at=at, **look)
@@ -351,11 +309,26 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     Many ranks are their mean and range, and the ranks with the extreme means. Each of several runs
     is a mean and a range.
     """
-    view, several = views[run], len(views) > 1
+    view, several, samples = views[run], len(views) > 1, []
     tracks = [track for track in view.ranks if track.has(column)]
     if not tracks:
         return []
-    hours, table = _on_grid(tracks, column)
+    for track in tracks:
+        good = np.isfinite(track[column])
+        samples.append((track["hours"][good], track[column][good]))
+    # The mean of each rank in equal spans of time, `table` [ranks, spans]. A span is wider than the
+    # time between two samples, so that a late sample leaves no gap.
+    every = np.concatenate([at for at, _ in samples])
+    spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
+    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
+    table = np.full((len(tracks), spans), math.nan)
+    for row, (at, values) in enumerate(samples):
+        span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)
+        count = np.bincount(span, minlength=spans)
+        total = np.bincount(span, weights=values, minlength=spans)
+        np.divide(total, count, out=table[row], where=count > 0)
+    filled = np.isfinite(table).any(axis=0)
+    table, hours = table[:, filled], ((edges[1:] + edges[:-1]) / 2)[filled]
     steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
     axes = {"step": steps, "tokens": tokens, "hours": hours}
     series, chosen = list[Series](), list(range(len(tracks)))
@@ -367,31 +340,8 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
         means = np.nanmean(table, axis=1)
         chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
     for i in chosen:
-        look = pattern(len(series))
         rank = tracks[i].rank
         place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
         name = f"rank {rank} ({place})" if place else f"rank {rank}"
-        series.append(Series(name, table[i], axes, run, minor=True, **look))
+        series.append(Series(name, table[i], axes, run, minor=True, **pattern(len(series))))
     return series
-
-
-def _on_grid(tracks: Sequence[Track], column: str) -> tuple[Numbers, Numbers]:
-    """The ranks' means in equal spans of time: the spans' middles [spans], values [ranks, spans].
-
-    A span is wider than the time between two samples, so that a late sample leaves no gap.
-    """
-    samples = []
-    for track in tracks:
-        good = np.isfinite(track[column])
-        samples.append((track["hours"][good], track[column][good]))
-    every = np.concatenate([at for at, _ in samples])
-    spans = min(RANK_POINTS, 1 + 2 * max(len(at) for at, _ in samples) // 3)
-    edges = np.linspace(every.min(), max(every.max(), every.min() + 1e-6), spans + 1)
-    table = np.full((len(tracks), spans), math.nan)
-    for row, (at, values) in enumerate(samples):
-        span = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, spans - 1)
-        count = np.bincount(span, minlength=spans)
-        total = np.bincount(span, weights=values, minlength=spans)
-        np.divide(total, count, out=table[row], where=count > 0)
-    filled = np.isfinite(table).any(axis=0)
-    return ((edges[1:] + edges[:-1]) / 2)[filled], table[:, filled]

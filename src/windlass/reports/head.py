@@ -11,21 +11,19 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.scaling import lede
-from windlass.reports.study import Recommendation, StudyView
+from windlass.reports.study import Recommendation, StudyView, lede
 from windlass.reports.view import RunView
-from windlass.run import ENDINGS, Line
+from windlass.run import ENDINGS
 from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import SETUP, show, title_of
+from windlass.telemetry.measures import show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"
 
+# the measure of the best of several runs, by what they have in common
 BEST = {LOSS: "best_eval_loss", BITS: "best_bits_per_byte"}
-"""The measure of the best of several runs, by what they have in common."""
-
-TROUBLES = {
+TROUBLES = {  # of the ledger's events, by name
     "failed": "failure",
     "preempted": "unsaved stop",  # a stop with a save loses nothing
     "stopped": "unsaved stop",
@@ -36,7 +34,6 @@ TROUBLES = {
     "out_of_memory": "out-of-memory error",
     "warning": "warning",
 }
-"""Events of the ledger that are troubles, each with its name."""
 
 
 class Answer(NamedTuple):
@@ -72,15 +69,18 @@ def head_of(
 ) -> Head:
     if study:
         return _study_head(study, recommendations, law)
-    return _comparison_head(views) if len(views) > 1 else _run_head(views[0])
-
-
-def text_of(answer: Answer) -> str:
-    return "; ".join(filter(None, [answer.text, answer.remark]))
+    if len(views) == 1:
+        return _run_head(views[0])
+    others = [f"{view.label}: {view.state}" for view in views if view.state != "finished"]
+    text = f"{len(views) - len(others)} of {len(views)} runs finished"
+    answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
+    answers += [_best_run(views), _fastest(views), cost(views)]
+    answers.append(wrong([t for view in views for t in _labelled(view)]))
+    place = ", ".join(str(view.run.path.resolve()) for view in views)
+    return Head("A comparison of runs", f"{len(views)} runs", "", answers, place)
 
 
 def _sentence(*parts: str) -> str:
-    """The parts that are not empty, with a capital letter."""
     text = ", ".join(filter(None, parts))
     return text[:1].upper() + text[1:]
 
@@ -149,8 +149,7 @@ def divergence(view: RunView) -> str:
     losses = view.train["loss"].tolist()
     if not losses or not diverged(losses[0], losses[-1]):
         return ""
-    first, last = show(losses[0], "loss"), show(losses[-1], "loss")
-    return f"the training loss went from {first} to {last}"
+    return f"the training loss went from {show(losses[0], 'loss')} to {show(losses[-1], 'loss')}"
 
 
 def good(view: RunView) -> Answer:
@@ -216,13 +215,11 @@ def troubles_of(view: RunView) -> list[Trouble]:
     for event in sorted(view.events, key=lambda line: str(line["time"])):
         name = TROUBLES.get(str(event["event"]))
         if name and not event.get("saved"):
-            troubles.append(Trouble(name, _text(event, name), int(event.get("count", 1))))
+            text = str(event.get("reason") or name)
+            if not text.startswith(("step ", "rank ")):
+                text = f"step {event['step']:,}: {text}"
+            troubles.append(Trouble(name, text, int(event.get("count", 1))))
     return troubles
-
-
-def _text(event: Line, name: str) -> str:
-    reason, step = str(event.get("reason") or name), f"step {event['step']:,}: "
-    return reason if reason.startswith(("step ", "rank ")) else step + reason
 
 
 def wrong(troubles: Sequence[Trouble]) -> Answer:
@@ -238,16 +235,6 @@ def wrong(troubles: Sequence[Trouble]) -> Answer:
 
 
 # ---------------------------------------------------------------- several runs
-
-
-def _comparison_head(views: Sequence[RunView]) -> Head:
-    others = [f"{view.label}: {view.state}" for view in views if view.state != "finished"]
-    text = f"{len(views) - len(others)} of {len(views)} runs finished"
-    answers = [Answer(WORKED, text, ", ".join(others), "open" if others else "good")]
-    answers += [_best_run(views), _fastest(views), cost(views)]
-    answers.append(wrong([t for view in views for t in _labelled(view)]))
-    place = ", ".join(str(view.run.path.resolve()) for view in views)
-    return Head("A comparison of runs", f"{len(views)} runs", "", answers, place)
 
 
 def _labelled(view: RunView) -> list[Trouble]:
@@ -292,7 +279,10 @@ def _study_head(
     else:
         kicker = "A ladder" if law else "A study"
         subtitle = "; ".join(f"{key}: {', '.join(map(show, x))}" for key, x in seen.swept.items())
-        answers += [_law(law) if law else _best_cell(seen), _fastest(seen.views)]
+        quality = _best_cell(seen)
+        if law:
+            quality = Answer("How good is the law?", law.summary or "Unknown", law.remark)
+        answers += [quality, _fastest(seen.views)]
     bad = {r.run.path: r for r in seen.results if r.state in FAILED_STATES}
     troubles = [
         Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
@@ -311,15 +301,8 @@ def _best_cell(seen: StudyView) -> Answer:
     best, *others = seen.winners.groups
     text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
     more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
-    seeds = f"median of {best.seeds}" if best.seeds else ""
-    return Answer(
-        GOOD, text, ", ".join(filter(None, [best.label, seeds, *more, seen.winners.remark]))
-    )
-
-
-def _law(law: LawView) -> Answer:
-    question = "How good is the law?"
-    return Answer(question, "Unknown", law.remark) if law.remark else Answer(question, law.summary)
+    parts = [best.label, f"median of {best.seeds}" * bool(best.seeds), *more, seen.winners.remark]
+    return Answer(GOOD, text, ", ".join(filter(None, parts)))
 
 
 def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list[Answer]:
@@ -335,15 +318,12 @@ def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list
         best = recommendations[0]
         quality = Answer("Which setup is best?", best.name, best.why)
     elif "efficiency" in largest.values and len({setup.world for setup in measured}) > 1:
-        efficiency, speedup = (
-            show(largest.values[name], SETUP[name].kind) for name in ("efficiency", "speedup")
-        )
+        efficiency = show(largest.values["efficiency"], "share")
         text = f"Efficiency {efficiency} on {plural(largest.world, 'rank')}"
-        quality = Answer(question, text, f"Speed-up {speedup}")
+        quality = Answer(question, text, f"Speed-up {show(largest.values['speedup'], 'hours')}")
     else:
-        measured_alone = f"only {plural(largest.world, 'rank')} measured"
-        why = largest.missing.get("efficiency", measured_alone)
-        quality = Answer(question, f"Unknown: {why}")
+        alone = f"only {plural(largest.world, 'rank')} measured"
+        quality = Answer(question, f"Unknown: {largest.missing.get('efficiency', alone)}")
     step = show(fastest.values["step_ms"], "rate")
     text = f"{show(fastest.values['samples_per_s'], 'rate')} samples/s"
     remark = f"{fastest.name}, the fastest setup: {step} ms a step"

@@ -22,8 +22,6 @@ POINTS = 40  # of a drawn curve
 
 
 class LawView(NamedTuple):
-    """A law with its tables and charts, or the reason why it is missing."""
-
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     summary: str = ""
@@ -31,7 +29,6 @@ class LawView(NamedTuple):
 
 
 def ladder_view(study: Study) -> LawView:
-    """The law of a ladder."""
     try:
         seen = open_ladder(study)
         tables = [law_table(seen), error_table(seen)]
@@ -97,7 +94,6 @@ def error_table(ladder: Ladder) -> Table:
 
 
 def predicted_table(ladder: Ladder) -> Table:
-    """The loss of each further run as the law predicts it without that run, and as it came."""
     law, rows, notes = ladder.earlier, [], list[str]()
     for one in ladder.further:
         predicted = law.predict(one.size(law.embeddings), one.effective_tokens)
@@ -161,7 +157,6 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
 
 
 def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
-    """The law along sizes at equal compute; the lowest point is the best size."""
     every, sizes = law.flops(runs), [float(one.size(law.embeddings)) for one in runs]
     series, n = [], np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
     for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
@@ -173,7 +168,6 @@ def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
 
 
 def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
-    """How far the law is from each run, in percent."""
     series = []
     for number, (name, own) in enumerate(by_size(runs)):
         y = np.array([100 * (law.of_run(one) / one.loss - 1) for one in own])

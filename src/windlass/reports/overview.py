@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,19 +24,6 @@ from windlass.telemetry.terminal import printable
 from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
-
-SORTS = {
-    "name": ("run", False),
-    "state": ("state", False),
-    "step": ("step", True),
-    "left": ("left_s", False),
-    "loss": ("loss", False),
-    "best": ("best_loss", False),
-    "speed": ("tokens_per_s", True),
-    "hours": ("device_hours", True),
-    "changed": ("changed", True),
-}
-"""By the name of `--sort`: the field of RunRow, and whether the largest value comes first."""
 
 
 class RunRow(NamedTuple):
@@ -58,38 +44,23 @@ class RunRow(NamedTuple):
     cells_done: int | None = None
 
 
-def overview(directory: Path, sort: str = "name") -> list[RunRow]:
-    """A row for each run and study at or under a directory; for a study, a row for each cell.
-
-    `sort`: a key of SORTS; rows without that value come last.
-    """
-    field, largest_first = SORTS[sort]
+def overview(directory: Path) -> list[RunRow]:
+    """A row for each run and study at or under a directory, by name; a row for each cell of a
+    study."""
     try:
         rows = list(map(_cell_row, Study.open(directory).results()))
     except UserError:  # not a study, or a damaged one, whose cells are still listed
         tops = [directory]
         if Study.is_study(directory):
             tops = [path for path in sorted(directory.iterdir()) if path.name != PROBES]
-        rows = [_row(path, directory) for top in tops for path in find_runs(top)]
-
-    def missing(row: RunRow) -> bool:
-        value = getattr(row, field)
-        return value is None or (isinstance(value, float) and math.isnan(value))
-
-    sortable = [row for row in rows if not missing(row)]
-    sortable.sort(key=lambda row: getattr(row, field), reverse=largest_first)
-    return sortable + list(filter(missing, rows))
-
-
-def find_runs(top: Path) -> Iterator[Path]:
-    """The directories of runs and studies at or under a directory, sorted by name in each level."""
-    runs: set[Path] = set()
-    for depth in range(DEPTH + 1):
-        files = (top.glob("*/" * depth + name) for name in ("recipe.toml", STUDY))
-        for path in sorted({file.parent for level in files for file in level}):
-            if runs.isdisjoint(path.parents):
-                runs.add(path)
-                yield path
+        rows, listed = [], set[Path]()
+        for top, depth in itertools.product(tops, range(DEPTH + 1)):
+            files = (top.glob("*/" * depth + name) for name in ("recipe.toml", STUDY))
+            for path in sorted({file.parent for level in files for file in level}):
+                if listed.isdisjoint(path.parents):
+                    listed.add(path)
+                    rows.append(_row(path, directory))
+    return sorted(rows, key=lambda row: row.run)
 
 
 def _row(path: Path, top: Path) -> RunRow:
@@ -136,9 +107,14 @@ def _study_row(path: Path, name: str) -> RunRow:
     best = study.winners(results).groups
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
+    states = {result.state for result in results}
+    state = "finished" if states <= set(DONE_STATES) else "interrupted"
+    if states == {"waiting"}:
+        state = "new"
+    state = next((urgent for urgent in ("running", "failed") if urgent in states), state)
     return RunRow(
         name,
-        _study_state(results),
+        state,
         step=sum(r.step for r in results),
         steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None,
         best_loss=best[0].median if best and study.measure == LOSS else None,
@@ -150,22 +126,11 @@ def _study_row(path: Path, name: str) -> RunRow:
     )
 
 
-def _study_state(results: Sequence[CellResult]) -> str:
-    states = {result.state for result in results}
-    for state in ("running", "failed"):
-        if state in states:
-            return state
-    if states == {"waiting"}:
-        return "new"
-    return "finished" if states <= set(DONE_STATES) else "interrupted"
-
-
+# the bits of a braille character by row and column of its dots
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bits of a braille character by row and column of its dots."""
 
 
 def last_sample(view: RunView) -> str:
-    """The last generated text, indented; empty if there is none."""
     if not view.samples:
         return ""
     lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).split("\n"))
@@ -173,14 +138,8 @@ def last_sample(view: RunView) -> str:
 
 
 def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
-    """The training loss over steps as text with axes, the validation loss as `o`.
-
-    It is empty if no loss is finite.
-
-    Args:
-        width: characters in a line; None: as wide as the terminal, at most 100.
-        height: lines of the curve itself.
-    """
+    """The training loss over steps as text with axes, the validation loss as `o`; empty if no loss
+    is finite. `width`: None is as wide as the terminal, at most 100 columns."""
     tracks = [track for track in (view.train, view.evals.get("loss")) if track is not None]
     curves = []  # steps and losses
     for track in tracks:
@@ -203,7 +162,7 @@ def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
     means = {int(at): float(y[places == at].mean()) for at in np.unique(places)}
     dots = [(at, (1 - (mean - bottom) / up) * (4 * height - 1)) for at, mean in means.items()]
     bits = np.zeros((height, columns), dtype=np.int64)
-    for (a, from_row), (b, to_row) in pairwise(dots[:1] + dots):
+    for (a, from_row), (b, to_row) in itertools.pairwise(dots[:1] + dots):
         count = 1 + max(b - a, math.ceil(abs(to_row - from_row)), 1)
         for column, row in np.linspace((a, from_row), (b, to_row), count).round().astype(int):
             bits[row // 4, column // 2] |= DOTS[row % 4][column % 2]

@@ -1,9 +1,5 @@
-"""The report's page: a template filled with text, tables and charts, in one file.
-
-`page.html` is a jinja2 template with autoescape, and every value also passes through
-`text.printable`. The page holds its line charts as JSON, which `chart.js` and `page.js` draw; the
-template draws bars and heat maps. The page opens from disk: its content security policy allows its
-script by hash, and no address at all.
+"""The contents of a report, and its page: one file, from the template `page.html` with autoescape.
+The content security policy allows its script by hash, and no address at all.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports import tables
 from windlass.reports.charts import (
+    AXES,
     COLOURED,
     FEW,
     Chart,
     Look,
-    Series,
     charts,
     looks,
     smoothing,
@@ -41,10 +37,18 @@ from windlass.reports.charts import (
 from windlass.reports.head import BEST, divergence, head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
-from windlass.reports.scaling import recommended, scaling_charts, setup_table
-from windlass.reports.study import StudyView, study_tables, sweep_charts
+from windlass.reports.study import (
+    StudyView,
+    cell_table,
+    recommended,
+    scaling_charts,
+    seed_table,
+    setup_table,
+    sweep_charts,
+)
 from windlass.reports.tables import Table, stacked
 from windlass.reports.view import RunView, first
+from windlass.study.grid import SEED
 from windlass.study.results import common_measure
 from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
@@ -56,14 +60,7 @@ CELL_PAGES = 200
 class Contents:
     """Everything in a report of some runs, or of a study with its started runs.
 
-    Args:
-        views: The runs.
-        study: Their study, if they are one.
-        table: The published table to fill, empty for the preset's own.
-        law: A ladder whose law predicts the runs.
-
-    Raises:
-        UserError: no published table has that name, or the law does not compare with the runs.
+    UserError if no published `table` has that name, or the law does not compare with the runs.
     """
 
     def __init__(
@@ -107,7 +104,8 @@ class Contents:
             shown.append(tables.results(views[0], brief=True))
         else:
             total = tables.comparison(views, self.settings)
-            shown += study_tables(study) if study else [total]
+            shown += [cell_table(study)] if study else [total]
+            shown += [seed_table(study)] if study and SEED in study.study.keys else []
         keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
         for view, suites in zip(views, evals, strict=True):
@@ -116,10 +114,9 @@ class Contents:
             parts |= {(*own, suite): one for suite, one in suites.items()}
         csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
         csv += [stacked("evaluations", [*keys, "suite"], parts)] if parts else []
-        # for people, in the order of report.md; the rest, as CSV alone; of a single run, by suite
-        self.tables = {each.name: each for each in shown}
-        self.csv = {each.name: each for each in (*csv, total)}
-        self.evaluations = evals[0] if self.single else {}
+        self.tables = {each.name: each for each in shown}  # for people, in the order of report.md
+        self.csv = {each.name: each for each in (*csv, total)}  # the rest, as CSV alone
+        self.evaluations = evals[0] if self.single else {}  # by suite
         times = [self.time] if self.time else []
         self.pictures: list[Chart] = [*self.study_charts, *self.run_charts, *times]
 
@@ -136,19 +133,17 @@ def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
         lower = True
         name = BEST.get(common_measure([view.validation for view in views])[0], "")
         scores = [first(view.values.get(name)) for view in views]
-    keys = [math.inf if x is None or math.isnan(x) else x if lower else -x for x in scores]
-
-    def place(run: int) -> tuple[bool, bool, float]:
-        return views[run].run.path != best, bool(divergence(views[run])), keys[run]
-
-    return sorted(range(len(views)), key=place)
+    order = []
+    for run, (view, x) in enumerate(zip(views, scores, strict=True)):
+        score = math.inf if x is None or math.isnan(x) else x if lower else -x
+        order.append((view.run.path != best, bool(divergence(view)), score, run))
+    return [run for *_, run in sorted(order)]
 
 
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
 
 
 def cell_page(view: RunView) -> str:
-    """The page of a study's cell, beside the study's own page."""
     return f"cells/{view.run.name}.html"
 
 
@@ -162,6 +157,7 @@ def page(report: Contents) -> str:
     environment = _environment(report.views)
     if study:  # the pages of the cells have the others
         environment = [fact for fact in environment if fact.same]
+    pages = {view.run.path: cell_page(view) for view in report.cell_pages}
     parts: dict[str, tuple[str, Any]] = {  # the possible sections: heading and content
         "published": (report.published.title if report.published else "", report.published),
         "winner": (report.winner_title, report.recommendations),
@@ -190,7 +186,8 @@ def page(report: Contents) -> str:
         "script_hash": f"sha256-{digest}",
         "data": htmlsafe_json_dumps(scrub(payload(report.looks, lines)), allow_nan=False),
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
-        "links": _cell_links(report),
+        # the page of the cell in each row of the table of cells; empty without one
+        "links": [quote(pages.get(r.run.path, "")) for r in study.results] if study else [],
         "show": show,
         "sample_limit": SAMPLES,
         "few": FEW,
@@ -212,78 +209,52 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
 
 
-def _cell_links(report: Contents) -> list[str]:
-    """The page of the cell in each row of the table of cells; empty without one."""
-    pages = {view.run.path: cell_page(view) for view in report.cell_pages}
-    results = report.study.results if report.study else ()
-    return [quote(pages.get(result.run.path, "")) for result in results]
+SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad", "diverged")
 
 
-def payload(runs: Sequence[Look], charts: Iterable[Chart]) -> dict[str, Any]:
+def payload(runs: Sequence[Look], charts: Sequence[Chart]) -> dict[str, Any]:
     """The line charts as plain values.
 
     Series with the same points share them: `at` of a series is a place in `points`.
     """
     shared: dict[bytes, tuple[int, dict[str, Any]]] = {}
-
-    def series(one: Series) -> dict[str, Any]:
-        key = b"".join(values.tobytes() for values in one.at.values())
-        points = {name: numbers(values) for name, values in one.at.items()}
-        place, _ = shared.setdefault(key, (len(shared), points))
-        band = None
-        if one.low is not None and one.high is not None:
-            band = [numbers(one.low), numbers(one.high)]
-        names = [
-            "run",
-            "name",
-            "colour",
-            "dash",
-            "grey",
-            "minor",
-            "points",
-            "smooth",
-            "bad",
-            "diverged",
-        ]
-        own = {name: getattr(one, name) for name in names}
-        return own | {"at": place, "y": numbers(one.y), "band": band}
-
-    listed = list(charts)
-    return {
-        "runs": [_plain_look(look) for look in runs],
-        "charts": [
-            {"id": chart.id, "x": asdict(chart.x), "y": asdict(chart.y)}
-            | {"series": [series(one) for one in chart.series]}
-            for chart in listed
-        ],
-        "points": [points for _, points in shared.values()],
-        "smoothing": smoothing(listed),
-    }
-
-
-def _plain_look(look: Look) -> dict[str, Any]:
-    restarts = []
-    for r in look.restarts:
-        places = zip(("step", "tokens", "hours"), numbers((r.step, r.tokens, r.hours)), strict=True)
-        text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
-        restarts.append({**dict(places), "what": r.what, "text": text})
-    return {"label": look.label, "place": look.place, "rank": look.rank, "restarts": restarts}
+    sent, seen = [], []
+    for chart in charts:
+        lines = []
+        for one in chart.series:
+            key = b"".join(values.tobytes() for values in one.at.values())
+            points = {name: numbers(values) for name, values in one.at.items()}
+            place, _ = shared.setdefault(key, (len(shared), points))
+            band = None
+            if one.low is not None and one.high is not None:
+                band = [numbers(one.low), numbers(one.high)]
+            fields = {name: getattr(one, name) for name in SENT}
+            lines.append(fields | {"at": place, "y": numbers(one.y), "band": band})
+        axes = {"x": asdict(chart.x), "y": asdict(chart.y)}
+        sent.append({"id": chart.id, **axes, "series": lines})
+    for look in runs:
+        restarts = []
+        for r in look.restarts:
+            places = dict(zip(AXES, numbers((r.step, r.tokens, r.hours)), strict=True))
+            text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
+            restarts.append({**places, "what": r.what, "text": text})
+        own = {"label": look.label, "place": look.place, "rank": look.rank}
+        seen.append(own | {"restarts": restarts})
+    points_of = [points for _, points in shared.values()]
+    return {"runs": seen, "charts": sent, "points": points_of, "smoothing": smoothing(charts)}
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
     """Floats for JSON: six significant digits, integers without a point, None if not finite."""
-
-    def plain(value: float) -> float | int | None:
-        if not math.isfinite(value):
-            return None
-        rounded = value if float(value).is_integer() else float(f"{value:.6g}")
-        return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
-
-    return [plain(float(value)) for value in values]
+    plain: list[float | int | None] = []
+    for value in map(float, values):
+        rounded = value if value.is_integer() else float(f"{value:.6g}")
+        whole = rounded.is_integer() and abs(rounded) < 1e15
+        plain.append(int(rounded) if whole else rounded if math.isfinite(value) else None)
+    return plain
 
 
 def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
-    """The generated texts in the page, each split into its prompt and its continuation."""
     samples = []
     for run, view in enumerate(views):
         steps = sorted({sample["step"] for sample in view.samples})

@@ -1,8 +1,5 @@
-"""Charts as pictures for paper, drawn by matplotlib without pyplot or a display.
-
-The same run gives the same bytes: the files lack date and version, and matplotlib's own style files
-are left out.
-"""
+"""Charts as pictures for paper, drawn by matplotlib without pyplot or a display. The same run gives
+the same bytes, because the files lack date and version, and the user's style is left out."""
 
 from __future__ import annotations
 
@@ -73,17 +70,15 @@ def draw(
     else:
         _lines(axes, chart, runs, weight, first_step)
         _scales(axes, chart, first_step)
-        _legend(figure, axes)
+        names = axes.get_legend_handles_labels()[1]
+        longest = max(map(len, names), default=0)
+        if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
+            columns = max(1, min(4, len(names), 96 // (longest + 9)))
+            figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
+            figure.legend(loc="outside lower center", ncols=columns)
+        elif names:
+            axes.legend(loc="best")
     return figure
-
-
-def _look(series: Series, runs: Sequence[Look]) -> tuple[str, int]:
-    """Colour and pattern of a line: its own, or its run's."""
-    own = series.colour is not None
-    if series.grey or (not own and runs[series.run].grey):
-        return GREY, series.dash
-    place = series.colour if own else runs[series.run].place
-    return PALETTE[(place or 0) % COLOURS], series.dash if own else place or 0
 
 
 def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
@@ -93,7 +88,6 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
     named: set[str] = set()
 
     def label(name: str) -> str | None:
-        """An entry of the legend, which has each name once."""
         new = bool(name) and name not in named
         named.add(name)
         return name if new else None
@@ -124,11 +118,16 @@ def _curve(
     axes: Any, series: Series, runs: Sequence[Look], keep: Any, label: str | None, weight: float
 ) -> None:
     """One line with its band; a smoothed line lies over the pale curve itself."""
-    x, y, (colour, dash) = series.x[keep], series.y[keep], _look(series, runs)
+    x, y, colour, dash = series.x[keep], series.y[keep], GREY, series.dash
+    if series.colour is not None and not series.grey:
+        colour = PALETTE[series.colour % COLOURS]
+    elif not series.grey and not runs[series.run].grey:
+        dash = runs[series.run].place
+        colour = PALETTE[dash % COLOURS]
     if series.low is not None and series.high is not None and colour != GREY:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
-    if series.smooth and weight:
+    if series.smooth and weight and len(y):
         axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
         y = smoothed(y, weight)
     marker: dict[str, Any] = {}
@@ -187,18 +186,6 @@ def _named_ticks(axes: Any, chart: Chart) -> None:
         free = place + 0.08 if names[-1] else free
     axes.set_xticklabels(names)
     axes.margins(x=0.06)
-
-
-def _legend(figure: Figure, axes: Any) -> None:
-    """The legend in the axes, or below them in columns if it is large; the figure grows by it."""
-    names = axes.get_legend_handles_labels()[1]
-    longest = max(map(len, names), default=0)
-    if len(names) > 4 or longest > 24:
-        columns = max(1, min(4, len(names), 96 // (longest + 9)))
-        figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
-        figure.legend(loc="outside lower center", ncols=columns)
-    elif names:
-        axes.legend(loc="best")
 
 
 def _heat(axes: Any, chart: Chart) -> None:

@@ -22,8 +22,8 @@ from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_resu
 
 WAITING = {"waiting": "not run yet", "running": "not finished", "interrupted": "not finished"}
 COUNTS = ("world", "batch_per_device")  # also without a GPU
+# of the rows of a table, by `rows` of its specification
 SOURCES = {"run": "runs", "cell": "a sweep", "setup": "a scaling study"}
-"""What a table is filled from, by the `rows` of its specification."""
 
 
 class Heading(NamedTuple):
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     reasons: Mapping[str, str] = {}  # why a measure is missing
 
     def cell(self, heading: Heading) -> Any:
-        """The value of a measure or setting, or why there is none."""
+        """The value of a measure or setting, or why it is missing."""
         value = self.values.get(heading.name)
         if heading.name == "world" and not self.gpus and value:
             return plural(value, "CPU rank")
@@ -66,7 +66,7 @@ class Row(NamedTuple):
         return value if value is None or heading.factor == 1 else heading.factor * value
 
     def reason(self, heading: Heading) -> str:
-        """Why a measure is missing; empty if it is there."""
+        """Why a value is missing; empty if it is there."""
         name = heading.name
         if self.gpus is False and heading.on_gpu:
             return "no GPU"
@@ -82,7 +82,6 @@ class Row(NamedTuple):
 
 
 def specifications() -> dict[str, dict[str, Any]]:
-    """The tables in published.toml, by the name of the preset."""
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
 
 
@@ -92,9 +91,7 @@ def published(
     """The published table of a study's or all runs' preset, or the table called `name`.
 
     None if the preset lacks a table, or if the study varies settings that the table does not have.
-
-    Raises:
-        UserError: no table is called `name`, or it is a table of something else than these sources.
+    UserError if no table is called `name`, or if these are not its sources.
     """
     specs, wanted = specifications(), name or _preset(views, study.study if study else None)
     if name and name not in specs:
@@ -111,7 +108,11 @@ def published(
     elif spec["rows"] == "cell" and study:
         # the table cannot tell the cells apart if the study varies another setting
         if name or set(study.varied) <= {heading.name for heading in headings}:
-            rows = _cell_rows(study)
+            begun = {view.run.path: _run_row(view) for view in study.views}
+            for result in study.results:
+                row = begun.get(result.run.path, Row({}, "", None))
+                values = {**row.values, **result.cell.assignment}
+                rows.append(row._replace(values=values, state=result.state))
     elif spec["rows"] == "setup" and study:
         gpus = any(map(_on_gpus, study.views)) if study.views else None
         rows = [_setup_row(study, setup, gpus) for setup in study.setups]
@@ -120,11 +121,7 @@ def published(
             what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    return _fill(wanted, spec, headings, rows)
-
-
-def _fill(name: str, spec: Mapping[str, Any], headings: list[Heading], rows: list[Row]) -> Table:
-    """The table; a note replaces a column that has the same reason in every row."""
+    # a note replaces a column that has the same reason in every row
     on_cpus = any(row.gpus is False for row in rows) and not any(row.gpus for row in rows)
     hidden = {h: "not measured without a GPU" for h in headings if h.on_gpu and on_cpus}
     for heading in headings:
@@ -138,7 +135,7 @@ def _fill(name: str, spec: Mapping[str, Any], headings: list[Heading], rows: lis
     ]
     notes += [spec["note"]] if "note" in spec else []
     cells = [[row.cell(heading) for heading in headings] for row in rows]
-    return Table(name, columns, cells, spec["title"], notes)
+    return Table(wanted, columns, cells, spec["title"], notes)
 
 
 def of_study(study: Study) -> Table | None:
@@ -150,7 +147,6 @@ def of_study(study: Study) -> Table | None:
 
 
 def _preset(views: Sequence[RunView], study: Study | None) -> str:
-    """The preset of a study, or of all runs; empty if they have several."""
     if study:
         return (study.scaling and study.scaling.preset) or study.recipe.preset
     names = {str(view.settings["preset"]) for view in views}
@@ -167,16 +163,6 @@ def _run_row(view: RunView) -> Row:
     setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
     own = {**view.settings, **view.values, "run": view.label, "setup": setup}
     return Row(own, state, _on_gpus(view))
-
-
-def _cell_rows(study: StudyView) -> list[Row]:
-    """Each cell of a sweep, in the order of the grid."""
-    begun, rows = {view.run.path: _run_row(view) for view in study.views}, []
-    for result in study.results:
-        row = begun.get(result.run.path, Row({}, "", None))
-        values = {**row.values, **result.cell.assignment}
-        rows.append(row._replace(values=values, state=result.state))
-    return rows
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:

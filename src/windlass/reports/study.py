@@ -1,8 +1,5 @@
-"""What a report adds for a study: its cells, the score against each swept setting, the best.
-
-The states of cells, their common measure and the winners come from `windlass.study`. The score is
-the measure that `checkpoint.best` names: the validation loss, or a measure such as `squad.f1`, of
-which more is better.
+"""What a report adds for a study: its cells, the score against each swept setting, the best. The
+score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
 """
 
 from __future__ import annotations
@@ -10,29 +7,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.errors import by_text
+from windlass.errors import by_text, plural
+from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import COLOURED, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import ROWS, RunView
-from windlass.study.grid import SEED, label_of, short_names
+from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
-from windlass.study.setups import Setup, read_setups
-from windlass.study.study import Study
+from windlass.study.setups import Setup, baseline, read_setups
+from windlass.study.study import Scaling, Study
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.measures import SETUP, STEP_PARTS, show, title_of
 from windlass.variables import scrub
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 
 class Recommendation(NamedTuple):
-    """A choice of settings, and the command that trains it."""
-
-    name: str  # what it sets
+    name: str  # the settings
     why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
     remark: str
@@ -44,17 +42,16 @@ class Recommendation(NamedTuple):
 
 
 class StudyView:
-    """A study with its cells as they stood when it was read, and the runs of started cells.
-
-    Raises:
-        UserError: `path` is not a study.
-    """
+    """A study with its cells as they stood when it was read, and the runs of started cells."""
 
     def __init__(self, path: str | Path):
         self.study = study = Study.open(path)
         self.title = title_of(study.measure)  # the measure's name in a sentence
+        # at the start of a heading; another name than the loss stays as it is
+        self.heading = self.title.capitalize() if study.measure in (LOSS, BITS) else self.title
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
+        self.lower = any(result.lower for result in self.results)  # whether less is better
         begun = [result for result in self.results if result.begun]
         varied = {key for key, values in study.values.items() if len(values) > 1}
         self.varied = [key for key in study.keys if key in varied] or study.keys
@@ -67,25 +64,11 @@ class StudyView:
         # settings with several values but the seed; numbers rising
         swept = {k: v for k, v in study.values.items() if k != SEED and len(v) > 1}
         self.swept = {k: sorted(v) if numeric(v) else v for k, v in swept.items()}
-
-    @property
-    def lower(self) -> bool:
-        """Whether less of the measure is better."""
-        return any(result.lower for result in self.results)
-
-    @cached_property
-    def setups(self) -> list[Setup]:
-        """The setups of a scaling study; empty for another one."""
-        return read_setups(self.study, self.results) if self.study.scaling else []
-
-    @property
-    def heading(self) -> str:
-        """The measure's name at the start of a heading; another name than the loss stays as is."""
-        return self.title.capitalize() if self.study.measure in (LOSS, BITS) else self.title
+        # of a scaling study
+        self.setups = read_setups(study, self.results) if study.scaling else []
 
     @property
     def recommendations(self) -> list[Recommendation]:
-        """The best choices, each with the command that trains it in full."""
         groups, recommendations = self.winners.groups, []
         for group in groups:
             command, remark = self.study.winner_command(group.assignment)
@@ -98,7 +81,6 @@ class StudyView:
 
 
 def cell_table(seen: StudyView) -> Table:
-    """A row for each cell: its settings, state, scores, tokens, speed and device-hours."""
     names = "state steps tokens train_loss eval_loss best_eval_loss train_tokens_per_s device_hours"
     columns = list(map(measure_column, names.split()))
     if seen.study.measure != LOSS:
@@ -115,7 +97,6 @@ def cell_table(seen: StudyView) -> Table:
 
 
 def seed_table(seen: StudyView) -> Table:
-    """Median and spread of the best score over the seeds."""
     rows = []
     for group in seen.groups:
         scores: list[Any] = group.scores or [None]
@@ -135,39 +116,31 @@ def seed_table(seen: StudyView) -> Table:
     return Table("seeds", columns, rows, "Over the seeds")
 
 
-def study_tables(seen: StudyView) -> list[Table]:
-    return [cell_table(seen), *([seed_table(seen)] if SEED in seen.study.keys else [])]
-
-
 def sweep_charts(seen: StudyView) -> list[Chart]:
-    """The best score against each swept setting, and the heat map of two settings."""
     charts = [_against(seen, key, values) for key, values in seen.swept.items()]
     scored = len(seen.swept) == 2 and any(group.scores for group in seen.groups)
     return [chart for chart in charts if chart.series] + ([heat_map(seen)] if scored else [])
 
 
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
-    """The best score against a setting: a line for each choice of the other settings.
-
-    Of more than FEW lines all but the COLOURED are grey. Solid points are medians over the seeds, with
-    a hollow one for each seed.
-    """
+    """The best score against a setting: a line for each choice of the other settings. Solid points
+    are medians over the seeds, with a hollow one for each seed."""
     names, numbers = short_names(seen.study.keys), numeric(values)
     places = [float(v) if numbers else float(i) for i, v in enumerate(values)]
     others: dict[str, list[SeedGroup]] = {}
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    lower, series = seen.lower, list[Series]()
+    many, lower, series = len(others) > FEW, seen.lower, list[Series]()
 
     def best_of(groups: Sequence[SeedGroup]) -> float:
         scores = [group.median for group in groups if group.median is not None]
         return (min(scores) if lower else -max(scores)) if scores else math.inf
 
-    if len(others) > FEW:
+    if many:  # the COLOURED best ones come first, the others are grey
         others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
     for number, (name, groups) in enumerate(others.items()):
-        grey = len(others) > FEW and number >= COLOURED
+        grey = many and number >= COLOURED
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -184,9 +157,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
                 series.append(replace(line, name="", grey=True, minor=True) if grey else line)
     circles = any(one.points == "only" for one in series)
     notes = ["solid: medians over the seeds, hollow: each seed"] * circles
-    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * (
-        len(others) > FEW
-    )
+    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * many
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
@@ -226,3 +197,236 @@ def heat_map(seen: StudyView) -> Chart:
         y=Axis(names[row_key], names=[show(value) for value in rows]),
         note=f"columns: {column_key}, rows: {row_key}; the stronger the colour, the better",
     )
+
+
+ON_CPU = "not measured on a CPU"
+MEMORY = {True: "MB resident", False: "MB allocated"}  # by whether the ranks run on CPUs
+KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
+RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
+FORMULAS = {
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
+    "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
+    "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
+    f"in a step, {RANKS}.",
+    "strategies": "Recommended: the setup with the least memory among those within 2 % of the "
+    "fastest, or within the spread of its repeats.",
+}
+LEDES = {
+    "strong": "strong scaling: the batch of a step stays",
+    "fixed-data": "fixed data: the batch of a rank and the data stay",
+    "weak batch": "weak scaling: the batch of a rank stays",
+    "weak model": "weak scaling: the layers grow with the ranks",
+    "strategies": "strategies at one number of ranks",
+}
+
+
+def lede(scaling: Scaling) -> str:
+    text = LEDES[f"{scaling.mode} {scaling.grow}".strip()]
+    return f"{text}; {scaling.repeats} repeats" if scaling.repeats > 1 else text
+
+
+def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
+    """A row for each setup. The CSV has every number; people see the columns with a value."""
+    strategies = any("pareto" in row.values for row in setups)
+    keys = dict.fromkeys(k for row in setups for k in row.assignment if k not in (WORLD, NODES))
+    columns = [Column("setup", "Setup", short="setup"), Column("state", "State", short="state")]
+    columns += [Column(key, shown=False) for key in keys]
+    for name, own in SETUP.items():
+        values = [row.values[name] for row in setups if row.values.get(name) is not None]
+        different = len({show(value, own.kind) for value in values}) > 1
+        shown = bool(own.heading and values) and (different or own.role != "shape")
+        shown &= strategies or own.role != "strategies"
+        columns.append(Column(name, own.heading, own.kind, own.short, shown))
+        if name == "step_ms":
+            repeated = any(name in row.spread for row in setups)
+            columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
+    ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
+    hidden = (*ends, "repeats", "reason", "remarks", "reasons")
+    columns += [Column(name, shown=False) for name in hidden]
+    rows = []
+    for row in setups:
+        cells = {
+            **row.assignment,
+            **row.values,
+            "setup": row.name,
+            "state": row.state,
+            "reason": row.reason,
+            "repeats": len(row.results),
+            "remarks": "; ".join(row.remarks),
+            "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
+        }
+        for name in ("samples_per_s", "step_ms"):
+            if name in row.spread:
+                cells[f"{name}_low"], cells[f"{name}_high"] = low, high = row.spread[name]
+                cells["spread"] = f"{show(low, 'rate')} to {show(high, 'rate')}"
+        rows.append([cells.get(column.name) for column in columns])
+    return Table("scaling", columns, rows, "Setups", sentences(study, setups))
+
+
+def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
+    scaling = study.scaling or Scaling("strategies")
+    measured = [row for row in setups if row.measured]
+    repeats = f", then over {scaling.repeats} repeats" if scaling.repeats > 1 else ""
+    formula = FORMULAS["weak model" if scaling.grow == "model" else scaling.mode]
+    text = [
+        "Step: the median over the lines of the ledger that begin after "
+        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
+    ]
+    if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
+        text.append(
+            "Each setup ran once, so a difference may be noise, and the next study may recommend "
+            "another setup. With `--repeats 3` the table has the spread of each setup."
+        )
+    hosts = set().union(*(row.hosts for row in measured))
+    if len(hosts) == 1:
+        text.append(
+            f"All setups ran on one host, {hosts.pop()}: this says nothing about several hosts."
+        )
+    remarks = [(row.name, f"{remark}.") for row in setups for remark in row.remarks]
+    text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
+    text += by_text((row.name, row.reason) for row in setups if row.reason)
+    return text + _reasons(scaling, measured)
+
+
+def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
+    """Why columns are empty, in one note: a sentence for each reason and its setups."""
+    other = "compared" if scaling.mode == "strategies" else "strategies"
+    empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
+    for name, measure in SETUP.items():
+        without: dict[str, list[str]] = {}
+        for row in measured:
+            if measure.heading and name in row.missing and measure.role not in ("optional", other):
+                why = row.missing[name]
+                why = ON_CPU if why == NO_PEAK else why
+                without.setdefault(why, []).append(row.name)
+        words = measure.title.partition(" (")[0]
+        words = words if words.isupper() else words[0].lower() + words[1:]
+        for why, setups in without.items():
+            empty.setdefault((why, *setups), []).append(words)
+    text = []
+    for (why, *setups), columns in empty.items():
+        names = "" if len(setups) == len(measured) else f" of {'; '.join(setups)}"
+        text.append(f"No {', '.join(columns)}{names}: {why}.")
+    return [" ".join(text)] if text else []
+
+
+def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
+    for row in setups:
+        if row.values.get("recommended"):
+            assignment = {key: value for key, value in row.assignment.items() if key != NODES}
+            command, remark = study.winner_command(assignment, row.world)
+            speed = show(row.values["samples_per_s"], "rate")
+            memory = show(row.values["peak_mem_mb"], "mb")
+            why = next(text for text in row.remarks if text.startswith("recommended"))
+            why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
+            own = {result.cell.key for result in row.results}
+            cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
+            return [Recommendation(row.name, why, command, remark, cells)]
+    return []
+
+
+def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | str]:
+    """The whole study for `windlass scale`: setups, sentences, and the winner."""
+    table = setup_table(study, setups)
+    parts: list[Group | str] = [table.terminal(width, str(study.path)), *table.notes]
+    for best in recommended(study, setups):
+        parts.append(f"{best.text}\n  {best.command}\n  {best.remark}".rstrip())
+    return parts
+
+
+def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
+    """Charts against ranks, or at one world throughput against memory; the parts of a step in bars,
+    for each setup with its parts."""
+    measured = [setup for setup in table if setup.measured]
+    if scaling.mode == "strategies":
+        charts = pareto(measured, scaling.repeats)
+    else:
+        charts = against_ranks(scaling, measured, baseline(table))
+    divided = [setup for setup in measured if "compute_ms" in setup.values]
+    if not divided:
+        return charts
+    series = []
+    for place, part in enumerate(STEP_PARTS):
+        y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
+        texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
+        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
+    totals = np.sum([one.y for one in series], axis=0)
+    notes = [show(float(total), "rate") for total in totals]
+    bars = Axis(names=[setup.name for setup in divided], notes=notes)
+    title = "Where the time of a step went"
+    return [*charts, Chart("step-parts", title, "ms", series, "bars", y=bars)]
+
+
+def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:
+    measured = sorted(measured, key=lambda setup: setup.world)
+    if len({setup.world for setup in measured}) < 2:
+        return []
+    ranks = np.array([float(setup.world) for setup in measured])
+
+    def line(name: str, label: str = "measured", factor: float = 1) -> Series:
+        y = np.array([setup.values.get(name, np.nan) for setup in measured], dtype=np.float64)
+        ends = (setup.spread.get(name, (v, v)) for setup, v in zip(measured, y, strict=True))
+        low, high = np.array(list(ends)).T * factor
+        spread = any(name in setup.spread for setup in measured)
+        band = {"low": low, "high": high} if spread else {}
+        return Series(label, y * factor, {"x": ranks}, colour=0, points="line", **band)
+
+    def ideal(y: Any) -> Series:
+        y = np.broadcast_to(np.asarray(y, dtype=np.float64), ranks.shape)
+        return Series("ideal", y, {"x": ranks}, grey=True, dash=1, minor=True)
+
+    def chart(name: str, title: str, unit: str, *series: Series, **options: Any) -> Chart:
+        x = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
+        return Chart(f"scaling-{name}", title, unit, series, x=x, **options)
+
+    zero, note = Axis(zero=True), "against ranks"
+    throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
+    charts = []
+    if base.measured:  # nothing compares with a baseline without numbers
+        growth = ranks / base.world
+        if scaling.grow == "model":
+            flops = np.array([setup.values["flops_per_device"] for setup in measured])
+            growth = base.values["flops_per_device"] / flops
+        throughput.append(ideal(base.values["samples_per_s"] * growth))
+        efficiency.append(ideal(100))
+        charts.append(chart("efficiency", "Efficiency", "%", *efficiency, y=zero, note=note))
+    if any("samples_per_s" in setup.spread for setup in measured):
+        note += ", band: lowest to highest of the repeats"
+    # proportional throughput is a straight line only if both scales are logarithmic
+    both = chart("throughput", "Throughput", "samples/s", *throughput, y=Axis(log=True), note=note)
+    if any("peak_mem_mb" in setup.values for setup in measured):
+        unit, title = MEMORY[measured[0].on_cpu], "Peak memory of the fullest rank"
+        lines = line("peak_mem_mb", "memory")
+        charts.append(chart("memory", title, unit, lines, y=zero, note="against ranks"))
+    return [both, *charts]
+
+
+def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
+    """Throughput against memory, with the line of the setups that no other one beats in both.
+
+    There is none on a CPU, where resident memory is mostly libraries.
+    """
+    rivals = [setup for setup in measured if "pareto" in setup.values and not setup.on_cpu]
+    rivals.sort(key=lambda setup: setup.values["peak_mem_mb"])
+    places = sorted({float(setup.values["peak_mem_mb"]) for setup in rivals})
+    if len(places) < 2:
+        return []
+
+    def series(name: str, setups: Sequence[Setup], **look: Any) -> Series:
+        x = np.array([setup.values["peak_mem_mb"] for setup in setups], dtype=np.float64)
+        y = np.array([setup.values["samples_per_s"] for setup in setups], dtype=np.float64)
+        return Series(name, y, {"x": x}, **look)
+
+    front, others = ([r for r in rivals if r.values["pareto"] is on] for on in (True, False))
+    lines = [series("Pareto front", front, grey=True, dash=1, minor=True)]
+    for i, setup in enumerate(front):
+        name = setup.name + ", recommended" * setup.values["recommended"]
+        lines.append(series(name, [setup], points="only", **pattern(i)))
+    if others:  # the table names them; there are more of them than colours
+        lines.append(series("not on the front", others, grey=True, points="only"))
+    x = f"{MEMORY[False]} on the fullest rank"
+    noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
+    axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"
+    title = "Throughput against memory"
+    return [Chart("scaling-pareto", title, "samples/s", lines, x=axis, note=note)]

@@ -1,4 +1,4 @@
-"""The tables of runs: results, evaluations, curves and settings. Pure."""
+"""Tables, and the tables of runs: results, evaluations, curves and settings."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class Table:
 
     @property
     def shown(self) -> list[int]:
-        """The places of the columns that people see."""
         return [i for i, column in enumerate(self.columns) if column.shown]
 
     @property
@@ -73,12 +72,10 @@ class Table:
 
     @property
     def numeric(self) -> list[int]:
-        """The places of columns with numbers alone, which are flush right, among the shown ones."""
         columns = [[row[i] for row in self.rows if row[i] is not None] for i in self.shown]
         return [n for n, cells in enumerate(columns) if cells and numeric(cells)]
 
     def texts(self) -> list[list[str]]:
-        """The shown cells of each row, for a reader."""
         kinds = self.kinds or [""] * len(self.rows)
         return [
             [show(row[i], kind or self.columns[i].kind) for i in self.shown]
@@ -86,14 +83,17 @@ class Table:
         ]
 
     def markdown(self) -> str:
+        rules = ["---:" if i in self.numeric else "---" for i in range(len(self.headings))]
         lines = [" | ".join(map(markdown_cell, row)) for row in (self.headings, *self.texts())]
-        rules = ("---:" if i in self.numeric else "---" for i in range(len(self.headings)))
         lines.insert(1, " | ".join(rules))
         return "".join(f"| {line} |\n" for line in lines)
 
     def latex(self) -> str:
         """A LaTeX table that needs the package `booktabs`."""
-        lines = [" & ".join(map(latex_cell, row)) for row in (self.headings, *self.texts())]
+        lines = []
+        for row in (self.headings, *self.texts()):
+            cells = (" ".join(printable(scrub(text)).split()).translate(LATEX) for text in row)
+            lines.append(" & ".join(cells))
         places = "".join("r" if i in self.numeric else "l" for i in range(len(self.headings)))
         body = "".join(f"{line} \\\\\n" for line in lines[1:])
         return (
@@ -110,9 +110,8 @@ class Table:
         return out.getvalue()
 
     def terminal(self, width: int, title: str = "") -> Group:
-        """The table for a terminal of that width; `title` stands above it."""
-        shown = [self.columns[i] for i in self.shown]
-        heads = [column.short or column.heading or column.name for column in shown]
+        columns = [self.columns[i] for i in self.shown]
+        heads = [column.short or column.heading or column.name for column in columns]
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
 
@@ -122,7 +121,6 @@ class Table:
 
 
 def _plain(value: Any) -> Any:
-    """A value as CSV has it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -148,31 +146,23 @@ def markdown_cell(text: Any) -> str:
     return "".join(f"\\{c}" if c in "|`*_[]\\" else c for c in cleaned)
 
 
-def latex_cell(text: Any) -> str:
-    """Text that is safe in a cell of a LaTeX table."""
-    return " ".join(printable(scrub(str(text))).split()).translate(LATEX)
-
-
 def numeric(values: Iterable[Any]) -> bool:
     return all(type(value) in (int, float) for value in values)
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in text)
 
 
-ELSEWHERE = {
+ELSEWHERE = {  # in the first lines of a run's report, or in its tables of evaluations
     *("state", "steps", "tokens", "parameters", "trainable", "network", "layout", "world"),
     *("best_eval_loss", "best_eval_step", "best_bits_per_byte", "best_measure", "best_score"),
     *("best_score_step", "train_tokens_per_s", "train_steps_per_s", "mfu", "runtime_s"),
     *("device_hours", "energy_kwh", "goodput", "starts", "ended_early"),
     *(name for name, measure in RUN.items() if measure.source.startswith("eval.")),
 }
-"""Measures that stand in the first lines of a run's report, or in its tables of evaluations."""
 PLACE = ("run.dir", "run.base")
-NAMING = ("preset", "run.name", "run.notes", "data.dir")
-"""Settings that always differ between runs, and explain nothing."""
+NAMING = ("preset", "run.name", "run.notes", "data.dir")  # always differ and explain nothing
 
 
 def measure_column(name: str) -> Column:
@@ -181,7 +171,6 @@ def measure_column(name: str) -> Column:
 
 
 def results(view: RunView, brief: bool = False) -> Table:
-    """A row for each measure; `brief`: without the ones that the report has elsewhere."""
     values = dict(view.values)
     if brief:
         values = {n: x for n, x in values.items() if n in RUN and n not in ELSEWHERE}
@@ -198,14 +187,14 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     names = [n for n in RUN if n in every] + [n for n in every if n not in RUN]
     columns = [Column("run", "Run"), *(Column(s.key) for s in differ)]
     columns += map(measure_column, names)
-    lines = []
-    for i, view in enumerate(views):
-        lines.append((view.label, *(s.values[i] for s in differ), *map(view.values.get, names)))
+    lines = [
+        (view.label, *(s.values[i] for s in differ), *map(view.values.get, names))
+        for i, view in enumerate(views)
+    ]
     return Table("results", columns, lines, "Results")
 
 
 def evaluations(view: RunView) -> dict[str, Table]:
-    """Every evaluation, in a table for each suite."""
     place = [Column("step", "Step", "count"), Column("epoch", "Epoch", "amount")]
     place += [Column("tokens", "Tokens", "count")]
     tables = {}
@@ -244,7 +233,7 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
     preset has another value.
     """
     fields, rows = settings(), []
-    bases = [_base(str(view.settings["preset"])) for view in views]
+    bases = [base_settings(str(view.settings["preset"])) for view in views]
     for key in dict.fromkeys(key for view in views for key in view.settings if key not in PLACE):
         meaning = " ".join((fields[key].description or "").split()) if key in fields else ""
         values = tuple(view.settings.get(key) for view in views)
@@ -255,7 +244,7 @@ def all_settings(views: Sequence[RunView]) -> list[SettingRow]:
 
 
 @cache
-def _base(preset: str) -> Mapping[str, Any]:
+def base_settings(preset: str) -> Mapping[str, Any]:
     """The settings of a preset; the defaults for a recipe without one."""
     path = presets().get(preset)  # a path, because a run here may have the preset's name
     return (Recipe.load(path) if path else Recipe(preset=preset)).flat()
@@ -270,7 +259,6 @@ def base_of(views: Sequence[RunView]) -> str:
 
 
 def settings_table(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
-    """A column for each run, or a single one if all runs have the same values."""
     same = not any(row.differs for row in rows)
     columns = [Column("setting", "Setting")]
     columns += [Column("value", "Value")] if same else [Column(view.label) for view in views]

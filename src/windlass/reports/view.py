@@ -1,7 +1,5 @@
-"""A run as a report sees it: its curves, restarts and samples, and its measures by name. No torch.
-
-A run that was killed and resumed is one curve, because the ledger is the effective one. `hours` are
-hours of training: without pauses between attempts, their start-up, and steps that were done twice.
+"""A run as a report sees it: curves, restarts, samples and measures of the effective ledger. No
+torch. `hours` are hours of training: without pauses between attempts, start-up, and repeated steps.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.results import BITS, validation_data
-from windlass.telemetry.ledger import LOSS, scores_by_step
+from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
 from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, is_place, is_score
 from windlass.telemetry.timing import BEGINS, device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
@@ -40,7 +38,6 @@ MAX_DEVICE_BYTES = 8_000_000
 
 
 def number(value: Any) -> float:
-    """A field of the ledger as a float; NaN if it is missing or not a number."""
     try:
         return math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -51,8 +48,7 @@ def number(value: Any) -> float:
 class Track:
     """Columns of equal length: `step`, `tokens`, `hours` along the run, and the measurements.
 
-    A rank's device samples have `hours`, `training` (1 in the phase `train`) and some of
-    DEVICE.
+    A rank's device samples have `hours`, `training` (1 in the phase `train`) and some of DEVICE.
     """
 
     columns: Mapping[str, Numbers]
@@ -67,7 +63,6 @@ class Track:
         return len(next(iter(self.columns.values())))
 
     def has(self, name: str) -> bool:
-        """Whether the column holds a finite number."""
         return bool(np.isfinite(self[name]).any())
 
     def measures(self) -> list[str]:
@@ -75,7 +70,6 @@ class Track:
         return [name for name in self.columns if not is_place(name) and self.has(name)]
 
     def scores(self) -> list[str]:
-        """The measures of an evaluation that say how good the model is."""
         return [name for name in self.measures() if is_score(name)]
 
     def thinned(self, rows: int) -> Track:
@@ -119,8 +113,6 @@ class Attempt(NamedTuple):
 
 
 class Clock:
-    """Converts times of day into hours of training."""
-
     def __init__(self, ledger: Sequence[Line]):
         lines: dict[int, list[Line]] = {}
         for line in ledger:
@@ -174,31 +166,28 @@ def track_of(lines: Sequence[Line], clock: Clock) -> Track:
 
 def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
     """Each rank's device samples, without samples from pauses and from work that was done again."""
-    files = sorted(folder.glob("rank-*.jsonl"))
-    tracks = (_rank(path, MAX_DEVICE_BYTES // len(files), clock) for path in files)
-    return [track for track in tracks if len(track)]
-
-
-def _rank(path: Path, limit: int, clock: Clock) -> Track:
-    rows = []
-    every = 1 + path.stat().st_size // limit  # parsing takes most of the time
-    for text in path.read_bytes().split(b"\n")[::every]:
-        with suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                rows.append((clock.hours(timestamp(line)), line))
-    rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
-    columns = {
-        name: np.array([number(line.get(name)) for _, line in rows])
-        for name in DEVICE
-        if any(name in line for _, line in rows)
-    }
-    training = np.array([line.get("phase", "train") == "train" for _, line in rows], dtype=bool)
-    if "util_pct" in columns and training.any():  # the utilisation of the steps
-        columns["util_pct"] = np.where(training, columns["util_pct"], math.nan)
-    columns["hours"] = np.array([hours for hours, _ in rows])
-    columns["training"] = training.astype(np.float64)
-    return Track(columns, int(path.stem.removeprefix("rank-")))
+    files, tracks = sorted(folder.glob("rank-*.jsonl")), []
+    for path in files:
+        rows = []
+        # parsing takes most of the time
+        every = 1 + path.stat().st_size // (MAX_DEVICE_BYTES // len(files))
+        for text in path.read_bytes().split(b"\n")[::every]:
+            with suppress(ValueError):
+                line = json.loads(text)
+                if isinstance(line, dict) and line.get("kind", "sample") == "sample":
+                    rows.append((clock.hours(timestamp(line)), line))
+        rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
+        if not rows:
+            continue
+        names = [name for name in DEVICE if any(name in line for _, line in rows)]
+        columns = {name: np.array([number(line.get(name)) for _, line in rows]) for name in names}
+        training = np.array([line.get("phase", "train") == "train" for _, line in rows])
+        if "util_pct" in columns and training.any():  # the utilisation of the steps
+            columns["util_pct"] = np.where(training, columns["util_pct"], math.nan)
+        columns["hours"] = np.array([hours for hours, _ in rows])
+        columns["training"] = training.astype(np.float64)
+        tracks.append(Track(columns, int(path.stem.removeprefix("rank-"))))
+    return tracks
 
 
 Value = float | int | str | None
@@ -217,14 +206,8 @@ class Restart(NamedTuple):
 
 
 class RunView:
-    """A run as a report sees it, also one without a step.
-
-    Args:
-        rows: of the curves, about; a longer run keeps the extremes of each measure.
-
-    Raises:
-        UserError: its recipe is unreadable.
-    """
+    """A run as a report sees it, also one without a step. Curves have about `rows` points; a longer
+    run keeps the extremes of each measure."""
 
     def __init__(self, run: Run, label: str = "", rows: int = ROWS):
         raw = list(read_lines(run.metrics_path))
@@ -241,9 +224,12 @@ class RunView:
         self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
         clock = Clock(every)
         train = track_of([x for x in every if x["kind"] == "train"], clock)
-        self.evals = _evals(self.lines("eval"), train, clock)  # by suite
+        suites: dict[str, list[Line]] = {}
+        for line in self.lines("eval"):
+            suites.setdefault(line.get("suite", LOSS), []).append(line)
+        self.evals = {name: _placed(own, train, clock) for name, own in suites.items()}
         # what callbacks logged
-        self.logged = _with_tokens(track_of(self.lines("log"), clock), train).thinned(rows)
+        self.logged = _placed(self.lines("log"), train, clock).thinned(rows)
         self.train = train.thinned(rows)
         self.ranks = rank_tracks(run.devices_dir, clock)
         # the last step of each start, with steps that a later start did again
@@ -265,29 +251,20 @@ class RunView:
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """The run's measures by name, without missing ones."""
         return _values(self)
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
-    """Read several runs, each labelled by its name, or by its path if another run has that name."""
     names = [run.name for run in runs]
     labels = [r.name if names.count(r.name) == 1 else str(r.path) for r in runs]
     return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]
 
 
-def _with_tokens(track: Track, train: Track) -> Track:
+def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
     """A track whose `tokens` are the trained ones; an `eval` line's own count what it evaluated."""
+    track = track_of(lines, clock)
     tokens = interpolate(train, "step", track["step"], "tokens")
     return Track({**track.columns, "tokens": tokens})
-
-
-def _evals(evaluations: Sequence[Line], train: Track, clock: Clock) -> dict[str, Track]:
-    """The evaluations by suite."""
-    suites: dict[str, list[Line]] = {}
-    for line in evaluations:
-        suites.setdefault(line.get("suite", LOSS), []).append(line)
-    return {name: _with_tokens(track_of(own, clock), train) for name, own in suites.items()}
 
 
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
@@ -314,27 +291,30 @@ def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restar
 
 
 def _values(v: RunView) -> dict[str, Value]:
-    """Every measure of a run, speeds over the whole run; `SUITE_SCORE` for other suites' scores."""
     start, loss, speed = v.start, v.evals.get(LOSS), v.speed
     measure = str(v.settings["checkpoint.best"])
-    score, score_step = best(v, measure) if measure != LOSS else (None, None)
-    best_loss, best_step = best(v, LOSS)
+    evaluations = v.lines("eval")
+    losses = scores_by_step(evaluations, LOSS)
+    scores = Scores() if measure == LOSS else scores_by_step(evaluations, measure)
     total, trained = start.get("parameters"), start.get("trained")
     batch = max(1, start.get("global_batch", 1))
     per_epoch = first((start.get("samples_per_epoch") or math.nan) / batch)
     peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
+    power = np.concatenate([[], *(track["power_w"] for track in v.ranks)])
+    power = power[np.isfinite(power)]
+    kwh = float(power.mean()) * v.device_hours / 1e3 if len(power) and v.device_hours else None
     computed: dict[str, Value] = {
         "state": v.state,
         "steps": v.step,
         "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
         "network": describe_network(start["network"]) if start.get("network") else None,
         "layout": v.sizes.layout or None,
-        "best_eval_loss": best_loss,
-        "best_eval_step": best_step,
-        "best_bits_per_byte": best(v, BITS)[0],
-        "best_measure": measure if score is not None else None,
-        "best_score": score,
-        "best_score_step": score_step,
+        "best_eval_loss": losses.best,
+        "best_eval_step": losses.best_step,
+        "best_bits_per_byte": scores_by_step(evaluations, BITS).best,
+        "best_measure": measure if scores else None,
+        "best_score": scores.best,
+        "best_score_step": scores.best_step,
         "train_samples_per_s": (speed and speed.samples_per_s) or None,
         "train_tokens_per_s": speed and speed.tokens_per_s,
         "train_steps_per_s": speed and speed.steps_per_s,
@@ -345,14 +325,14 @@ def _values(v: RunView) -> dict[str, Value]:
         "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
         "runtime_s": v.wall["total"] or None,
         "device_hours": v.device_hours,
-        "energy_kwh": energy_kwh(v),
+        "energy_kwh": kwh,
         "starts": 1 + len(v.restarts),
     }
     values = {m.name: _read(v, m) if m.source else computed[m.name] for m in RUN.values()}
     values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
     for suite, track in v.evals.items():
-        scores = track.scores() if suite != LOSS else ()
-        values |= {f"{suite}_{name}": last_value(track, name) for name in scores}
+        names = track.scores() if suite != LOSS else ()
+        values |= {f"{suite}_{name}": last_value(track, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -363,8 +343,12 @@ def _read(v: RunView, measure: Measure) -> Any:
         match line:
             case "train" | "eval":
                 value = last_value(v.train if line == "train" else v.evals.get(LOSS), field)
-            case "device":
-                value = on_ranks(v, field)
+            case "device":  # the mean over all ranks' samples in training steps
+                good = (t[field][np.isfinite(t[field]) & (t["training"] > 0)] for t in v.ranks)
+                samples = np.concatenate([[], *good])
+                names = ("gpu_util_pct", "cpu_util_pct") if field == "util_pct" else (field,)
+                means = [v.summary.get(f"avg_{name}") for name in names]
+                value = first(*means, samples.mean() if len(samples) else None)
             case "summary" | "start":
                 value = (v.summary if line == "summary" else v.start).get(field)
             case event:
@@ -377,11 +361,8 @@ def _read(v: RunView, measure: Measure) -> Any:
 
 
 def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:
-    """The validation loss at the end of each whole epoch.
-
-    It is the loss of the first step at or past the end, or of the run's last step if that is less
-    than a step before the end.
-    """
+    """The validation loss at the end of each whole epoch: of the first step at or past it, or of
+    the run's last step if that is less than a step before it."""
     losses = dict[int, float]()
     if track is None or steps_per_epoch is None:
         return losses
@@ -394,12 +375,6 @@ def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[
     return losses
 
 
-def best(view: RunView, measure: str) -> tuple[float | None, int | None]:
-    """The best value of a measure (`loss` or `SUITE.NAME`), and its step."""
-    scores = scores_by_step(view.lines("eval"), measure)
-    return scores.best, scores.best_step
-
-
 def first(*values: Any) -> float | None:
     """The first finite number."""
     return next((x for x in values if isinstance(x, (int, float)) and math.isfinite(x)), None)
@@ -410,21 +385,3 @@ def last_value(track: Track | None, name: str) -> float | None:
     if track is None or not len(track) or name not in track.columns:
         return None
     return float(track[name][-1])
-
-
-def on_ranks(view: RunView, name: str) -> float | None:
-    """The mean of a device field over all ranks' samples in training steps."""
-    names = ("gpu_util_pct", "cpu_util_pct") if name == "util_pct" else (name,)
-    parts = [t[name][np.isfinite(t[name]) & (t["training"] > 0)] for t in view.ranks]
-    values = np.concatenate([[], *parts])
-    measured = values.mean() if len(values) else None
-    return first(*(view.summary.get(f"avg_{name}") for name in names), measured)
-
-
-def energy_kwh(view: RunView) -> float | None:
-    """The mean measured power of the devices times their hours; None if none was measured."""
-    power = np.concatenate([[], *(track["power_w"] for track in view.ranks)])
-    measured = power[np.isfinite(power)]
-    if not len(measured) or not view.device_hours:
-        return None
-    return float(measured.mean()) * view.device_hours / 1e3

@@ -1,7 +1,4 @@
-"""Writes a report: one HTML page, Markdown, tables as CSV and LaTeX, and plots.
-
-The same runs give the same bytes.
-"""
+"""Writes a report: one HTML page, Markdown, tables as CSV and LaTeX, and plots."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.head import text_of
 from windlass.reports.page import Contents, cell_page, page
 from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table, markdown_cell, settings_table, slug
@@ -46,7 +42,8 @@ def report(
     table: str = "",
     law: str | Path = "",
 ) -> Report:
-    """Report on a run, on several runs beside each other, or on a study.
+    """Report on a run, on several runs beside each other, or on a study. The same runs give the
+    same bytes.
 
     Args:
         sources: Runs, studies, or their directories; a study among others stands for its runs.
@@ -97,7 +94,6 @@ def report(
 
 
 def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView | None, Path]:
-    """The runs, their study if they are one, and the directory of the report."""
     given = [sources] if isinstance(sources, (str, Path, Run, Study)) else sources
     listed = [source.path if isinstance(source, Study) else source for source in given]
     if len(listed) == 1 and not isinstance(listed[0], Run) and Study.is_study(listed[0]):
@@ -117,7 +113,6 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
 
 
 def _write_tables(computed: Contents, out: Path) -> list[Path]:
-    """Every table as CSV, and as LaTeX if people see it."""
     shown = dict(computed.tables) | {"results": computed.csv["results"]}
     if published := computed.published:
         shown["published"] = published
@@ -133,7 +128,6 @@ def _write_tables(computed: Contents, out: Path) -> list[Path]:
 
 
 def with_notes(table: Table) -> str:
-    """A table in Markdown, with its notes after it."""
     return table.markdown() + "".join(f"\n{markdown_cell(note)}\n" for note in table.notes)
 
 
@@ -146,10 +140,9 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
     text += f"\n{markdown_cell(head.lede)}\n" if head.lede else ""
-    answers = [(answer.question, text_of(answer)) for answer in head.answers]
-    text += (
-        f"\n{Table('answers', [Column('', 'Question'), Column('', 'Answer')], answers).markdown()}"
-    )
+    answers = [(x.question, "; ".join(filter(None, [x.text, x.remark]))) for x in head.answers]
+    columns = [Column("", "Question"), Column("", "Answer")]
+    text += f"\n{Table('answers', columns, answers).markdown()}"
     for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
@@ -167,10 +160,9 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}
         pictures = (f"\n![{titles[n]}](plots/{path.name})\n" for n, path in drawn.items())
         text += "\n## Plots\n" + "".join(pictures)
-    settings = {"differ between the runs": computed.differing}
-    settings[f"differ from {computed.base}"] = computed.changed
-    for which, rows in settings.items():
+    differing = {"between the runs": computed.differing, f"from {computed.base}": computed.changed}
+    for which, rows in differing.items():
         if rows:
             shown = settings_table(computed.views, rows).markdown()
-            text += f"\n## Settings that {which}\n\n{shown}"
+            text += f"\n## Settings that differ {which}\n\n{shown}"
     return text

@@ -1,13 +1,9 @@
 """TensorBoard, MLflow and W&B: each a class whose constructor connects to a run in the tracker.
 
-A backend has:
-- `hint`: where to look at the run.
+- `hint`: the place at which to look at the run.
 - `marks`: the last step of each stream that the tracker has.
 - `write(points)`, in the order of their steps: after it the tracker has everything up to `marks`.
-- `close(state, ended)`: returns when all is delivered.
-An error means that something is not delivered.
-
-A setting that the recipe changes wins over a variable of the tracker, and that over our default.
+- `close(state, ended)`: returns when all is delivered; any error means that something is not.
 """
 
 from __future__ import annotations
@@ -108,26 +104,20 @@ class TensorBoard:
         self._file.close()
 
 
-def mlflow_uri(directory: Path) -> str:
-    """The store for the runs of a directory: `MLFLOW_TRACKING_URI`, or SQLite beside them."""
+def mlflow_store(directory: Path) -> tuple[str, str]:
+    """The store for the runs of a directory, `MLFLOW_TRACKING_URI` or SQLite beside them, and the
+    server's address, or the command that starts one."""
     default = f"sqlite:///{os.path.relpath(directory / 'mlflow.db')}"
-    return os.environ.get("MLFLOW_TRACKING_URI") or default
-
-
-def mlflow_hint(uri: str) -> str:
-    """The server's address, or the command that starts one, with its address."""
-    uri = scrub(uri)
-    if uri.startswith("http"):
-        return uri.rstrip("/")
-    return f"mlflow ui --backend-store-uri {shlex.quote(uri)}  (http://127.0.0.1:5000)"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or default
+    shown = scrub(uri)
+    if shown.startswith("http"):
+        return uri, shown.rstrip("/")
+    return uri, f"mlflow ui --backend-store-uri {shlex.quote(shown)}  (http://127.0.0.1:5000)"
 
 
 class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
-    runs.
-
-    MLflow cannot remove points. If a resume repeats steps, the points of the first attempt stay.
-    """
+    runs. MLflow cannot remove points: if a resume repeats steps, their first points stay."""
 
     def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
         for key, value in MLFLOW_DEFAULTS.items():
@@ -139,7 +129,7 @@ class MLflow:
         if project == PROJECT:
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
             number = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
-        uri = mlflow_uri(path.parent)
+        uri, self.hint = mlflow_store(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
         if not number and (earlier := client.get_experiment_by_name(project)):
@@ -159,7 +149,6 @@ class MLflow:
         for first in range(0, len(params), MAX_PARAMS):
             client.log_batch(self._id, params=params[first : first + MAX_PARAMS])
         self.marks: dict[str, int] = json.loads(data.tags.get("windlass.marks", "{}"))
-        self.hint = mlflow_hint(uri)
         if uri.startswith("http"):
             self.hint += f"/#/experiments/{experiment}/runs/{self._id}"
 

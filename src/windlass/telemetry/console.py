@@ -1,7 +1,5 @@
-"""The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`.
-
-A terminal that goes away or a full disk ends the output, never the run.
-"""
+"""The output of a run: a header, a live line in a terminal, plain lines elsewhere, and `log.txt`. A
+terminal that goes away or a full disk ends the output, never the run."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ LEGEND = (
     "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
     "mtps: million tokens/s"
 )
-NOTEBOOK = 100  # columns of a line in a notebook
 BAR = 20  # columns; a bar needs at least half of them
 LASTS_SECONDS = 5.0  # the output names a phase of the start that takes longer
 DRAW_SECONDS, LINE_SECONDS = 0.25, 10.0  # between two live lines; between two lines of progress
@@ -44,14 +41,12 @@ class Console:
         self._live: Any = None  # rich.live.Live
         self._timer: threading.Timer | None = None  # see `begin`
         self._log: TextIO | None = None
-        self._notebook = "ipykernel" in sys.modules
         self._terminal: Any = None  # rich.console.Console
         dumb = os.environ.get("TERM") == "dumb"
         if rank == 0 and self._stream and self._stream.isatty() and not dumb:
             self._terminal = terminal.rich_console(self._stream)
 
     def open_log(self, path: Path) -> None:
-        """Write the lines of rank 0 also to a file from now on."""
         if self.rank == 0:
             with contextlib.suppress(OSError):
                 self._log = path.open("a", encoding="utf-8", errors="replace")
@@ -67,9 +62,8 @@ class Console:
         self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
-        else:  # only the log has these numbers
-            self._write_log(legend)
-        if self._terminal is not None:
+        else:
+            self._write_log(legend)  # the live line lacks these numbers
             from rich.live import Live
 
             options: dict[str, Any] = {"auto_refresh": False, "transient": True}
@@ -85,12 +79,10 @@ class Console:
         self._timer.start()
 
     def done(self) -> None:
-        """End the phase that has begun."""
         if self._timer is not None:
             self._timer.cancel()
 
     def log(self, lines: Iterable[str]) -> None:
-        """Write lines to `log.txt` only."""
         for line in lines:
             self._write_log(line)
 
@@ -109,7 +101,6 @@ class Console:
                 self._print(f"at {self._step}/{self.steps} | {self._doing}")
 
     def step(self, line: Line) -> None:
-        """Show a `train` line of the ledger, perhaps with `gpu_mem_mb` or `rss_mb`."""
         # The estimate of the time left counts from the first logged step, with evaluations and
         # saves; imports, compiling and the evaluation at step 0 do not come again.
         self._step = line["step"]
@@ -122,15 +113,13 @@ class Console:
         present = [m for m in measures.TRAIN.values() if m.console and m.name in shown]
         texts = {m: m.on_console(float(shown[m.name])) for m in present}
         live = self._live is not None
-        self._numbers = [text for m, text in texts.items() if not (live and m.detail)]
-        # A notebook wraps a long line, and the next one could not take its place.
-        width = NOTEBOOK if self._notebook else terminal.size(self._stream).columns
+        self._numbers = [
+            text for m, text in texts.items() if not (live and m.console.endswith(" *"))
+        ]
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
         if self._live is None:
-            # In a notebook each step's line replaces the line before it.
-            end = "" if self._notebook and self._step < self.steps else "\n"
-            self._show(self._fitting(width), end=end)
+            self._show(self._fitting(terminal.size(self._stream).columns))
 
     def eval(self, line: Line) -> None:
         suite, self._doing = line.get("suite", "loss"), ""
@@ -145,7 +134,6 @@ class Console:
         self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
 
     def saved(self, path: Path, seconds: float, step: int) -> None:
-        """A save has ended, perhaps after lines of later steps."""
         self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
 
     def event(self, text: str, step: int | None = None) -> None:
@@ -186,21 +174,20 @@ class Console:
                 self._log.write(f"{now()} {text}\n")
                 self._log.flush()
 
-    def _show(self, text: str, style: str = "", indent: str = "    ", end: str = "\n") -> None:
+    def _show(self, text: str, style: str = "", indent: str = "    ") -> None:
         if self.rank:
             return
         with self._while_terminal_is_there():
             encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            text = text.encode(encoding, terminal.fallback()).decode(encoding)
+            text = text.encode(encoding, "replace").decode(encoding)
             if self._terminal is None:
-                print("\r" * self._notebook + text, file=self._stream, end=end, flush=True)
+                print(text, file=self._stream, flush=True)
                 return
             # the text of a sample may lack spaces
             text = terminal.wrap(text, self._terminal.width, indent, cut_words="|" in indent)
             self._terminal.print(text, style=style, soft_wrap=True)
 
     def _fitting(self, width: int) -> str:
-        """The step, the present work, and the numbers that fit into `width`."""
         text = f"step {self._step}/{self.steps}"
         for part in (self._doing, *self._numbers):
             if len(text) + 3 + len(part) > width:
@@ -209,7 +196,6 @@ class Console:
         return text
 
     def _line(self) -> Any:
-        """The live line: the numbers, and a bar if there is room."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 

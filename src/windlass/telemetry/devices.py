@@ -1,9 +1,5 @@
-"""Utilisation and memory of each rank's device: a background thread samples them, and the run's end
-sums them up.
-
-The thread takes part in no step and no collective. Each sample has the phase of the run (train,
-eval, save …) that took most of its interval, so that an evaluation does not look like an idle
-device. MB are 10^6 bytes.
+"""Utilisation and memory of each rank's device, sampled by a background thread. Each sample has the
+phase of the run (train, eval, save …) that took most of its interval. MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +23,8 @@ LAST_SAMPLES = 20_000  # of each rank, for the means; ten days on 64 GPUs have 8
 # finds the peaks of all samples without parsing them
 PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')
 SOURCES = [measure.source for measure in RUN.values()]
+# fields of the samples that have a mean in the `summary` line, because a run's results show it
 AVERAGED = [source.removeprefix("device.") for source in SOURCES if source.startswith("device.")]
-"""Fields of the samples that have a mean in the `summary` line, because a run's results show it."""
 
 
 class HostProbe:
@@ -79,9 +75,7 @@ class CudaProbe:
             with contextlib.suppress(Exception):  # the device has none, or the driver is busy
                 sample[field] = round(float(query()), 1)
         if stats := memory_stats_as_nested_dict(self.index):
-            allocated, reserved = (
-                stats[f"{kind}_bytes"]["all"] for kind in ("allocated", "reserved")
-            )
+            allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
             sample["mem_alloc_mb"] = round(allocated["current"] / MB, 1)
             sample["mem_reserved_mb"] = round(reserved["current"] / MB, 1)
             sample["peak_alloc_mb"] = round(allocated["peak"] / MB, 1)

@@ -1,7 +1,5 @@
-"""The environment of a run: versions, commit, hosts, devices, command.
-
-Windlass reports chosen facts and never dumps the environment. `scrub` and `scrub_command` remove
-secrets before anything is written.
+"""The environment of a run: versions, commit, hosts, devices, command. These are chosen facts, from
+which `scrub` and `scrub_command` remove secrets before anything is written.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass import __version__
-from windlass.errors import EXTRAS
+from windlass.errors import EXTRAS, plural
 from windlass.fileio import write_atomic
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.telemetry.ledger import now
@@ -30,11 +28,10 @@ PACKAGES = (
     *("torch", "numpy", "pydantic", "tokenizers", "safetensors", "psutil", "nvidia-ml-py"),
     *(name for extra in EXTRAS.values() for name in extra),
 )
+# names of the variables that Windlass reports, beside the scheduler's
 VARIABLE = re.compile(
-    r"CUDA_VISIBLE_DEVICES|HF_HUB_OFFLINE"
-    r"|(CUBLAS|GLOO|MKL|NCCL|OMP|PYTORCH|TORCH_NCCL)_\w+"
+    r"CUDA_VISIBLE_DEVICES|HF_HUB_OFFLINE|(CUBLAS|GLOO|MKL|NCCL|OMP|PYTORCH|TORCH_NCCL)_\w+"
 )
-"""Names of the variables that Windlass reports, beside the scheduler's."""
 
 
 def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
@@ -51,7 +48,7 @@ def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = 
 
 
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Write environment.json for this start; `ranks`: what each rank's `describe_rank` returned."""
+    """Write environment.json for this start; `ranks`: of `describe_rank` on each rank."""
     packages = {"windlass": __version__}
     for name in PACKAGES:  # versions without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -94,11 +91,9 @@ def describe_rank(
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The versions of Windlass, Python and torch; on GPUs also of CUDA and NCCL."""
-    import torch
-
-    python = platform.python_version()
-    packages = {"windlass": __version__, "python": python, "torch": torch.__version__}
-    return packages | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
+    own = {"windlass": __version__, "python": platform.python_version()}
+    own["torch"] = metadata.version("torch")
+    return own | {name: str(ranks[0][name]) for name in ("cuda", "nccl") if name in ranks[0]}
 
 
 def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,39 +106,29 @@ def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
     return {"scheduler": scheduler.TITLE, "job": job} | ({"machine": machine} if machine else {})
 
 
-def describe_hosts(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each host: `n1: ranks 0-3, 4 x NVIDIA H200`."""
-    hosts: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+def describe_launch(
+    launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """The header's facts about several ranks or a job, with a line for each host, as `n1: ranks
+    0-3, 4 x NVIDIA H200`. `launch`: from environment.json."""
+    facts, hosts, lines = dict[str, str](), dict[tuple[int, str], list[Mapping[str, Any]]](), []
+    if "job" in launch:
+        machine = f" on {launch['machine']}" if "machine" in launch else ""
+        facts["job"] = f"{launch['scheduler']} job {launch['job']}{machine}"
+    counts = f"{plural(launch['world'], 'rank')} on {plural(launch['nodes'], 'host')}"
+    by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
+    backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
     for rank in ranks:
         hosts.setdefault((rank["node"], rank["host"]), []).append(rank)
-    lines = []
     for (_, host), here in hosts.items():
         first, last, count = here[0]["rank"], here[-1]["rank"], len(here)
         is_range = last - first + 1 == count > 1
         numbers = f"{first}-{last}" if is_range else ", ".join(str(rank["rank"]) for rank in here)
         lines.append(f"{host}: rank{'s' * (count > 1)} {numbers}, {count} x {here[0]['name']}")
-    return lines
-
-
-def describe_launch(
-    launch: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]
-) -> dict[str, str]:
-    """The header's facts about several ranks or a job; `launch`: from environment.json."""
-    world, nodes, launcher = launch["world"], launch["nodes"], launch["launcher"]
-    counts = f"{world} rank{'s' * (world != 1)} on {nodes} host{'s' * (nodes != 1)}"
-    by = "as one process" if launcher == "none" else f"by {launcher}"
-    backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
     titles = {"cuda": "CUDA", "nccl": "NCCL"}
     versions = (f"{titles.get(name, name)} {v}" for name, v in launch["versions"].items())
-    facts = {
-        "launch": f"{counts}, started {by}; {backend}",
-        "hosts": "\n".join(describe_hosts(ranks)),
-        "with": ", ".join(versions),
-    }
-    if "job" not in launch:
-        return facts
-    machine = f" on {launch['machine']}" if "machine" in launch else ""
-    return {"job": f"{launch['scheduler']} job {launch['job']}{machine}"} | facts
+    facts |= {"launch": f"{counts}, started {by}; {backend}", "hosts": "\n".join(lines)}
+    return facts | {"with": ", ".join(versions)}
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,7 +145,6 @@ def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """This host's name, processor, cores and memory."""
     import psutil
 
     cpu = platform.processor() or platform.machine()

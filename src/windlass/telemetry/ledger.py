@@ -1,8 +1,5 @@
-"""The ledger `metrics.jsonl`: JSON lines that rank 0 appends; everything else is computed from it.
-
-A full disk never stops the run: a line that cannot be written stays in memory and is written before
-the next one. Each line is one `write` to a file opened for appending, so a kill tears at most one
-line, at the end.
+"""The ledger `metrics.jsonl`: JSON lines that rank 0 appends. A full disk never stops the run: an
+unwritten line waits in memory. Each line is one `write`, so a kill tears at most the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from windlass.telemetry.measures import lower_is_better
 
 
 def now() -> str:
-    """The time of a line: UTC, ISO 8601, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -33,10 +29,8 @@ def encode(line: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in terms of JSON: scalars of numpy and torch become plain numbers.
-
-    Non-finite numbers, which JSON lacks, become the strings `"NaN"`, `"Infinity"`, `"-Infinity"`.
-    """
+    """A value in terms of JSON: scalars of numpy and torch become plain numbers, and non-finite
+    numbers the strings `"NaN"`, `"Infinity"`, `"-Infinity"`."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +91,6 @@ class Ledger:
             raise RunFailed(f"{problem}: move it back and train again, or begin a new run")
 
     def close(self) -> None:
-        """Write the remaining lines, sync and close; a second call does nothing."""
         if self._file >= 0:
             self.sync()
             os.close(self._file)
@@ -121,8 +114,7 @@ class Ledger:
 
 
 LOSS = "loss"
-SAME_ITEMS = ("samples", "items", "items_hash")
-"""The fields of an `eval` line that identify the measured items."""
+SAME_ITEMS = ("samples", "items", "items_hash")  # identify the items that an `eval` line measured
 
 
 class Scores(dict[int, float]):
@@ -140,12 +132,10 @@ class Scores(dict[int, float]):
 
     @property
     def best_step(self) -> int | None:
-        """The step with the best value; None without a finite value."""
         return next(iter(self.ranked()), None)
 
     @property
     def best(self) -> float | None:
-        """The best value; None without a finite value."""
         return None if self.best_step is None else self[self.best_step]
 
 

@@ -1,11 +1,5 @@
-"""Every number that Windlass shows, declared once. No torch.
-
-The console, trackers, tables, charts, the page, scaling studies, published tables, the model card
-and the documentation select their numbers here. A new number is one line of a table below, and
-one more if a run's results show it. `show` is the one formatter of numbers.
-
-Fields that callbacks, lm-eval or users' suites write are not declared; `of_eval` gives them the
-properties of a score.
+"""Every number that Windlass shows, declared once: a new one is a line of a table below. `show` is
+the one formatter. No torch. Fields of callbacks, lm-eval or users' suites need no declaration.
 """
 
 from __future__ import annotations
@@ -37,8 +31,8 @@ class Measure:
     better: str = ""  # the better direction of a score, `higher` or `lower`
     words: str = ""  # the name in a sentence, a legend, and an evaluation's line of the terminal
     short: str = ""  # the heading in the terminal; empty: the heading
-    # the text in a step's line of the terminal, with a format or a kind of `show`; a text that ends
-    # in ` *` leaves the live line room for its bar
+    # the text in a step's line of the terminal, with a format or a kind of `show`; the live line
+    # lacks a text that ends in ` *`
     console: str = ""
     tracker: str = ""  # the name in the trackers
     chart: str = ""  # the chart that draws it; a chart's first measure gives its title and unit
@@ -53,18 +47,7 @@ class Measure:
 
     @property
     def text(self) -> str:
-        """The name in a sentence or a legend."""
         return self.words or self.name.replace("_", " ")
-
-    @property
-    def scale(self) -> float:
-        """The factor of a chart's values: shares are drawn in percent."""
-        return 100.0 if self.kind == "share" else 1.0
-
-    @property
-    def detail(self) -> bool:
-        """Whether only log.txt and outputs without a live line show it."""
-        return self.console.endswith(" *")
 
     def on_console(self, value: float) -> str:
         return self.console.removesuffix(" *").format(Shown(value))
@@ -78,8 +61,7 @@ class Shown(float):
 
 
 MISSING = "–"
-DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}
-"""Digits after the point by kind of number."""
+DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # by kind of number
 
 
 def show(value: Any, kind: str = "") -> str:
@@ -135,11 +117,8 @@ def short(number: float) -> str:
 def duration(seconds: float) -> str:
     """A time in two units: 42s, 3m 05s, 2h 10m, 4d 03h."""
     whole = round(seconds)
-    for size, unit, part, smaller in (
-        (86400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s"))
+    for size, unit, part, smaller in units:
         if whole >= size:
             return f"{whole // size}{unit} {whole % size // part:02d}{smaller}"
     return f"{whole}s"
@@ -183,10 +162,7 @@ attempt | start of the run, from 0 | count | run/attempt
 """,
     role="other",
 )
-"""Fields of `train` lines in order of priority: a narrow terminal shows the first ones.
-
-The terminal's dt, dtf, dtb, sps and mtps are the names that nanoGPT's descendants print.
-"""
+"""Fields of `train` lines in order of priority: a narrow terminal shows the first ones."""
 
 SOURCE = _table(
     "name kind better role words heading unit meaning",
@@ -278,7 +254,6 @@ startup | start-up
     kind="duration",
     role="other",
 )
-"""The parts of a run's wall time."""
 
 RUN = _table(
     "name kind source heading principal gpu",
@@ -427,12 +402,10 @@ def of_eval(name: str) -> Measure:
 
 
 def is_place(name: str) -> bool:
-    """Whether a field of a ledger line only locates the line in the run."""
     return of_eval(name).role == "place"
 
 
 def is_score(name: str) -> bool:
-    """Whether a field of an `eval` line says how good the model is."""
     return of_eval(name).role == "score"
 
 
@@ -448,14 +421,13 @@ def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bo
 
 
 def title_of(measure: str) -> str:
-    """A value of `checkpoint.best` in a sentence."""
     titles = {LOSS_SUITE: "validation loss", f"{LOSS_SUITE}.bits_per_byte": "bits per byte"}
     titles[f"{LOSS_SUITE}.average_loss"] = "validation loss of the averaged weights"
     return titles.get(measure, measure)
 
 
 def by_chart(measures: Mapping[str, Measure]) -> dict[str, list[Measure]]:
-    """The measures that are drawn, by chart; the first one of a chart gives its title and unit."""
+    """The measures that are drawn, by chart."""
     charts: dict[str, list[Measure]] = {}
     for measure in measures.values():
         if measure.chart:

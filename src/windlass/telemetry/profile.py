@@ -1,22 +1,14 @@
-"""A profile of some steps, and the largest blocks of a GPU's memory, as files in a run's directory.
-
-The profile is torch's: a trace for https://ui.perfetto.dev, and a table of operators.
-"""
+"""Torch's profile of some steps, as files in a run's directory: a trace for
+https://ui.perfetto.dev, and a table of operators."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 ROWS = 60  # of the table of operators
-LARGEST = 5  # groups of blocks that a message names
-FRAMES = 3  # of a group's place in the code: the innermost ones outside torch
 
 
 class StepProfile:
@@ -32,14 +24,12 @@ class StepProfile:
         self._profile: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Before a step."""
         if self.enabled and step == self.first:
             gpu = [ProfilerActivity.CUDA] * self.on_gpu
             self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
             self._profile.start()
 
     def ends(self, step: int) -> bool:
-        """Whether this step is the last one."""
         return self._profile is not None and step >= self.last
 
     def write(self) -> tuple[str, list[str]]:
@@ -59,34 +49,5 @@ class StepProfile:
         return f"profile: {' and '.join(names)}", names
 
     def close(self) -> None:
-        """Stop a profile that a failure or a stop cuts off."""
         if self._profile is not None:
             self._profile.stop()
-
-
-def record_memory() -> None:
-    """From now on remember where each block of CUDA memory was allocated."""
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-
-
-def save_memory(path: Path) -> str:
-    """Write a snapshot for https://docs.pytorch.org/memory_viz; returns its largest blocks."""
-    with contextlib.suppress(OSError):  # the largest blocks are worth more
-        torch.cuda.memory._dump_snapshot(str(path))
-    return largest_blocks(torch.cuda.memory._snapshot()["segments"])
-
-
-def largest_blocks(segments: Iterable[Mapping[str, Any]]) -> str:
-    """The live blocks with the most bytes, by the code that allocated them."""
-    sizes, counts = Counter[str](), Counter[str]()
-    for block in (block for segment in segments for block in segment["blocks"]):
-        if block["state"] == "active_allocated":
-            frames = [f for f in block.get("frames", ()) if "/torch/" not in f["filename"]]
-            place = [f"{Path(f['filename']).name}:{f['line']} {f['name']}" for f in frames[:FRAMES]]
-            where = " < ".join(place) or "an unknown place"
-            sizes[where] += block["size"]
-            counts[where] += 1
-    return "; ".join(
-        f"{size / 1e9:.3g} GB in {counts[where]} block{'s' * (counts[where] > 1)} from {where}"
-        for where, size in sizes.most_common(LARGEST)
-    )

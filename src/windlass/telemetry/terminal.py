@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import os
@@ -22,10 +21,6 @@ NARROWEST = 13  # columns that text is wrapped in
 NEW_LINE = "\r\x1b[K\x1b[?25h"  # erases the line (with ^C or a live line) and shows the cursor
 # Control characters, characters that turn the direction of writing, and surrogates.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-SUBSTITUTES = dict.fromkeys("·–—−─━", "-") | dict.fromkeys("│┤", "|")
-SUBSTITUTES |= {"✓": "ok", "→": "->", "←": "<-", "…": "...", "×": "x", "∞": "inf", "≥": ">="}
-SUBSTITUTES |= {"≤": "<=", "≈": "~", "└": "+", "\N{REPLACEMENT CHARACTER}": "?"}
-SUBSTITUTES |= {chr(dots): "*" for dots in range(0x2801, 0x2900)}  # braille, of a drawn curve
 
 
 def printable(text: Any) -> str:
@@ -35,30 +30,16 @@ def printable(text: Any) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def fallback() -> str:
-    """The name of an error handler for characters that an encoding lacks: ASCII that looks alike,
-    else an escape."""
-
-    def substitute(error: UnicodeError) -> tuple[str, int]:
-        if not isinstance(error, UnicodeEncodeError):
-            raise error
-        text = error.object[error.start : error.end]
-        return "".join(SUBSTITUTES.get(c) or ascii(c)[1:-1] for c in text), error.end
-
-    codecs.register_error("windlass", substitute)
-    return "windlass"
-
-
 class SafeStream:
-    """A standard stream that takes every character. `gone`: its reader (`head`, a terminal) went
-    away, which does not end the verb."""
+    """A standard stream that writes `?` for a character that its encoding lacks. `gone`: its reader
+    (`head`, a terminal) went away, which does not end the verb."""
 
     buffer = None  # click would write UTF-8 to it, even if the stream has another encoding
 
     def __init__(self, stream: IO[str], trims: bool = False):
         self._stream, self.gone, self._trims = stream, False, trims
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors=fallback())
+            stream.reconfigure(errors="replace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

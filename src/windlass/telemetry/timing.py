@@ -1,9 +1,5 @@
-"""The time of a step and of a run, throughput and MFU. No torch.
-
-`StepTimer` (milliseconds of a step by phase) and `Goodput` (seconds of the process by phase)
-measure in the training process. The functions below compute from the ledger's lines, so the numbers
-of a killed and resumed run are right too.
-"""
+"""The time of a step and of a run, throughput and MFU. No torch. `StepTimer` and `Goodput` measure
+in the training; the functions compute from the ledger, also of a killed and resumed run."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
-"""The parts of a process's wall time."""
 BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
@@ -39,7 +34,7 @@ class StepTimer:
             cuda = sys.modules["torch"].cuda  # loaded by the training
             new_event = partial(cuda.Event, enable_timing=True)
         self._new_event, self._goodput = new_event, goodput
-        # Phases without their times: name, first mark, last mark.
+        # phases that are not counted yet: name, first mark, last mark
         self._marks = deque[tuple[str, Any, Any]]()
         self._free: list[Any] = []  # events to record again
         self._ms: Seconds = {}
@@ -57,7 +52,8 @@ class StepTimer:
             self._steps += name == "optimizer"
         finally:
             self._marks.append((name, first, self._mark(host=data)))
-        while self._marks and self._is_past(self._marks[0][2]):
+        # count the phases that the device has passed; the host does not wait
+        while self._marks and (isinstance(last := self._marks[0][2], float) or last.query()):
             self._count(*self._marks.popleft())
 
     def read(self) -> dict[str, float]:
@@ -81,28 +77,18 @@ class StepTimer:
         event.record()
         return event
 
-    def _is_past(self, mark: Any) -> bool:
-        """Whether the device has reached a mark; the host does not wait."""
-        return isinstance(mark, float) or mark.query()
-
     def _count(self, name: str, first: Any, last: Any) -> None:
-        """Add the time of a phase that is past; its events can be recorded again."""
         self._ms[name] = self._ms.get(name, 0.0) + elapsed_ms(first, last)
         self._free += [mark for mark in (first, last) if not isinstance(mark, float)]
 
 
 def elapsed_ms(first: Any, last: Any) -> float:
     """Milliseconds between two marks of a `StepTimer`."""
-    if isinstance(first, float):
-        return (last - first) * 1e3
-    return float(first.elapsed_time(last))
+    return (last - first) * 1e3 if isinstance(first, float) else float(first.elapsed_time(last))
 
 
 class Goodput:
-    """Wall time of one process by phase; the parts sum to the whole, to the nanosecond.
-
-    The clock starts with the process, so imports count as `startup`.
-    """
+    """Wall time of one process by phase, to the nanosecond; imports count as `startup`."""
 
     def __init__(self) -> None:
         import psutil
@@ -113,7 +99,6 @@ class Goodput:
         self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
     def enter(self, name: str) -> str:
-        """From now on time counts as `name`; returns the phase that ended."""
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
         before, self._phase, self._since = self._phase, name, now
@@ -165,7 +150,6 @@ def throughput(ledger: Iterable[Line]) -> Throughput | None:
 
 
 def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
-    """The `train` lines that speeds are computed from, each with the number of its steps."""
     windows: list[tuple[Line, int, bool]] = []  # a line, its steps, whether it is the start's first
     step, first = 0, True
     for line in ledger:
@@ -180,7 +164,6 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
 
 
 def step_times(ledger: Iterable[Line]) -> dict[str, float]:
-    """`step_ms_mean`, `forward_ms_mean` … of the steps that `throughput` counts."""
     windows, means = timed(ledger), dict[str, float]()
     for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
         if parts := [(line[name], steps) for line, steps in windows if name in line]:
@@ -203,7 +186,6 @@ def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
-    """The speeds and times of the `summary` line."""
     speed, starts = throughput(ledger), [x for x in ledger if x.get("event") == "first_step"]
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": x for name, x in speeds.items() if x is not None}

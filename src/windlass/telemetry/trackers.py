@@ -1,9 +1,6 @@
-"""Trackers beside a training: an exporter process for each (`exporter.py`) follows the ledger.
-
-`Trackers` is the training's side of two pipes. An exporter's standard input closes when the
-training ends. Its standard output brings at most two lines of JSON: the place of the run in
-the tracker, and the first error. A hanging import, a dead address or a full disk hurts only the exporter.
-"""
+"""Trackers beside a training: a process for each (`main`) follows the ledger, so a hanging import
+or a dead address hurts only that process. Its standard input closes when the training ends; its
+standard output brings at most two lines: the run's place in the tracker, the first error."""
 
 from __future__ import annotations
 
@@ -35,13 +32,12 @@ from windlass.variables import scrub
 
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
+# fields of the event of starting that trackers get as hyper-parameters, beside the recipe's
 STARTED = ("parameters", "trained", "steps", "precision", "device")
-"""Fields of the event of starting that trackers get as hyper-parameters, beside the recipe's."""
 EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest and highest
 
 
 def stream(line: Line) -> str:
-    """The kind of a line, with its suite or index: a stream has one line per step."""
     return "/".join([line["kind"], *(str(line[key]) for key in ("suite", "index") if key in line)])
 
 
@@ -119,10 +115,8 @@ def new_lines(file: BinaryIO, until: str = "") -> Iterator[Line]:
 
 
 class Follower:
-    """Sends the new lines of a run's ledger to a backend, each step once.
-
-    `connect` makes the backend, and makes it again after a failure.
-    """
+    """Sends the new lines of a run's ledger to a backend, each step once. `connect` makes the
+    backend, also after a failure."""
 
     def __init__(self, run: Run, connect: Callable[..., Any]):
         self.run, self.connect = run, connect
@@ -168,7 +162,6 @@ class Follower:
             self.backend.close(self.run.state, timestamp(newest))
 
     def _settings(self, lines: list[Line]) -> dict[str, Any]:
-        """The run's hyper-parameters, without secrets."""
         recipe, start = self.run.recipe, last_start(lines)
         world = next((x["world"] for x in reversed(lines) if "world" in x), 1)
         settings = scrub(recipe.flat())
@@ -177,9 +170,9 @@ class Follower:
             group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
             settings["telemetry.group"] = group or study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
+        settings |= {"config_hash": recipe.config_hash}
         if layout := Sizes(**start.get("mesh", {})).layout:
             settings["layout"] = layout
-        settings |= {"config_hash": recipe.config_hash}
         return settings | {name: start[name] for name in STARTED if start.get(name) is not None}
 
 
@@ -248,10 +241,8 @@ class Note(NamedTuple):
 
 
 class Trackers:
-    """The exporter processes of a run. Nothing here raises OSError, and only `finish` waits.
-
-    When this process ends, an exporter has `flush_seconds` left.
-    """
+    """The exporter processes of a run; each has `flush_seconds` left when this process ends. Only
+    `finish` waits, and nothing here raises OSError."""
 
     def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
         self.run = run
@@ -288,7 +279,6 @@ class Trackers:
         return notes
 
     def finish(self, timeout: float) -> list[Note]:
-        """Wait up to `timeout` seconds until the trackers have the rest, then end the processes."""
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()
@@ -306,7 +296,6 @@ class Trackers:
         return notes + self.poll()
 
     def close(self) -> None:
-        """Close the pipes without waiting; the exporters send the rest and end."""
         for process in self.processes.values():
             process.stdin.close()
             process.stdout.close()

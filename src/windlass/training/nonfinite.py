@@ -4,6 +4,7 @@ optimizers) and counts bad steps; the host reads the counts when it logs or save
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -19,7 +20,6 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Recipe
 from windlass.recipe.settings import TrainSettings
 from windlass.run import STARTS, Run
-from windlass.telemetry.profile import save_memory
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
 
@@ -185,7 +185,9 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
     problem = f"memory ran out in step {step} ({phase}), with {size} on each rank"
     if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
         path = run.path / f"memory-rank-{ranks.rank}.pickle"
-        problem += f" (the largest blocks, of {path}: {save_memory(path)})"
+        with contextlib.suppress(OSError):
+            torch.cuda.memory._dump_snapshot(str(path))
+        problem += f" (docs.pytorch.org/memory_viz shows the blocks in {path})"
     if sizes and not recipe.train.micro_batch:
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(run.path / SMALLER, json.dumps(smaller))

@@ -21,8 +21,15 @@ from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
-from windlass.telemetry.profile import StepProfile, record_memory
-from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
+from windlass.telemetry.profile import StepProfile
+from windlass.telemetry.timing import (
+    Goodput,
+    StepTimer,
+    averages,
+    device_hours,
+    mfu,
+    wall_time,
+)
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.state import StepResult, TrainState
 
@@ -74,7 +81,7 @@ class Recorder:
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)
         if settings.memory_snapshot and on_gpu:
-            record_memory()
+            torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
     def emit(self, event: str, text: str = "", *, warning: bool = False, **fields: Any) -> None:
         """Write an `event` line at the present step, or at `step`, and show `text`, if any."""
