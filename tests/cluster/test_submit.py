@@ -77,6 +77,7 @@ def undisturbed(settings, tmp_path_factory) -> list[float]:
     return [line["loss"] for line in Run(run).lines("train")]
 
 
+@pytest.mark.full  # 39 s; tests/unit/test_launch_batch.py runs the script without a cluster
 def test_at_its_limit_it_saves_and_requeues_itself(cluster: Cluster, settings, tmp_path):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
     run = Run(tmp_path / "run")
@@ -113,17 +114,6 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     saved = [path.name for path in tmp_path.glob("saved*")]
     assert saved == ["saved0" if array else "saved"], log_of(logs)
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
-
-
-def test_the_log_of_a_run_with_an_odd_name(cluster: Cluster, tmp_path, monkeypatch):
-    for variable, value in cluster.environment.items():
-        monkeypatch.setenv(variable, value)
-    name = 'it\'s a "quote" 50%j #1'
-    logs = tmp_path / name
-    job = submit(Job(name, ["bash", "-c", "echo it ran; pwd"], tmp_path, logs), Site(), "slurm").job
-    cluster.wait(job)
-    assert log_of(logs).split() == ["it", "ran", str(tmp_path)]
-    assert (logs / ".exit").read_text() == "0\n"
 
 
 @pytest.mark.full
@@ -191,17 +181,6 @@ def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, se
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")
     job_end(cluster, job, run, "FAILED 46:0 0")
     assert "TOO SLOW" in log_of(run.path) and not run.recipe_path.exists()
-
-
-@pytest.mark.full
-def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
-    """One rank has nothing to send; the run directory's name has a space."""
-    run = Run(tmp_path / "a run")
-    words = [*settings(run.path), *"parallel.device=cpu --nodes 1 --min-busbw 1 --watch".split()]
-    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
-    job_end(cluster, read_json(run.path / "job.json")["job"], run, "FAILED 44:0 0")
-    assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
 
 
 @pytest.mark.full

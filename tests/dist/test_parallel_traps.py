@@ -8,37 +8,11 @@ import itertools
 
 import pytest
 import torch
-from equivalence import CONTEXT, VOCAB, built, settings
-from harness import run_ranks
-from test_parallel_equivalence import NEW
 
 from windlass.model.gpt import GPT
 from windlass.model.share import Peers
-from windlass.parallel.parallelize import unwrap
 from windlass.parallel.tensor import divide_gpt
 from windlass.recipe.network import ModelSettings
-
-
-def tokens() -> torch.Tensor:
-    return torch.randint(VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(5))
-
-
-def gathered_logits(join, recipe):
-    """Logits in training mode, also of rows that the ranks of a stream cannot divide evenly."""
-    with join(recipe) as ranks:
-        model = unwrap(built(ranks, recipe)[0])
-        logits = [model(tokens()[:, :length]) for length in (CONTEXT, CONTEXT - 1, 1)]
-        return logits[0].requires_grad, [one.detach() for one in logits]
-
-
-@pytest.mark.dist
-def test_logits_of_a_divided_head_are_whole_and_have_no_gradient():
-    """A loss of their own on them would have wrong gradients (p190746, m7452, finding 2)."""
-    [(_, wanted)] = run_ranks(gathered_logits, 1, settings("fp64", "single", **NEW))
-    recipe = settings("fp64", "ddp", **NEW, tensor=2)
-    for needs_gradient, logits in run_ranks(gathered_logits, 2, recipe):
-        assert not needs_gradient
-        torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-12)
 
 
 def parts(length: int, tp: int, cp: int, kv_heads: int):
@@ -70,10 +44,3 @@ def test_every_token_is_on_one_rank_with_its_own_label(length, tp, cp, kv_heads)
         stream += here.stream[here.stream < length].tolist()
     assert sorted(itertools.chain(*inner.values())) == list(range(length)) == sorted(stream)
     assert len(sizes) == 1, "a rank has more work"
-
-
-def test_gathered_keys_give_every_rank_equal_work():
-    work = []
-    for _, here in parts(64, 1, 4, 1):
-        work.append(sum(place + 1 for place in here.places.tolist()))
-    assert len(set(work)) == 1

@@ -87,13 +87,6 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
 
 
-def test_a_run_with_a_stream_in_bf16_is_measured_on_a_cpu(run: Path, tmp_path: Path) -> None:
-    low = {"train__precision": "bf16", "train__stream": "bf16", "train__steps": 2}
-    recipe = tiny_recipe(run.parent / "text.txt", tmp_path / "run", **low)
-    result = evaluate(train(recipe), ["loss"], {"parallel.device": "cpu"})
-    assert result.measured["loss"]["settings"]["train.precision"] == "fp32"
-
-
 def test_one_rank_reads_a_run_whose_ranks_divided_the_model(run: Path, tmp_path: Path) -> None:
     divided = tmp_path / "divided"
     shutil.copytree(run, divided)

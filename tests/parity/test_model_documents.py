@@ -227,24 +227,6 @@ def test_attention_of_a_model_of_transformers_on_a_gpu(
     assert attention_within_documents(model.model, model.settings) == wanted
 
 
-@pytest.mark.full  # compiles flex attention
-@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # of transformers
-def test_flex_attention_of_transformers_finds_the_documents(tmp_path: Path) -> None:
-    """Only forward passes, because flex attention has no backward pass on a CPU."""
-    tree = {"kind": "hf", "name": str(hf_fixtures.save("llama", tmp_path / "llama")), "context": 64}
-    model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu").eval()
-    initialise(model, 1)
-    numbers = (torch.arange(64) >= torch.tensor([[20], [5]])).long()
-    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
-    tokens = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted, whole = model(tokens, documents=documents), model(tokens)
-        model.plain = "flex_attention"
-        ours = model(tokens, documents=documents)
-        assert model.config._attn_implementation == "flex_attention"
-    assert (ours - wanted).abs().max() < 1e-5 and (whole - wanted).abs().max() > 0.1
-
-
 def test_documents_of_some_rows() -> None:
     numbers = torch.tensor([[0, 0, 1], [0, 1, 2], [0, 0, 0]])
     documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 from helpers import command, programs, refused, windlass
-from windlass.cli import main
 from windlass.launch import allocation
 from windlass.launch.allocation import (
     Allocation,
@@ -181,28 +180,6 @@ echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
     assert "lost b: no rank there" in messages[0]
     named = [path.read_text() for path in tmp_path.glob("lost")]
     assert named == ([left_out] if left_out else [])
-
-
-def test_a_rank_that_ends_with_a_traceback_reports_its_code(tmp_path, monkeypatch):
-    """Else srun would wait for the ranks that wait for it."""
-    monkeypatch.setenv("WINDLASS_REPORTS", str(tmp_path))
-    monkeypatch.setattr("windlass.cli._run", lambda arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["env"])
-    assert [path.read_text() for path in tmp_path.glob("code-*")] == ["1"]
-
-
-def test_the_tables_of_launch(tmp_path, monkeypatch):
-    """8 ranks on two hosts of PBS; stdout holds the command alone."""
-    (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
-    programs(tmp_path, monkeypatch, mpiexec="echo HYDRA")
-    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
-    done = windlass("launch", "--print", "--", "python", "train.py", cwd=tmp_path, env=job)
-    wanted = f"mpiexec -n 8 -ppn 4 --hostfile {tmp_path}/nodes python train.py"
-    assert done.stdout.strip() == wanted
-    rows = [line.split() for line in done.stderr.splitlines()]
-    assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows and ["world", "8"] in rows
-    assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
 
 
 def test_print_needs_no_mpiexec(pbs, tmp_path):

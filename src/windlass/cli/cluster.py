@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 def to_bytes(text: str) -> int:
-    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text; else UserError."""
+    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text."""
     match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?|", text)
     if not match:
         raise errors.UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
     return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
 
 
-def _checked_size(text: str) -> str:
+def _check_size(text: str) -> str:
     to_bytes(text)
     return text
 
 
 MAX_SIZE = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
 MaxSize = Annotated[
-    str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_checked_size)
+    str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_check_size)
 ]
 MinBusbw = Annotated[
     float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce.")
@@ -60,17 +60,10 @@ def launch(
     command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank."),
     ranks: int = Option(0, "-n", min=0, help="Ranks in all; default: as the job asked."),
     per_host: int = Option(
-        *(0, "--per-host"),
-        min=0,
-        envvar="WINDLASS_PER_HOST",
-        help="Ranks on each host; default: as the job asked.",
-        show_default=False,
+        0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked."
     ),
     launcher: str = Option(
-        "",
-        envvar="WINDLASS_LAUNCHER",
-        metavar="srun|mpiexec|torchrun",
-        help="Default: the site's, or the scheduler's.",
+        "", envvar="WINDLASS_LAUNCHER", help="srun, mpiexec or torchrun; default: the site's."
     ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
@@ -101,7 +94,7 @@ def launch(
 
 
 def _show_allocation(allocation: Allocation, launcher: str) -> None:
-    """Show hosts and ranks on stderr, because the command alone is on stdout."""
+    """Show hosts and ranks on stderr; stdout has the command alone."""
     from windlass.processes import visible_gpus
     from windlass.telemetry.terminal import pairs, rich_console, table
 
@@ -156,9 +149,7 @@ def submit(
     scheduler: SchedulerName = "",
     nodes: int = Option(1, min=1, help="Hosts (of each cell of a study)."),
     gpus_per_node: GpusPerNode = -1,
-    per_host: int = Option(
-        0, min=0, help="Ranks of each host; default: one per GPU.", show_default=False
-    ),
+    per_host: int = Option(0, min=0, help="Ranks of each host; default: one per GPU."),
     time: str = Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
     site: SiteFile = None,
     max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
@@ -208,7 +199,7 @@ def submit(
 
 
 def _watch(directory: Path) -> int:
-    """Follow the job of a run or study to its end; the exit code of the training."""
+    """Follow a job to its end; the exit code of its training."""
     from windlass.cli.train import show_end
     from windlass.launch.batch import EXIT_CODE, watch
     from windlass.run import Run
@@ -217,8 +208,7 @@ def _watch(directory: Path) -> int:
     try:
         watch(directory, typer.echo)
     except KeyboardInterrupt:
-        again = f"windlass submit --watch {shlex.quote(str(directory))}"
-        typer.echo(f"the job goes on; {again} follows it again", err=True)
+        typer.echo("the job goes on; the same command follows it again", err=True)
         return errors.INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
@@ -268,10 +258,8 @@ def check(
     from windlass.parallel.dist import exit_now
     from windlass.preflight.check import check as run_check
 
-    shows = env.rank == 0 and not json_ and sys.stderr.isatty()
-
     def show(text: str) -> None:
-        if shows:
+        if env.rank == 0 and not json_ and sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -291,7 +279,6 @@ def check(
 
 
 def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
-    """Show findings, rates and the outcome."""
     from windlass.telemetry.terminal import print_table
 
     code = done.exit_code(min_busbw)
@@ -322,5 +309,4 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{required}")
     problems = sum(finding.status == "problem" for finding in done.findings)
     outcomes = {errors.NOT_MEASURED: "NOT MEASURED", errors.TOO_SLOW: "TOO SLOW"}
-    failed = f"{problems} problem{'s' * (problems != 1)}"
-    typer.echo(outcomes.get(code, failed if problems else "fine"))
+    typer.echo(outcomes.get(code, errors.plural(problems, "problem") if problems else "fine"))

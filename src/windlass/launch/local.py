@@ -1,9 +1,7 @@
 """N ranks on this machine: start them, pass signals on, restart them after a failure. No torch.
 
-The first rank to fail ends the run. The others have SETTLE_SECONDS to fail by themselves and to
-report why; then they get SIGTERM, and after TERM_SECONDS SIGKILL. The launcher ends within
-END_SECONDS. Rank 0 has the terminal. The other ranks write to files, which the launcher shows only
-for the rank that failed first. Ranks never outlive the launcher.
+The first rank to fail ends the run. Rank 0 has the terminal. The other ranks write to files, which
+the launcher shows only for the rank that failed first. Ranks never outlive the launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import Any
 from windlass import errors, processes
 from windlass.fileio import read_json
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
 END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended or was suspended
@@ -134,10 +132,8 @@ class Worker:
         return "\n".join(lines[-TAIL_LINES:])
 
     def how_it_ended(self) -> str:
-        if not self.code:
-            return "failed"
-        if self.code > 0:
-            return f"failed with exit code {self.code}"
+        if not self.code or self.code > 0:
+            return f"failed with exit code {self.code}" if self.code else "failed"
         often = " (often by the kernel, out of memory)" if self.code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-self.code).name}{often}"
 
