@@ -131,10 +131,8 @@ def before_training(name: str) -> str:
 
 def interrupted_twice(step: int) -> str:
     """The message for a second Ctrl-C at a step, which saves nothing; 0: before the first step."""
-    if not step:
-        return "interrupted twice: ended at once; start the same command again"
-    lost = f"ended at once at step {step:,}, without a save"
-    return f"interrupted twice: {lost}; the same command resumes from the last one"
+    place = f" at step {step:,}, without a save" if step else ""
+    return f"interrupted twice: ended at once{place}; the same command starts or resumes it"
 
 
 def first_line(error: BaseException) -> str:

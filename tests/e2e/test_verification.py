@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from forked import forking
 from helpers import windlass
-from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import verify
 from windlass.verification.bench import Bench
@@ -111,25 +110,6 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
     bench.folder = tmp_path / "again"
     bench.folder.mkdir()
     assert export_equal(bench)[0] is False
-
-
-@pytest.mark.full
-def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    shape = {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    shape |= {"bos_token_id": 256, "eos_token_id": 256}
-    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(**shape, **no_dropout)).save_pretrained(tmp_path / "gpt2")
-    (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
-    model = ("model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16")
-    data = ("data.tokenizer=byte", f"data.source={tmp_path / 'text.txt'}")
-    (tmp_path / "own.toml").write_text(Recipe().replace(*model, *data).toml())
-    (tmp_path / "bench").mkdir()
-    bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
-    assert all(proof(bench)[0] for proof in (world_changes_nothing, resume_exact, export_equal))
 
 
 @pytest.mark.full

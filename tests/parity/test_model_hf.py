@@ -325,15 +325,13 @@ def test_bad_weights_are_refused(directories, tmp_path):
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16}
     | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
 }
 COEFFICIENT = 0.5
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
     """The last tokens of each row are padding; evaluation and the returned loss are without it."""
     sizes = {"num_experts_per_tok": 2, "router_aux_loss_coef": COEFFICIENT}
@@ -374,21 +372,7 @@ def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
         assert torch.equal(ours.eval()(tokens, labels), without.eval()(tokens, labels))
 
 
-def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories, tmp_path):
-    with refused("model.router_loss", "write 0"):
-        built(directories["llama"], router_loss=0.01)
-    assert built(directories["llama"]).balance is None
-    sizes = MIXTURES["qwen3_moe"] | {"mlp_only_layers": [0, 1, 2]}
-    dense = hf_fixtures.save("qwen3_moe", tmp_path / "dense", **sizes)
-    losses = [built(dense, router_loss=loss).train()(*batch()) for loss in ("auto", 0)]
-    assert torch.equal(*losses)
-    assert built(hf_fixtures.save("doge", tmp_path / "doge")).balance is None
-    hf_fixtures.config("gemma3n_text", num_kv_shared_layers=0).save_pretrained(tmp_path / "gemma3n")
-    with refused("model.neftune_alpha", "write 0"):
-        build_model(recipe(tmp_path / "gemma3n", neftune_alpha=5), vocab=100)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_noise_of_neftune_is_that_of_transformers(kind, directories):
     """With a tied head and a separate one, and in training alone."""
     from transformers.integrations.neftune import neftune_post_forward_hook

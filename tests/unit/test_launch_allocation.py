@@ -182,6 +182,19 @@ echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
     assert named == ([left_out] if left_out else [])
 
 
+def test_the_tables_of_launch(tmp_path, monkeypatch):
+    """8 ranks on two hosts of PBS; stdout holds the command alone."""
+    (tmp_path / "nodes").write_text("x1\n" * 4 + "x2\n" * 4)
+    programs(tmp_path, monkeypatch, mpiexec="echo HYDRA")
+    job = {"PBS_JOBID": "7.server", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    done = windlass("launch", "--print", "--", "python", "train.py", cwd=tmp_path, env=job)
+    wanted = f"mpiexec -n 8 -ppn 4 --hostfile {tmp_path}/nodes python train.py"
+    assert done.stdout.strip() == wanted
+    rows = [line.split() for line in done.stderr.splitlines()]
+    assert ["x1", "4", "0-3"] in rows and ["x2", "4", "4-7"] in rows and ["world", "8"] in rows
+    assert ["host", "file", str(tmp_path / "nodes")] in rows and ["launcher", "mpiexec"] in rows
+
+
 def test_print_needs_no_mpiexec(pbs, tmp_path):
     words = ("launch", "-n", "4", "--launcher", "mpiexec")
     environ = pbs | {"PATH": str(tmp_path)}

@@ -23,6 +23,7 @@ from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import Resources, find_scheduler, read_site, submit_run
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
+from windlass.run import Run
 from windlass.study.study import Study
 from windlass.study.submit import submit_study
 from windlass.training.start import resolve_start
@@ -219,6 +220,17 @@ def test_a_slow_save_is_signalled_earlier(tmp_path, scheduler, monkeypatch):
     job = job_of(tmp_path, "bash", "-c", slow, time="00:02:00", lead=60)
     ids = {"SLURM_JOB_ID": "9", "PBS_JOBID": "7.server"}
     assert run_job(job, scheduler, **ids).wait(30) == 75 and (tmp_path / "saved").exists()
+
+
+def test_a_run_with_slow_saves_asks_for_an_earlier_signal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
+    event = {"kind": "event", "event": "checkpoint", "write_s": 200.0, "blocked_s": 1.0}
+    write_ledger(Run(tmp_path / "run"), event)
+    options = header(script_of(recipe, Site(), time="01:00:00"))
+    assert "--signal=B:USR1@432" in options
+    with refused("--time 00:08:00", "00:14:00"):
+        script_of(recipe, Site(), time="00:08:00")
 
 
 def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
@@ -483,7 +495,7 @@ def test_the_site_file(tmp_path, monkeypatch):
         ('queue = "x"', ["queue", "partition"]),
         ('time = "4h"', ["time", "HH:MM:SS"]),
         ("a =", ["site.toml"]),
-        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]),
+        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "export it"]),
         ('scheduler = "condor"', ["scheduler", "condor", "pbs"]),
         ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
         ("modules = 'cuda'", ["modules", "list"]),

@@ -32,15 +32,6 @@ def to_bytes(text: str) -> int:
     return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
 
 
-def _check_size(text: str) -> str:
-    to_bytes(text)
-    return text
-
-
-MAX_SIZE = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
-MaxSize = Annotated[
-    str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_check_size)
-]
 MinBusbw = Annotated[
     float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce.")
 ]
@@ -154,7 +145,6 @@ def submit(
     site: SiteFile = None,
     max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
     retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),
     dry_run: bool = Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
@@ -169,6 +159,7 @@ def submit(
     from windlass.launch import batch
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
+    from windlass.run import Run
     from windlass.study.study import Study
     from windlass.study.submit import submit_study
 
@@ -176,9 +167,11 @@ def submit(
     if cancel:
         typer.echo(f"job {batch.cancel(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run and batch.is_followed(directory):
-        return _watch(directory)
-    asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
+    if watch and not dry_run:
+        job, state = batch.queued(directory)
+        if state or (job and Run(directory).state == "finished"):
+            return _watch(directory)
+    asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
     how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
     if not Study.is_study(recipe):
@@ -234,7 +227,9 @@ def check(
     overrides: Overrides,
     world: int = Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
+    max_size: str = Option(
+        "", help="Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
+    ),
     json_: Json = False,
 ) -> int:
     """Check machine, packages, disk and interconnect.
@@ -250,7 +245,7 @@ def check(
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
 
-    loaded, env = Recipe.load(recipe, overrides), detect_env()
+    loaded, env, size = Recipe.load(recipe, overrides), detect_env(), to_bytes(max_size)
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 
@@ -263,7 +258,7 @@ def check(
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
-        done = run_check(loaded, to_bytes(max_size), gate=bool(min_busbw), show=show)
+        done = run_check(loaded, size, gate=bool(min_busbw), show=show)
     except errors.RunFailed as error:
         show("")
         if not min_busbw:

@@ -11,7 +11,7 @@ import typer
 from typer import Option
 
 from windlass.cli import Json, Overrides, print_json, say
-from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
+from windlass.cli.cluster import GpusPerNode, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
@@ -56,7 +56,6 @@ def scale(
     scheduler: SchedulerName = "",
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
     site: SiteFile = None,
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
@@ -84,13 +83,13 @@ def scale(
     if nodes:
         if no_probe:
             raise UserError("--no-probe is for cells on this machine: leave it or --nodes out")
-        asked = Resources(1, 0, gpus_per_node, time, min_busbw=min_busbw, max_size=max_size)
+        asked = Resources(1, 0, gpus_per_node, time, min_busbw=min_busbw)
         options |= {"site": read_site(site), "asked": asked, "scheduler": scheduler}
         options["worlds"] = whole_numbers("worlds", worlds)
         options |= {"dry_run": dry_run, "notify": typer.echo}
         hosts = whole_numbers("nodes", nodes)
         return _show_jobs(*studies.submit_scale(recipe, hosts, overrides, **options), dry_run)
-    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw, max_size)):
+    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
         raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
     progress = Progress(sys.stderr if json_ else sys.stdout)
     options |= {"probes": not no_probe, "progress": progress}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -135,14 +136,14 @@ def wait_for_ranks(
     child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS
 ) -> int:
     """The exit code of a launcher, which is killed `seconds` after a rank's failure."""
-    failed_at = None
+    deadline = math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(2.0)
         codes = {path.read_text() for path in reports.glob("code-*")} - {"", "0", str(STOPPED)}
-        if failed_at is None and (codes or any(reports.glob("failure-*"))):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > seconds:
+        if codes or any(reports.glob("failure-*")):
+            deadline = min(deadline, time.monotonic() + seconds)
+        if time.monotonic() > deadline:
             child.kill()
 
 

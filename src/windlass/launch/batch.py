@@ -22,7 +22,6 @@ from windlass.fileio import read_json
 from windlass.launch.job import INDEX, SCRIPT, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import Scheduler
-from windlass.run import Run
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
@@ -165,12 +164,6 @@ def queued(directory: Path) -> tuple[str, str]:
     """
     jobs = [(one.job, one.state) for one in _jobs(directory)]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
-
-
-def is_followed(directory: Path) -> bool:
-    """Whether there is a job to watch: one that waits or runs, or that has finished its run."""
-    job, state = queued(directory)
-    return bool(state) or (bool(job) and Run(directory).state == "finished")
 
 
 def queued_tasks(directory: Path) -> dict[int, Queued]:

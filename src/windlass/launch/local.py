@@ -53,21 +53,11 @@ def launch(
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `command` on local ranks, and return the exit code of all of them.
+    """Run `command` on local ranks, with torchrun's variables; the exit code of all of them.
 
-    Args:
-        command: what each rank runs; it reads torchrun's variables, WINDLASS_LAUNCHED and
-            WINDLASS_ATTEMPT.
-        worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after
-            a rank was lost.
-        max_restarts: most restarts after a failure. Bad input, a stop by a signal, and two starts
-            in a row without a new step cause none. A restart with smaller micro-batches,
-            because memory ran out, does not count.
-        log: gets messages of one or more lines; default: print to stderr.
-
-    Returns:
-        0: all done. 75: stopped by a signal, everything saved. 130: a second Ctrl-C, nothing saved.
-        2, 44, 46: the code of the first rank to end. 1: a failure.
+    `worlds`: the number of ranks, or the numbers allowed, of which a smaller one follows the loss
+    of a rank. Bad input, a stop by a signal, and two starts in a row without a new step cause no
+    restart. A restart with smaller micro-batches, because memory ran out, does not count.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     world, attempt, restarts, reached, idle = allowed[0], 0, 0, 0, 0
@@ -167,8 +157,7 @@ class Group:
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
                 # In training all ranks stop together. A rank that gets a signal alone before step 1
-                # ends at once. The others may wait for it, so they get a signal too. (In training a
-                # second SIGTERM changes nothing.)
+                # ends at once, and the others may wait for it, so they get a signal too.
                 seconds = time.time() - first.end_time
                 if seconds > STOP_SECONDS:
                     self.kill()
@@ -296,9 +285,7 @@ class Group:
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if sum(worker.poll() for worker in self.workers) == len(self.workers):
-                break
+        while time.monotonic() < until and sum(w.poll() for w in self.workers) < len(self.workers):
             time.sleep(0.02)
 
     def kill(self) -> None:

@@ -35,20 +35,16 @@ LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the jo
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for."""
-
     nodes: int = 1
     per_host: int = 0  # ranks of a host; 0: one for each GPU, one on a host without GPUs
     gpus_per_node: int = -1  # -1: the site's
     time: str = ""  # HH:MM:SS; empty: the site's
     max_restarts: int = 3
     min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
-    max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
 
     def check(self, recipe: str) -> Sequence[str]:
         """The command that requires the bandwidth; empty without one."""
-        size = ("--max-size", self.max_size) if self.max_size else ()
-        required = ("--min-busbw", f"{self.min_busbw:g}", *size)
+        required = ("--min-busbw", f"{self.min_busbw:g}")
         return (*LAUNCH, "check", recipe, *required) if self.min_busbw else ()
 
 
@@ -102,11 +98,10 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine has no {programs}: {remedy}")
-    one = SCHEDULERS[name]
-    if site.launcher and (launcher := site.launcher.split()[0]) not in one.LAUNCHERS:
-        launchers = " or ".join(one.LAUNCHERS)
-        remedy = f"write launcher = {launchers} in the site file"
-        raise UserError(f"{one.TITLE} has no {launcher}: {remedy}")
+    one, launcher = SCHEDULERS[name], site.launcher.split()[:1]
+    if launcher and launcher[0] not in one.LAUNCHERS:
+        remedy = f"write launcher = {' or '.join(one.LAUNCHERS)} in the site file"
+        raise UserError(f"{one.TITLE} has no {launcher[0]}: {remedy}")
     return name
 
 
@@ -138,8 +133,6 @@ def make_job(
         hours, minutes = divmod(max(10, 2 * lead // 60), 60)
         early = f"a job saves {lead} s before its limit, and up to {EARLY_SECONDS} s earlier"
         raise UserError(f"--time {limit}: {early}; write {hours:02d}:{minutes:02d}:00 or more")
-    if asked.max_size and not asked.min_busbw:
-        raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
     ranks = asked.per_host or max(1, gpus)
     memory = site.memory_per_rank * ranks
     if memory < 0:
