@@ -3,7 +3,6 @@ a lost node, a cancel.
 """
 
 import contextlib
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from launching import DDP, LONG, TRAIN, assert_same, launched
 from slurm_cluster import Cluster, log_of
 
-from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel
@@ -227,36 +225,3 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
     job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_the_tutorial(cluster: Cluster, tmp_path):
-    """The files and commands of docs/tutorials/slurm.md, with this cluster's partition, fewer steps
-    and a longer limit.
-    """
-    instead = {'"gpu"': '"all"', "00:04:00": "00:08:00", "--dry-run": "train.steps=20 --dry-run"}
-    instead |= {"--watch": "train.steps=20 --watch"}
-    outputs = dict[str, str]()
-    for block in blocks(DOCS / "tutorials" / "slurm.md"):
-        if block.file:
-            (tmp_path / block.file).write_text(replaced(block.text, instead), encoding="utf-8")
-        for command in commands_of(block):
-            words = shlex.split(replaced(command.text, instead))
-            done = cluster.call(sys.executable, "-m", *words, cwd=tmp_path, seconds=250)
-            assert done.returncode == 0, f"{command}\n{done.stdout}{cluster.logs()}"
-            outputs[words[1] + words[-1]] = done.stdout
-    script, watched = outputs["submit--dry-run"], outputs["submit--watch"]
-    assert script.startswith("#!/bin/bash") and "#SBATCH --time=00:08:00" in script
-    shown = next(b for b in blocks(DOCS / "tutorials" / "slurm.md") if b.text.startswith("#SBATCH"))
-    missing = set(replaced(shown.text, instead).splitlines()) - set(script.splitlines())
-    assert not {line.replace("=gpu", "=all") for line in missing} - set(script.splitlines())
-    assert "step 20/20" in watched and "the run is finished" in watched
-    assert "finished" in outputs["runsruns"]
-    assert (tmp_path / "runs" / "first" / "report" / "index.html").is_file()
-
-
-def replaced(text: str, instead: dict[str, str]) -> str:
-    for old, new in instead.items():
-        text = text.replace(old, new)
-    return text

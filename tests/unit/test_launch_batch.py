@@ -90,17 +90,6 @@ def test_the_header_for_pbs(tmp_path):
     assert "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
 
 
-def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
-    site = Site(launcher="torchrun", cells_at_once=2)
-    job = job_of(tmp_path, "train", INDEX, array=[0, 2])
-    assert "export WINDLASS_LAUNCHER=torchrun" in render(job, site, "slurm").splitlines()
-    assert "--array=0,2%2" in header(render(job, site, "slurm"))
-    assert "-J 0-2%2" in header(render(job, site, "pbs"))
-    spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run")
-    assert f'--output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
-    assert "-N a_run" in header(render(spaced, site, "pbs"))
-
-
 def test_a_name_that_is_not_plain_is_quoted_or_rejected(tmp_path):
     """SLURM replaces `%j` in the path of a log, and PBS splits a path at its colon."""
     odd = Job('a "5%j" #1', ["train"], tmp_path, tmp_path / 'a "5%j" #1')
