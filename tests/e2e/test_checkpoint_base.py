@@ -260,17 +260,6 @@ def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
     assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
 
 
-def test_an_adapter_that_is_trained_further_keeps_its_base(base: Path, tmp_path: Path) -> None:
-    """A resume needs the base, and no longer the directory of the adapter."""
-    adapter = export(train(recipe(base, "source", **ADAPTERS)).path, tmp_path / "old", adapter=True)
-    further = recipe(base, "further", f"model.init_from={adapter}", **ADAPTERS)
-    run = train(further, stop_at=2)
-    shutil.rmtree(adapter)
-    run = train(further)
-    assert at(run, 2).manifest.base == at(run, 4).manifest.base is not None
-    assert not any(name.endswith("base_layer.weight") for name in at(run).names("model/"))
-
-
 def spoil() -> Callback:
     """Spoils all weights after step 3, also the frozen ones, the first time."""
     spoiled: list[int] = []
