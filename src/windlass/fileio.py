@@ -1,8 +1,8 @@
 """Durable file operations, the atomic writer, the lock, and readers and writers of JSON.
 
 A save changes the disk through one `Files` object, so that a test can stop, fail or kill the
-process at each operation (docs/evidence/reliability.md). As in POSIX, the bytes of a file are on the disk
-after its `fsync`, and a name (a new file, a rename, a removal) after the `fsync` of its directory.
+process at each operation. As in POSIX, the bytes of a file are on the disk after its `fsync`, and a
+name (a new file, a rename, a removal) after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_dir(path: Path, instead: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """An empty directory to fill, which becomes `directory` at the end of the block, or vanishes."""
+    """An empty directory to fill; it becomes `directory` after the block, or vanishes."""
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     make_dir(directory.absolute().parent, f"name another directory than {directory}")

@@ -622,7 +622,7 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     assert "cell 0 is in job 9.server (held)" in said and "cell 3 failed" in said
     assert "cell 1, 2 is in job 8[].server (begun)" in said
     assert queued(path) == ("8[].server", "begun")
-    with refused("no qstat", "login node"):
+    with refused("qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
         cancel(path)
 

@@ -97,7 +97,7 @@ def checkpoints(
     if json_:
         print_json(asdict(listing))
     elif not rows:
-        typer.echo(f"{listing.run} has no checkpoint yet")
+        typer.echo(f"{listing.run}: no checkpoint yet")
     else:
         measures = list(dict.fromkeys(("loss", listing.measure)))
         good = "every byte good" if verify else "whole"

@@ -63,7 +63,7 @@ def default_launcher(allocation: Allocation, launcher: str = "") -> str:
         return ""
     scheduler = SCHEDULERS[allocation.scheduler]
     if launcher and launcher not in scheduler.LAUNCHERS:
-        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which has no {launcher}"
+        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which lacks {launcher}"
         raise UserError(f"{problem}: write launcher = {' or '.join(scheduler.LAUNCHERS)}")
     return launcher or scheduler.LAUNCHERS[0]
 

@@ -204,7 +204,7 @@ def run_program(command: list[str], cwd: Path | None = None) -> subprocess.Compl
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     except FileNotFoundError:
-        raise UserError(f"this machine has no {command[0]}: use a login node") from None
+        raise UserError(f"this machine lacks {command[0]}: use a login node") from None
 
 
 def _ask(command: list[str]) -> str:
@@ -215,7 +215,7 @@ def cancel(directory: Path) -> str:
     """End the jobs of a run or study; a running job saves first. Returns the jobs' ids."""
     jobs = _jobs(directory)
     if not jobs:
-        problem = f"{directory} has no {SUBMITTED}"
+        problem = f"{directory} lacks {SUBMITTED}"
         raise UserError(f"{problem}: it was not submitted with `windlass submit`")
     alive = [one for one in jobs if one.state]
     if not alive:

@@ -1,4 +1,4 @@
-"""A job to submit, a site's settings for every job, and a training's report to its job. No torch."""
+"""A job to submit, a site's settings, and a training's report to its job. No torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Job:
     """A job to submit; paths are absolute."""
 
     name: str
-    command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
+    command: Sequence[str]  # run once, in the job's shell; `windlass launch` starts all ranks
     directory: Path  # in which it runs
     logs: Path  # the directory of the script and of `<name>_<id>.out`
     nodes: int = 1

@@ -97,11 +97,11 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         wanted = [SCHEDULERS[name]] if name else SCHEDULERS.values()
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
-        raise UserError(f"this machine has no {programs}: {remedy}")
+        raise UserError(f"this machine lacks {programs}: {remedy}")
     one, launcher = SCHEDULERS[name], site.launcher.split()[:1]
     if launcher and launcher[0] not in one.LAUNCHERS:
         remedy = f"write launcher = {' or '.join(one.LAUNCHERS)} in the site file"
-        raise UserError(f"{one.TITLE} has no {launcher[0]}: {remedy}")
+        raise UserError(f"{one.TITLE} lacks {launcher[0]}: {remedy}")
     return name
 
 
@@ -225,8 +225,8 @@ def submit(
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node or --time"
-            f", or partition, account, constraint, cpus_per_rank or memory_per_rank in {site_file()}"
+            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
+            f"or partition, account, constraint, cpus_per_rank or memory_per_rank in {site_file()}"
         )
     job_id = one.submitted(done.stdout)
     record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}
