@@ -184,15 +184,6 @@ def kill_when(words, condition):
     process.wait()
 
 
-def in_notebook(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Have `rich` find itself in a notebook; returns the outputs that it shows there by itself."""
-    patch.setenv("FORCE_COLOR", "1")  # as ipykernel does
-    shell, outputs = type("ZMQInteractiveShell", (), {}), list[Any]()
-    patch.setattr("builtins.get_ipython", shell, raising=False)
-    patch.setattr("rich.jupyter.display", lambda *shown: outputs.append(shown))
-    return outputs
-
-
 def each_step(call: Callable[[Any], object]) -> Any:
     """A callback that calls a function after each step."""
     from windlass import Callback

@@ -32,18 +32,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["Callback", "Data", "Plan", "Recipe", "Report", "Run", "RunFailed", "Stopped", "Study"]
-__all__ += [
-    "Suite",
-    "UserError",
-    "__version__",
-    "evaluate",
-    "export",
-    "generate",
-    "ladder",
-    "load_model",
-    "plan",
-]
-__all__ += ["prepare", "report", "sample", "scale", "sweep", "track", "train", "verify"]
+__all__ += ["Suite", "UserError", "__version__", "evaluate", "export", "generate", "ladder"]
+__all__ += ["load_model", "plan", "prepare", "report", "sample", "scale", "sweep", "track"]
+__all__ += ["train", "verify"]
 
 _NAMES = {
     "data.open": "Data",

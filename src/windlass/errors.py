@@ -28,8 +28,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
 }
-"""Packages that Windlass does not bring, by the extra that does. A message names the packages,
-because the extra can only be installed from a checkout."""
+"""Packages that Windlass does not bring, by the extra that does."""
 
 MARK = "\x1f"  # ASCII's unit separator, around an argument of the API in a message
 
@@ -52,11 +51,7 @@ class Message(Exception):
 
 
 class UserError(Message, ValueError):
-    """A mistake in the user's recipe, file, checkpoint or environment.
-
-    The command line prints the message without a traceback, so the message says what is wrong,
-    where, and what to do.
-    """
+    """A mistake in the user's recipe, file, checkpoint or environment: what, where, what to do."""
 
     exit_code = BAD_INPUT
 
@@ -136,10 +131,8 @@ def before_training(name: str) -> str:
 
 def interrupted_twice(step: int) -> str:
     """The message for a second Ctrl-C at a step, which saves nothing; 0: before the first step."""
-    if not step:
-        return "interrupted twice: ended at once; start the same command again"
-    lost = f"ended at once at step {step:,}, without a save"
-    return f"interrupted twice: {lost}; the same command resumes from the last one"
+    place = f" at step {step:,}, without a save" if step else ""
+    return f"interrupted twice: ended at once{place}; the same command starts or resumes it"
 
 
 def first_line(error: BaseException) -> str:

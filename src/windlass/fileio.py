@@ -1,8 +1,8 @@
 """Durable file operations, the atomic writer, the lock, and readers and writers of JSON.
 
 A save changes the disk through one `Files` object, so that a test can stop, fail or kill the
-process at each operation (docs/evidence/reliability.md). As in POSIX, the bytes of a file are on the disk
-after its `fsync`, and a name (a new file, a rename, a removal) after the `fsync` of its directory.
+process at each operation. As in POSIX, the bytes of a file are on the disk after its `fsync`, and a
+name (a new file, a rename, a removal) after the `fsync` of its directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import IO, Any
 from windlass.errors import UserError
 
 LOCK_POLL_SECONDS = 0.1
-PIECE_BYTES = 16 * 2**20
-"""Read, written or hashed at once; a thread asks for Python's lock after each piece."""
+PIECE_BYTES = 16 * 2**20  # read, written or hashed at once; then a thread asks for Python's lock
 BUFFER_BYTES = 2**20  # of a `HashedFile`
 
 
@@ -43,10 +42,7 @@ def make_dir(path: Path, instead: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(directory: Path) -> Iterator[Path]:
-    """An empty directory to fill, which becomes `directory` at the end of the block, or vanishes.
-
-    UserError if `directory` is a file or not empty.
-    """
+    """An empty directory to fill; it becomes `directory` after the block, or vanishes."""
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise UserError(f"{directory} is a file or not empty: name a new directory")
     make_dir(directory.absolute().parent, f"name another directory than {directory}")
@@ -69,7 +65,6 @@ class NewFile:
     descriptor: int
 
     def write(self, data: memoryview | bytes) -> None:
-        """Write all of `data`."""
         view = memoryview(data)
         while view:
             self.files.about_to("write", self.path, self, view)
@@ -118,7 +113,6 @@ class Files:
         """Called before every operation; tests override it to record, fail or kill."""
 
     def make_dir(self, path: Path) -> None:
-        """Make a directory, unless it exists."""
         self.about_to("mkdir", path)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
@@ -143,13 +137,11 @@ class Files:
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, if it exists."""
         self.about_to("unlink", path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def remove_dir(self, path: Path) -> None:
-        """Remove an empty directory, if it exists."""
         self.about_to("rmdir", path)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(path)
@@ -197,8 +189,7 @@ class Files:
         """A new file, which takes the place of `path` at the end of the block.
 
         A reader sees the old file or the new one, whole. With `durable` the new file is on the disk
-        after the block, and one process at a time may write it. Otherwise any number may. An error
-        leaves the old file.
+        after the block, and one process at a time may write it. Otherwise any number may.
         """
         writer = "" if durable else f".{os.getpid()}"
         fresh = path.with_name(f".{path.name}{writer}.new")
@@ -227,7 +218,6 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file. Other threads run meanwhile."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -239,8 +229,7 @@ class LockHeld(Exception):
 def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
     """Hold a lock file until the returned file is closed or this process ends.
 
-    Returns None if the file system has no locks. Raises LockHeld after `seconds`, and OSError if
-    the file cannot be opened.
+    Returns None if the file system has no locks. Raises LockHeld after `seconds`.
     """
     end = time.monotonic() + seconds
     while True:
@@ -276,10 +265,7 @@ def locked(path: Path) -> AbstractContextManager[Any]:
 
 
 def lock_held(path: Path) -> bool | None:
-    """Whether a process holds a lock file; None if this host cannot know.
-
-    It cannot know if the file does not exist or names another host, or without locks.
-    """
+    """Whether a process holds a lock file; None if this host cannot know."""
     try:
         with path.open(encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released when the file closes

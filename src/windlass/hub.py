@@ -1,7 +1,6 @@
 """The Hugging Face Hub: names become local directories, and each failure a message with a remedy.
 
-This module imports nothing heavy. The Hub's libraries read their environment at import, so call
-`prepare` before that.
+The Hub's libraries read their environment at import, so call `prepare` before that.
 """
 
 from __future__ import annotations
@@ -76,23 +75,17 @@ def explained(what: str) -> Iterator[None]:
     except ImportError as error:
         raise UserError(f"{what} {missing_package(error)}") from None
     except (OSError, ValueError) as error:  # the Hub's own errors are all of these
-        if problem := problem_of(error):
-            raise UserError(f"{what} {problem}") from None
+        cause: BaseException | None = error
+        kinds = set[str]()
+        while cause is not None:
+            kinds |= {kind.__name__ for kind in type(cause).__mro__}
+            cause = cause.__cause__ or cause.__context__
+        problem = f"cannot be loaded: {first_line(error)}"
         if offline():
-            problem = f"is not on this machine, and {UNREACHABLE}"
             advice = "download it on a machine with a network, or give a local directory"
-            raise UserError(f"{what} {problem}: {advice}") from None
-        raise UserError(f"{what} cannot be loaded: {first_line(error)}") from None
-
-
-def problem_of(error: BaseException) -> str:
-    """Problem and remedy for an error of the Hub's client, by its causes; empty for others."""
-    cause: BaseException | None = error
-    kinds = set[str]()
-    while cause is not None:
-        kinds |= {kind.__name__ for kind in type(cause).__mro__}
-        cause = cause.__cause__ or cause.__context__
-    return next((text for name, text in PROBLEMS.items() if name in kinds), "")
+            problem = f"is not on this machine, and {UNREACHABLE}: {advice}"
+        problem = next((text for name, text in PROBLEMS.items() if name in kinds), problem)
+        raise UserError(f"{what} {problem}") from None
 
 
 def missing_package(error: ImportError) -> str:
@@ -110,13 +103,8 @@ def directory(
 ) -> Path:
     """The local directory of a model or tokenizer: `name` itself, or a download from the Hub.
 
-    Args:
-        revision: a commit, tag or branch of the Hub.
-        key: the setting that names the model, for messages.
-        weights: also download the safetensors files that the index names, or the single one.
-        download: UserError instead of a download.
-
-    Raises UserError if the Hub does not provide it.
+    `key`: the setting that names it. `weights`: with the safetensors files. Without `download` it
+    has to be in the Hub's cache.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -139,7 +127,7 @@ def directory(
 
 
 def check_push(repo: str) -> None:
-    """Raise UserError if an upload to the Hub cannot work: a bad name, no token, or no network."""
+    """Raise UserError if an upload to the Hub cannot work."""
     prepare()
     option = argument("push", repo)
     require("huggingface_hub", option)

@@ -1,14 +1,13 @@
 """The contract of a launcher and its ranks, and the processes and GPUs of this machine. No torch.
 
-The launcher gives its ranks a directory (`WATCH_DIR`). There each rank writes its status (step and
-phase), which is still readable after a SIGKILL, and the failure that ended it.
+Each rank writes its status (step and phase), readable after a SIGKILL, and its failure into the
+launcher's `WATCH_DIR`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import json
 import os
 import signal
@@ -55,50 +54,30 @@ def thread_share(ranks: int) -> int:
 def visible_gpus() -> list[str]:
     """The NVIDIA GPUs of this process, as CUDA_VISIBLE_DEVICES names them; empty without a driver.
 
-    As in CUDA, the first name that is not a device ends the list, a repeated name empties it, and a
-    process gets at most one MIG instance.
+    As in CUDA, the first name that is not a device ends the list, and a process gets at most one
+    MIG instance.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count, instances = None, list[str]()
+    count = None
     with contextlib.suppress(Exception):  # no driver, no library
         import pynvml
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-        instances = [] if visible else mig_instances(pynvml, count)
-    if visible is None:
-        return instances[:1] or [str(number) for number in range(count or 0)]
-    names = [name.strip() for name in visible.split(",")]
-    kind = names[0][:4] if names[0].startswith(("GPU-", "MIG-")) else ""
-
-    def is_device(name: str) -> bool:
-        if kind:
-            return name.startswith(kind)
-        return name.isdigit() and (count is None or int(name) < count)
-
-    names = list(itertools.takewhile(is_device, names))
-    is_repeated = len(set(names)) < len(names)
-    return [] if is_repeated else names[:1] if kind == "MIG-" else names
-
-
-def mig_instances(nvml: Any, count: int) -> list[str]:
-    """The MIG instances of this machine's GPUs, as CUDA_VISIBLE_DEVICES names them."""
-    names = []
-    for gpu in map(nvml.nvmlDeviceGetHandleByIndex, range(count)):
-        # an error: the GPU has no MIG, or fewer instances than the maximum
-        with contextlib.suppress(nvml.NVMLError):
-            divided = nvml.nvmlDeviceGetMigMode(gpu)[0]
-            for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu) if divided else 0):
-                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, number)
-                names.append(nvml.nvmlDeviceGetUUID(instance))
-    return names
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return [str(number) for number in range(count or 0)]
+    names = list[str]()
+    for name in map(str.strip, visible.split(",")):
+        is_number = name.isdigit() and (count is None or int(name) < count)
+        if not is_number and not name.startswith(("GPU-", "MIG-")):
+            break
+        names.append(name)
+    return names[:1] if names and names[0].startswith("MIG-") else names
 
 
 def nvml_handle(nvml: Any, name: str) -> Any:
     """NVML's handle of a device by its index, its UUID, or the beginning of its UUID.
 
-    torch gives UUIDs without `GPU-` or `MIG-`. CUDA_VISIBLE_DEVICES renumbers torch's devices but
-    not NVML's. Raises StopIteration for an unknown device.
+    torch gives UUIDs without `GPU-` or `MIG-`. Raises StopIteration for an unknown device.
     """
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
@@ -111,10 +90,7 @@ def nvml_handle(nvml: Any, name: str) -> Any:
 
 
 def exit_with_parent(default: int = 0) -> None:
-    """End this process with exit code 1 soon after the parent that PARENT names, or `default`.
-
-    A thread polls. It does nothing if there is no such parent.
-    """
+    """End this process with exit code 1 soon after the parent that PARENT names, or `default`."""
     parent = int(os.environ.pop(PARENT, default))
 
     def poll() -> None:
@@ -130,8 +106,7 @@ def exit_with_parent(default: int = 0) -> None:
 def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> Iterator[None]:
     """Call `handle` with the number of each signal that comes, until the block ends.
 
-    Outside the main thread Python allows no handlers, so the block catches nothing. An ignored
-    SIGHUP (nohup) stays ignored.
+    Outside the main thread the block catches nothing. An ignored SIGHUP (nohup) stays ignored.
     """
     previous = dict[int, Any]()
     for number in numbers if threading.current_thread() is threading.main_thread() else ():
@@ -141,15 +116,11 @@ def catch_signals(numbers: Iterable[int], handle: Callable[[int], object]) -> It
         yield
     finally:
         for number, handler in previous.items():
-            # None: the handler was not set from Python
-            signal.signal(number, handler or signal.SIG_DFL)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
 
 
 def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that forked it ends (Linux).
-
-    So the main thread has to fork it.
-    """
+    """Have the kernel kill this process when the thread that forked it ends (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
@@ -157,10 +128,8 @@ def kill_with_parent() -> None:
 def keep_freed_memory(every_size: bool = False) -> bool:
     """Have glibc reuse freed memory instead of returning it; False for another C library.
 
-    By default glibc returns the top of the heap to the kernel after the backward pass has freed the
-    activations, and the next step faults in every page again: 5 to 7 % of a step. Blocks above
-    32 MB are still returned unless `every_size`, which makes steps with logits or gradients of that
-    size up to 1.12 times as fast. It is for the time after the first step: what is built before
+    By default the next step faults in every page again: 5 to 7 % of a step. Blocks above 32 MB are
+    still returned unless `every_size`, for the time after the first step: what is built before
     leaves holes in the heap that no such block fits.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -209,7 +178,7 @@ class RankStatus:
             with contextlib.suppress(OSError):  # a full disk costs the launcher's message only
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
                 # Room for the failure, which may be that the disk is full.
-                self._failure_path(directory).write_text(" " * FAILURE_BYTES)
+                Path(directory, f"failure-{rank}.json").write_text(" " * FAILURE_BYTES)
         self.mark(0, "start")
 
     def mark(self, step: int, phase: str) -> None:
@@ -227,16 +196,13 @@ class RankStatus:
         at = (self.rank, self.host, self.step, self.phase)
         return Failure(*at, error, time.time(), secondary, place=self.place, again=again)
 
-    def _failure_path(self, directory: str) -> Path:
-        return Path(directory, f"failure-{self.rank}.json")
-
     def write(self, failure: Failure) -> None:
         """Tell the launcher what ended this rank: its own failure, or another rank's."""
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
-                path, text = self._failure_path(directory), json.dumps(asdict(failure))
+                path = Path(directory, f"failure-{self.rank}.json")
                 with path.open("r+" if path.exists() else "w") as file:  # in its reserved room
-                    file.write(text.ljust(FAILURE_BYTES))
+                    file.write(json.dumps(asdict(failure)).ljust(FAILURE_BYTES))
                 for name in (host_name(os.environ) or self.host, self.host.partition(".")[0]):
                     Path(directory, f"host-{name}").touch()
 
@@ -246,10 +212,8 @@ def first_to_show(message: str) -> bool:
     try:
         if reports := os.environ.get(REPORTS):
             Path(reports, f"shown-{zlib.crc32(message.encode())}").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
     return True
 
 

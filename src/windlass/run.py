@@ -1,8 +1,4 @@
-"""A run directory and its effective ledger, read without torch.
-
-Reports, plans and studies read runs through this module, so a run that was killed and resumed looks
-the same to all of them.
-"""
+"""A run directory and its effective ledger, read without torch."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ def timestamp(line: Line) -> float:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """All whole lines of a ledger, decoded, in the order of writing."""
+    """All whole lines of a ledger, decoded."""
     lines = read_jsonl(path)
     return (decode(x) for x in lines if "kind" in x and isinstance(x.get("step"), int))
 
@@ -75,8 +71,7 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 def last_start(ledger: Iterable[Line]) -> Line:
     """The event of a run's last start, with the fields of earlier starts that it lacks, or empty.
 
-    It may precede other starts, because a ledger is in the order of the steps and a start may go
-    back.
+    A ledger is in the order of the steps and a start may go back, so the last is by attempt.
     """
     starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
     merged: Line = {}
@@ -119,7 +114,6 @@ class Run:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a run at the path."""
         return self.recipe_path.is_file() or bool(recorded(self.recipe_path))
 
     @cached_property
@@ -132,12 +126,11 @@ class Run:
 
     @cached_property
     def environment(self) -> dict[str, Any]:
-        """Versions, hosts and devices of the last start; empty before it."""
+        """Versions, hosts and devices of the last start."""
         return read_json(self.path / "environment.json")
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the last start was on GPUs."""
         ranks = self.environment.get("ranks", [])
         return any(str(rank.get("device", "")).startswith("cuda") for rank in ranks)
 

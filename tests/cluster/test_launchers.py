@@ -15,15 +15,6 @@ pytestmark = pytest.mark.dist
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.full
-@pytest.mark.skipif(
-    shutil.which("mpiexec") is None, reason="no mpiexec on this machine (Debian's package mpich)"
-)
-def test_mpiexec(settings, tmp_path, two_local_ranks):
-    launched(["mpiexec", "-n", "2", *TRAIN, *settings(tmp_path / "run", **DDP)])
-    assert_same(tmp_path / "run", two_local_ranks)
-
-
 @pytest.fixture
 def pbs_job(request, tmp_path, monkeypatch) -> str:
     """The shell of a PBS job on one host with two ranks, whose `mpiexec` is the real one of this

@@ -84,13 +84,3 @@ def test_a_stopped_batch_job_resumes(cluster: Cluster, settings, tmp_path, how):
     assert 0 < resumed[0]["step"] < 400, "it was stopped on the way, and nothing was lost"
     steps = [line["step"] for line in run.lines("train")]
     assert steps[-1] == 400 and len(set(steps)) == len(steps)
-
-
-@pytest.mark.full
-def test_ranks_of_uneven_length_end_by_themselves(cluster: Cluster, tmp_path):
-    """Rank 0 works for more than a minute after the other one: trackers, a report."""
-    uneven = f"[ $SLURM_PROCID = 1 ] || {{ sleep 70; touch {tmp_path}/done; }}"
-    words = [sys.executable, "-m", "windlass", "launch", "--", "bash", "-c", uneven]
-    job = cluster.submit(batch_script(tmp_path / "job.sh", shlex.join(words)))
-    assert cluster.wait(job)["JobState"] == "COMPLETED", cluster.logs()
-    assert (tmp_path / "done").exists()

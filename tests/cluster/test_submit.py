@@ -3,7 +3,6 @@ a lost node, a cancel.
 """
 
 import contextlib
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from launching import DDP, LONG, TRAIN, assert_same, launched
 from slurm_cluster import Cluster, log_of
 
-from docs_pages import DOCS, blocks, commands_of
 from helpers import wait_for
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel
@@ -77,6 +75,7 @@ def undisturbed(settings, tmp_path_factory) -> list[float]:
     return [line["loss"] for line in Run(run).lines("train")]
 
 
+@pytest.mark.full  # 39 s; tests/unit/test_launch_batch.py runs the script without a cluster
 def test_at_its_limit_it_saves_and_requeues_itself(cluster: Cluster, settings, tmp_path):
     """SLURM sends the batch shell the signal of --signal=B:USR1; here a person sends it."""
     run = Run(tmp_path / "run")
@@ -113,17 +112,6 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
     saved = [path.name for path in tmp_path.glob("saved*")]
     assert saved == ["saved0" if array else "saved"], log_of(logs)
     assert not (tmp_path / "up").exists() and ended["Restarts"] == "0"
-
-
-def test_the_log_of_a_run_with_an_odd_name(cluster: Cluster, tmp_path, monkeypatch):
-    for variable, value in cluster.environment.items():
-        monkeypatch.setenv(variable, value)
-    name = 'it\'s a "quote" 50%j #1'
-    logs = tmp_path / name
-    job = submit(Job(name, ["bash", "-c", "echo it ran; pwd"], tmp_path, logs), Site(), "slurm").job
-    cluster.wait(job)
-    assert log_of(logs).split() == ["it", "ran", str(tmp_path)]
-    assert (logs / ".exit").read_text() == "0\n"
 
 
 @pytest.mark.full
@@ -194,17 +182,6 @@ def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, se
 
 
 @pytest.mark.full
-def test_a_check_that_cannot_measure_ends_the_job_with_44(cluster: Cluster, settings, tmp_path):
-    """One rank has nothing to send; the run directory's name has a space."""
-    run = Run(tmp_path / "a run")
-    words = [*settings(run.path), *"parallel.device=cpu --nodes 1 --min-busbw 1 --watch".split()]
-    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 44 and "exit code 44 before the run began" in done.stdout, done.stdout
-    job_end(cluster, read_json(run.path / "job.json")["job"], run, "FAILED 44:0 0")
-    assert "NOT MEASURED" in log_of(run.path) and not run.recipe_path.exists()
-
-
-@pytest.mark.full
 def test_a_rank_that_is_lost_starts_the_job_again_once(
     cluster: Cluster, settings, tmp_path, undisturbed
 ):
@@ -248,36 +225,3 @@ def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_pa
     job_end(cluster, job, run, "COMPLETED 0:0 1")
     assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
     assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_the_tutorial(cluster: Cluster, tmp_path):
-    """The files and commands of docs/tutorials/slurm.md, with this cluster's partition, fewer steps
-    and a longer limit.
-    """
-    instead = {'"gpu"': '"all"', "00:04:00": "00:08:00", "--dry-run": "train.steps=20 --dry-run"}
-    instead |= {"--watch": "train.steps=20 --watch"}
-    outputs = dict[str, str]()
-    for block in blocks(DOCS / "tutorials" / "slurm.md"):
-        if block.file:
-            (tmp_path / block.file).write_text(replaced(block.text, instead), encoding="utf-8")
-        for command in commands_of(block):
-            words = shlex.split(replaced(command.text, instead))
-            done = cluster.call(sys.executable, "-m", *words, cwd=tmp_path, seconds=250)
-            assert done.returncode == 0, f"{command}\n{done.stdout}{cluster.logs()}"
-            outputs[words[1] + words[-1]] = done.stdout
-    script, watched = outputs["submit--dry-run"], outputs["submit--watch"]
-    assert script.startswith("#!/bin/bash") and "#SBATCH --time=00:08:00" in script
-    shown = next(b for b in blocks(DOCS / "tutorials" / "slurm.md") if b.text.startswith("#SBATCH"))
-    missing = set(replaced(shown.text, instead).splitlines()) - set(script.splitlines())
-    assert not {line.replace("=gpu", "=all") for line in missing} - set(script.splitlines())
-    assert "step 20/20" in watched and "the run is finished" in watched
-    assert "finished" in outputs["runsruns"]
-    assert (tmp_path / "runs" / "first" / "report" / "index.html").is_file()
-
-
-def replaced(text: str, instead: dict[str, str]) -> str:
-    for old, new in instead.items():
-        text = text.replace(old, new)
-    return text

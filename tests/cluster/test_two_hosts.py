@@ -62,19 +62,6 @@ class TwoHosts:
         self.started += processes
         return processes
 
-    def by_hand(self, settings: list[str], log: Path, master: str) -> list[subprocess.Popen]:
-        """Two ranks on each host, with only the four variables that torch needs."""
-        port = str(next(PORTS))
-        for rank in range(4):
-            words = ["ip", "netns", "exec", self.names[rank // 2], sys.executable, "-m", "windlass"]
-            words += ["train", "quickstart", *settings]
-            own = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": master, "MASTER_PORT": port}
-            with Path(f"{log}-{rank}").open("w") as out:
-                pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-                environ = os.environ | own | {"OMP_NUM_THREADS": "1"}
-                self.started.append(subprocess.Popen(words, env=environ, **pipes))
-        return self.started[-4:]
-
     def cable(self, state: str) -> None:
         ip("-n", self.names[1], "link", "set", "cable", state)
 
@@ -103,7 +90,6 @@ def hosts() -> Iterator[TwoHosts]:
             process.wait()
         for name in two.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
 def text(log: Path) -> str:
@@ -123,26 +109,6 @@ def test_torchrun_over_two_hosts(hosts, settings, tmp_path, two_local_ranks):
     places = [line for line in lines if "[rank=" in line]
     assert "[cpu][rank=0/1][local_rank=0/0][node=0/1]" in places[0]
     assert "[rank=1/1][local_rank=0/0][node=1/1]" in places[1]
-
-
-@pytest.mark.full
-def test_ranks_by_hand_on_two_hosts(hosts, settings, tmp_path, two_local_ranks):
-    """The first host resolves its own name to 127.0.1.1, as Debian does; the other one does not."""
-    for name, address in zip(hosts.names, ("127.0.1.1", "10.77.0.1"), strict=True):
-        etc = Path("/etc/netns", name)  # `ip netns exec` mounts its files over those of /etc
-        etc.mkdir(parents=True)
-        (etc / "hosts").write_text(f"{address} first\n")
-    run, log = Run(tmp_path / "run"), tmp_path / "log"
-    for process in hosts.by_hand(settings(run.path, **DDP), log, "first"):
-        assert process.wait(150) == 0, text(log)
-    losses = [[line["loss"] for line in one.lines("train")] for one in (run, two_local_ranks)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    launch = read_json(run.path / "environment.json")["launch"]
-    assert (launch["launcher"], launch["world"], launch["nodes"]) == ("environment", 4, 2)
-    places = [line for line in run.log_path.read_text().splitlines() if "[rank=" in line]
-    assert "[rank=3/3][local_rank=1/1][node=1/1]" in places[3]
-    for process in hosts.by_hand(settings(run.path, **DDP), tmp_path / "again", "first"):
-        assert process.wait(60) == 0 and "is finished" in text(tmp_path / "again")
 
 
 @pytest.mark.parametrize("key", ["run.dir", pytest.param("data.dir", marks=pytest.mark.full)])

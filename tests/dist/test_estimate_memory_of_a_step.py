@@ -104,23 +104,6 @@ def test_embedding_and_head_are_gathered_one_after_the_other(settings):
 
 
 @pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_the_gathered_head_stays_during_a_loss_in_chunks(strategy):
-    predicted, _, peak = compare("chunks", world=2, accumulation=2, parallel__strategy=strategy)
-    assert predicted.total == pytest.approx(peak, rel=0.04), predicted
-
-
-@pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
-def test_four_ranks(shape, strategy):
-    predicted, _, peak = compare(shape, world=4, parallel__strategy=strategy)
-    assert predicted.total == pytest.approx(peak, rel=0.05), predicted
-
-
-@pytest.mark.dist
 @pytest.mark.parametrize("accumulation", [2, slow(4)])
 @pytest.mark.parametrize("chunks", [1, slow(2)])
 def test_a_pipeline(chunks, accumulation):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from harness import Join, recipe, run_ranks
 
 from rows import Rows
@@ -21,7 +20,7 @@ from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods
 from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.source import alone
-from windlass.evaluation.suites import Suites, evaluate_squad
+from windlass.evaluation.suites import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
@@ -219,29 +218,3 @@ def test_a_stop_signal_on_one_rank_stops_all_after_the_same_pass() -> None:
 )
 def test_precision_of_the_measurements_of_a_saved_model(trained, changes, gpu, used):
     assert precision_of(recipe(train__precision=trained), changes, gpu) == used
-
-
-@pytest.mark.parametrize(
-    ("suite", "settings", "planned"),
-    [
-        ("loss", {}, True),
-        ("loss", {"data__format": "chat", "data__source": "x.jsonl"}, False),
-        ("own:x", {}, False),
-    ],
-)
-def test_attention_of_cudnn_is_for_passes_of_one_shape(suite, settings, planned):
-    """It makes a plan for each shape, which takes longer than the pass."""
-
-    class Model(torch.nn.Module):
-        def forward(self, *_: torch.Tensor) -> torch.Tensor:
-            seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-            return torch.zeros(())
-
-    def own(model: Any) -> dict[str, Any]:
-        model()
-        return {"score": 1.0}
-
-    seen: list[bool] = []
-    suites = Suites(recipe(**settings), TOKENIZER, alone("cpu"), rows(3), own={"own:x": own})
-    suites.measure(suite, Model())
-    assert set(seen) == {planned} and torch.backends.cuda.cudnn_sdp_enabled()

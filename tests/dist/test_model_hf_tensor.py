@@ -9,7 +9,6 @@ import pytest
 import torch
 from equivalence import VOCAB, check, distance, each, logits_of, reference, settings, trained
 from harness import run_ranks
-from test_parallel_layouts import compiled
 
 import hf_fixtures
 from windlass.errors import UserError
@@ -77,21 +76,6 @@ def test_other_trainings_are_those_of_one_process(models, name):
     more = keys(models / kind, **changes)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **more))
     check(2, [settings("fp64", "full_shard", 2, **more, tensor=2)], wanted)
-
-
-@FULL
-@pytest.mark.dist
-def test_a_compiled_block_is_one_graph_with_its_collectives(tmp_path):
-    """Rows of another length take two more: FSDP2 gives the first block of a unit a view, whose base
-    has a varying size.
-    """
-    hf_fixtures.save("llama", tmp_path, vocab=VOCAB)
-    recipe = settings("fp64", "full_shard", 1, 2, **keys(tmp_path), tensor=2)
-    plain = run_ranks(trained, 2, recipe)
-    recipe = recipe.replace({"train.compile": True})
-    for losses, graphs, breaks in run_ranks(compiled, 2, recipe, timeout=150):
-        assert losses == plain[0][0]
-        assert (graphs, breaks) == (3, {})
 
 
 @pytest.mark.dist

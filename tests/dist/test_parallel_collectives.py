@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import Join, grad_norm, recipe, run_ranks
 
 from windlass.errors import RunFailed, UserError
@@ -24,21 +23,6 @@ from windlass.recipe import Recipe
 from windlass.recipe.strategies import STRATEGIES
 
 pytestmark = pytest.mark.dist
-
-
-def public_limits(join: Join) -> tuple[list[float], int]:
-    limits: list[float] = []
-    # a forked process: only it sees torch 2.14's function
-    dist.set_timeout = lambda limit, group: limits.append(limit.total_seconds())
-    with join(recipe()) as ranks:
-        limits.clear()
-        ranks.set_timeout(3.0)
-        return limits, len(ranks.mesh.groups())
-
-
-def test_the_time_limit_of_each_group_is_set_by_the_public_function_if_torch_has_it():
-    for limits, groups in run_ranks(public_limits, 2):
-        assert limits == [3.0] * groups and groups > 0
 
 
 def ones_on(rank: int) -> torch.nn.Parameter:

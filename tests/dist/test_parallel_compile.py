@@ -20,7 +20,7 @@ from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, edges_of
+from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
 from windlass.model.size import CHUNK_BYTES
@@ -34,6 +34,10 @@ LOW = {"parallel__strategy": "full_shard", "train__precision": "bf16"}
 FLOAT8 = {"train__precision": "float8", "model__width": 128}
 SELECTIVE = {"parallel__activation_checkpointing": "selective"}
 Work = Callable[[Any, Ranks, Callable[..., None]], object]
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(value, marks=pytest.mark.full)
 
 
 @pytest.fixture
@@ -88,13 +92,13 @@ def static(graph: torch.fx.GraphModule) -> bool:
     "settings",
     [
         {},
-        {"parallel__activation_checkpointing": "full"},
+        slow({"parallel__activation_checkpointing": "full"}),
         {"parallel__activation_checkpointing": "selective"},
         LOW,
-        LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"},
+        slow(LOW | {"train__precision": "fp16", "parallel__activation_checkpointing": "full"}),
         FLOAT8,
-        LOW | FLOAT8,
-        FLOAT8 | SELECTIVE,
+        slow(LOW | FLOAT8),
+        slow(FLOAT8 | SELECTIVE),
     ],
     ids=[
         *("one rank", "full", "selective", "FSDP2 in bf16", "FSDP2 in fp16, full"),
@@ -189,29 +193,3 @@ def test_varying_documents_compile_once(compiled, checkpointing):
         parallel__activation_checkpointing=checkpointing,
     )
     assert static(graph)
-
-
-def test_varying_documents_compile_once_for_flash_attention(compiled, monkeypatch):
-    """With 4, 8, 16 or 32 edges; a stand-in for the kernel, because it needs a GPU."""
-
-    def kernel(
-        q: Any, k: Any, v: Any, q_edges: Any, k_edges: Any, *longest: int, **how: Any
-    ) -> Any:
-        assert longest == (32, 32)
-        return q + v
-
-    spans = Documents.spans
-
-    def with_edges(self: Documents, first: int, stop: int, dtype: Any = None) -> Any:
-        made = spans(self, first, stop)
-        made.edges = (edges_of(made.queries, torch.device("cpu")),) * 2
-        return made
-
-    monkeypatch.setattr(Documents, "spans", with_edges)
-    monkeypatch.setattr("windlass.model.documents.HALF", (torch.float32,))
-    kernel = torch._dynamo.allow_in_graph(kernel)
-    monkeypatch.setattr("windlass.model.flash.varlen_attn", kernel)
-    graphs = compiled(
-        lambda model, ranks, train: [train(documents=documents_of(*n)) for n in VARYING]
-    )
-    assert len(graphs) == 1

@@ -3,16 +3,11 @@
 `test_parallel_equivalence.py` has their trainings.
 """
 
-import warnings
-from functools import partial
-
 import pytest
 import torch
-from equivalence import VOCAB, logits_of, settings, trained
+from equivalence import VOCAB, logits_of, settings
 from harness import run_ranks
 from test_parallel_equivalence import FOUR, NEW, OLD
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 
 import hf_fixtures
 from windlass.model.build import build_model
@@ -69,35 +64,3 @@ def test_logits_and_a_cache_are_those_of_one_process(model):
         for whole, parts_of_it in per_rank:
             torch.testing.assert_close(whole, wanted, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(parts_of_it, cached, rtol=1e-9, atol=1e-12)
-
-
-def compiled(join, recipe):
-    """Losses of a compiled model; its graphs and their breaks."""
-    warnings.simplefilter("ignore")
-    torch._dynamo.reset()
-    counters.clear()
-    graphs, real = CompileCounterWithBackend("eager"), torch.compile
-    torch.compile = partial(real, backend=graphs)
-    try:
-        losses = trained(join, recipe)[0]
-    finally:
-        torch.compile = real
-    return losses, graphs.frame_count, dict(counters["graph_break"])
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("layout", "ragged"),
-    [({"tensor": 2}, 2), pytest.param({"context": 4}, 0, marks=pytest.mark.full)],
-)
-def test_a_compiled_block_is_one_graph_with_its_collectives(layout, ragged):
-    """Rows of another length take two more: FSDP2 gives the first block of a unit a view, whose base
-    has a varying size. With `context` they take none, because all parts here have one size.
-    """
-    recipe = settings("fp64", "full_shard", 1, 2, **NEW, **layout, model__layers=4)
-    [world] = layout.values()
-    plain = run_ranks(trained, world, recipe)
-    recipe = recipe.replace({"train.compile": True})
-    for losses, graphs, breaks in run_ranks(compiled, world, recipe, timeout=120):
-        assert losses == plain[0][0]
-        assert (graphs, breaks) == (1 + ragged, {})

@@ -4,11 +4,10 @@
 """
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
-from equivalence import BATCH, CONTEXT, VOCAB, built, check, reference, rows, settings
+from equivalence import BATCH, CONTEXT, VOCAB, built, rows, settings
 from harness import run_ranks
 from torch import nn
 
@@ -22,28 +21,6 @@ from windlass.recipe.network import ModelSettings
 
 TIED = {"model__layers": 5, "model__head_bias": True}
 TWO = {"accumulation": 4, "pipeline": 2, **TIED}
-
-
-def ends_of(join, recipe):
-    """Whether this rank holds a tied table, and whether the mesh knows the group that shares it."""
-    with join(recipe) as ranks:
-        ends = unwrap(built(ranks, recipe)[0]).pipeline.ends
-        return ends is not None, any(group is ends for group in ranks.mesh.groups())
-
-
-@pytest.mark.dist
-def test_the_mesh_sets_the_time_limit_of_the_group_of_a_tied_table_too():
-    found = run_ranks(ends_of, 4, settings("fp64", "ddp", 4, **TWO | {"pipeline": 4}))
-    assert found == [(True, True), (False, False), (False, False), (True, True)]
-
-
-@pytest.mark.dist
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")  # Dynamo's own
-def test_compiled_and_selectively_checkpointed_blocks(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    how = {"train__compile": True, "activation_checkpointing": "selective", "pipeline_chunks": 2}
-    check(2, [settings("fp64", "full_shard", 2, **TWO, **how)], reference(**TIED))
 
 
 def norm_of_one_stage(join, recipe):

@@ -6,17 +6,15 @@ import hashlib
 import io
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import tiny_recipe
-from windlass import Run, train
+from windlass import train
 from windlass.cli import main
-from windlass.evaluation.api import TextSampler, evaluate, generate, sample
-from windlass.evaluation.source import find_source
+from windlass.evaluation.api import TextSampler, evaluate, sample
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
 
@@ -84,24 +82,6 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
     low = record("train.precision=bf16", suite="loss")
     losses = [x["results"]["loss"]["loss"] for x in (low, both)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02) and losses[0] != losses[1]
-
-
-def test_a_run_with_a_stream_in_bf16_is_measured_on_a_cpu(run: Path, tmp_path: Path) -> None:
-    low = {"train__precision": "bf16", "train__stream": "bf16", "train__steps": 2}
-    recipe = tiny_recipe(run.parent / "text.txt", tmp_path / "run", **low)
-    result = evaluate(train(recipe), ["loss"], {"parallel.device": "cpu"})
-    assert result.measured["loss"]["settings"]["train.precision"] == "fp32"
-
-
-def test_one_rank_reads_a_run_whose_ranks_divided_the_model(run: Path, tmp_path: Path) -> None:
-    divided = tmp_path / "divided"
-    shutil.copytree(run, divided)
-    recipe = Run(run).recipe.replace({"parallel.tensor": 2, "parallel.context": 2})
-    (divided / "recipe.toml").write_text(recipe.toml())
-    assert find_source(divided).recipe.parallel == Run(run).recipe.parallel
-    whole, again = (evaluate(path, ["loss"], out=tmp_path / "out") for path in (run, divided))
-    assert again.results["loss"]["loss"] == whole.results["loss"]["loss"]
-    assert generate(divided, "the ", max_tokens=3) == generate(run, "the ", max_tokens=3)
 
 
 def test_sample_has_a_seed_and_reads_a_pipe(run: Path, capsys: Any, monkeypatch: Any) -> None:

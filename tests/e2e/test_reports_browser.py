@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote
@@ -227,32 +226,6 @@ def test_the_pointer(opened):
     assert "one: resumed at step 200" in title
 
 
-def test_two_fingers_zoom(opened):
-    opened.page.locator('figure[data-chart="loss"]').scroll_into_view_if_needed()
-    box = opened.page.locator('figure[data-chart="loss"] .plot').bounding_box()
-    session = opened.context.new_cdp_session(opened.page)
-    session.send("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-
-    def touch(kind, *places):
-        x, y = box["x"], box["y"] + box["height"] / 2
-        points = [{"x": x + at * box["width"], "y": y, "id": i} for i, at in enumerate(places)]
-        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-
-    touch("touchStart", 0.5)
-    touch("touchStart", 0.5, 0.6)
-    for more in (0.1, 0.2, 0.3):
-        touch("touchMove", 0.5 - more, 0.6 + more)
-    touch("touchEnd")
-    low, high = opened.domain()[:2]
-    assert 140 < low < high < 270 and opened.domain("mfu")[:2] == pytest.approx([low, high])
-    touch("touchStart", 0.5)
-    touch("touchMove", 0.7)
-    touch("touchEnd")
-    assert opened.domain()[:2] == [low, high], "one finger reads"
-    opened.page.click("#reset")
-    assert opened.domain()[:2] == [0, 400]
-
-
 def test_a_study_on_a_phone(browser, reports):
     """The first column of a wide table stays; each cell has its page; settings are not repeated."""
     with Opened(browser, reports["study"], 390) as opened:
@@ -365,25 +338,3 @@ def test_axe_finds_nothing_in_the_page_of_a_run_of_runs_and_of_a_study(browser, 
             for one in found["violations"]:
                 pytest.fail(f"{one['help']}: {[node['html'][:200] for node in one['nodes']]}")
             assert "color-contrast" in {one["id"] for one in found["passes"]}
-
-
-@pytest.mark.parametrize("name", ["one", "study"])
-def test_the_page_prints_in_light_colours_with_its_directory_and_whole_charts(
-    browser, reports, name, tmp_path
-):
-    with Opened(browser, reports[name], 1280, "dark") as opened:
-        path = tmp_path / "page.pdf"
-        opened.page.pdf(path=path, format="A4")
-        raw = path.read_bytes()
-        pages = len(re.findall(rb"/Type\s*/Page\b", raw))
-        assert 4 <= pages <= 16
-        opened.page.emulate_media(media="print")
-        opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
-        widths = "nodes => nodes.map(n => n.getBoundingClientRect().right)"
-        assert max(opened.page.eval_on_selector_all("figure svg", widths)) <= 680
-        paper = opened.page.evaluate("getComputedStyle(document.documentElement).colorScheme")
-        assert paper == "light" and opened.page.is_visible(".place")
-        opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
-    if shutil.which("pdftotext"):
-        text = subprocess.check_output(["pdftotext", "-layout", path, "-"], text=True)
-        assert "What went wrong?" in text and f"/{name}" in text and "Numbers" not in text

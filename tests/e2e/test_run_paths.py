@@ -1,18 +1,14 @@
 """Which run a path is, where its files are, and which recipe it was trained with."""
 
-import hashlib
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import curve
 
 from forked import forking
-from helpers import refused, tiny_recipe, windlass, write_corpus
+from helpers import refused, tiny_recipe, write_corpus
 from windlass import evaluate, plan, sweep, train
 from windlass.checkpoint.choose import list_checkpoints
-from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.study.study import Study
@@ -60,13 +56,6 @@ def test_a_run_is_at_the_path_that_the_user_gave(project, tmp_path, monkeypatch)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
         *("branch", "elsewhere", "link", "link.old-1", "project")
     ], "nothing was prepared or trained in the working directory"
-
-
-def test_the_command_line_trains_the_copy_with_several_ranks(project, tmp_path):
-    shutil.copytree("runs/first", tmp_path / "copy")
-    windlass("train", tmp_path / "copy", "--extend-to", "10", "--world", "2", cwd=tmp_path)
-    assert (steps(tmp_path / "copy"), steps(project / "runs/first")) == (10, 8)
-    assert not (tmp_path / "data").exists() and not (tmp_path / "runs").exists()
 
 
 def test_what_is_typed_starts_from_the_working_directory(project, tmp_path, monkeypatch):
@@ -131,27 +120,3 @@ def test_an_edited_recipe_follows_the_rules_of_overrides(project):
     run.recipe_path.write_text("[run")
     with refused("recipe.toml", "TOML", "delete it"):
         train("runs/first", extend_to=14)
-
-
-def test_a_kill_between_lineage_and_recipe_is_no_edit(project):
-    run = Run("runs/first")
-    old = run.recipe_path.read_bytes()
-    train("runs/first", extend_to=10)
-    new = json.loads((run.path / "lineage.json").read_text())
-    new["replaced"] = hashlib.sha256(old).hexdigest()
-    (run.path / "lineage.json").write_text(json.dumps(new))
-    run.recipe_path.write_bytes(old)
-    assert Recipe.load("runs/first").train.steps == 10
-    assert train("runs/first").state == "finished"
-
-
-def test_the_advice_for_a_branch_on_other_data_works(project):
-    write_corpus(Path("more.txt"), 600, seed=1)
-    changes = {"run.dir": "runs/next", "data.source": "more.txt", "train.steps": 12}
-    recipe = Recipe.load("runs/first", changes)
-    with pytest.raises(UserError) as caught:
-        train(recipe, branch_from="runs/first@8")
-    advice = ["model.init_from=runs/first@8", "data.tokenizer=auto"]
-    assert " ".join(advice) in str(caught.value)
-    train(recipe.replace(*advice))
-    assert steps(Run("runs/next")) == 12 and curve(Run("runs/next")) != curve(Run("runs/first"))

@@ -61,18 +61,3 @@ def test_a_failing_cell_stays_visible_with_its_reason_and_stops_no_other(sweep, 
     good, bad = Study.open(tmp_path / "study").results()
     assert (good.state, bad.state) == ("finished", "failed")
     assert "bad input" in bad.reason and "bad input" in done.stdout
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_strategies_worlds_and_models_with_steps_of_their_own_are_axes(sweep, tmp_path):
-    axes = ["parallel.strategy+parallel.world=single+1,ddp+2,full_shard+2", "model.layers=1,2"]
-    steps = {"train__steps": "compute-optimal", "train__tokens_per_parameter": 0.1}
-    windlass(*sweep(axes, **steps), timeout=300)
-    results = Study.open(tmp_path / "study").results()
-    started = [r.run.lines("event", event="started")[0] for r in results]
-    kinds = [(event["strategy"], event["world"]) for event in started[::2]]
-    assert kinds == [("single", 1), ("ddp", 2), ("full_shard", 2)]
-    optimal = [int(event["parameters"] * 0.1 / (8 * 32)) for event in started]
-    assert [r.step for r in results] == [r.steps for r in results] == optimal
-    assert results[0].steps < results[1].steps

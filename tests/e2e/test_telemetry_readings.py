@@ -3,7 +3,6 @@ speeds, epochs.
 """
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from helpers import each_step, refused
 from windlass import train
 from windlass.data.open import open_data
 from windlass.data.order import permute
-from windlass.data.prepare import prepare
 from windlass.errors import OutOfMemory, RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Block, initialise
 from windlass.model.size import count, flops_per_token
-from windlass.optim import build
 from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.run import STARTS, Run
@@ -93,21 +90,6 @@ def test_mfu_and_compute_optimal_steps_count_all_rows_of_the_model(
     assert run.summary["steps"] == int(tokens / model.context / recipe.train.global_batch)
 
 
-def test_the_log_has_the_kernel_and_changed_files(corpus, tmp_path):
-    """The source changes after its preparation."""
-    source = shutil.copytree(corpus, tmp_path / "own")
-    more = {"train.steps": 12, "telemetry.every": 12, "data.source": f"'{source}'"}
-    recipe = recipe_of(corpus, tmp_path / "run", **more, **{"data.dir": f"'{tmp_path / 'data'}'"})
-    prepare(recipe)
-    with next(source.glob("*.txt")).open("a") as file:
-        file.write("more")
-    run = train(recipe.replace("data.changed=keep"))
-    assert "adamw: " in lines_of(run, "optim ")[0] and lines_of(run, "legend ")
-    (warning,) = lines_of(run, "has changed")
-    assert "warning: " in warning and str(source) in warning
-    assert run.events[0]["data"]["changed"] == [warning.removeprefix("warning: ")]
-
-
 def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path: Path) -> None:
     """transformers' `train_loss` is the mean over all steps; 14 steps of 8 of 48 samples are 2
     epochs and a third.
@@ -136,28 +118,6 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     losses = [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)]
     assert losses == [None, by_epoch[6], by_epoch[12], None]
-
-
-def test_what_a_start_says_of_the_optimizer_and_of_its_time(corpus: Path, tmp_path: Path) -> None:
-    model = {f"model.{part}_bias": False for part in ("norm", "attn", "ff")}
-    recipe = recipe_of(corpus, tmp_path / "run", **model, **{"model.position": "learned"})
-    run = stopped(recipe, 2)
-    # nanoGPT's own: the two tables and four matrices a block decay, two norms a block and the last
-    # one do not
-    matrices, norms = (9 + 16) * 16 + 2 * 12 * 16 * 16, 5 * 16
-    log = run.log_path.read_text()
-    assert f"adamw: decay: 10 tensors with {matrices:,} parameters; no_decay: 5 tensors" in log
-    assert f"{matrices + norms:,} parameters ({matrices + norms - 256:,} without positions)" in log
-    start, first = (
-        next(e for e in run.events if e["event"] == name) for name in ("started", "first_step")
-    )
-    groups = [(g["name"], g["tensors"], g["parameters"]) for g in start["optimizer_groups"]]
-    assert groups == [("decay", 10, matrices), ("no_decay", 5, norms)]
-    assert RunView(run).values["startup_s"] == first["startup_s"] > 0 and first["step"] == 1
-    (line,) = lines_of(run, "first step done")
-    shown = [float(part.split()[-2]) for part in line.partition(": ")[2].split(", ")]
-    assert len(shown) >= 3 and sum(shown) == pytest.approx(sum(first["seconds"].values()), abs=0.2)
-    assert len(lines_of(train(recipe), "first step done")) == 2, "one a start"
 
 
 @pytest.fixture
@@ -189,59 +149,6 @@ def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_fo
     )
     assert run.recipe.train.micro_batch == 0
     assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
-
-
-def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(
-    corpus, tmp_path, monkeypatch
-):
-    """Else a forward pass that fits in the first step may run out of memory in the second one."""
-    held = []
-
-    class Counted(build.MuonAdamW):
-        def __init__(self, *arguments: Any, **more: Any):
-            super().__init__(*arguments, **more)
-            held.append(self)
-
-    forward = GPT.forward
-
-    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if self.training and held[-1].state and len(tokens) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(self, tokens, *rest, **more)
-
-    recipe = recipe_of(corpus, tmp_path / "run")
-    small = untouched(recipe, "train.micro_batch=2")
-    monkeypatch.setattr(build, "MuonAdamW", Counted)
-    monkeypatch.setattr(GPT, "forward", limited)
-    run = train(recipe)
-    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2]
-    assert run.state == "finished" and curve(run) == curve(small)
-
-
-def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(
-    corpus, tmp_path, monkeypatch
-):
-    backward, calls = torch.Tensor.backward, []
-
-    def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        backward(self, *rest, **more)
-
-    recipe = recipe_of(corpus, tmp_path / "run").replace(
-        "parallel.strategy=ddp", "train.compile=true"
-    )
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    monkeypatch.setattr(torch.Tensor, "backward", limited)
-    run = train(recipe)
-    assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
-    assert run.events[0]["compiles"] is True
-    assert resets == [1], (
-        "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
-    )
 
 
 def test_a_users_module_takes_a_smaller_micro_batch_in_the_next_start(corpus, tmp_path, memory_for):
@@ -317,23 +224,3 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
     assert run.state == "finished" and run.summary["steps"] == 6
     assert len({line["step"] for line in run.lines("train")}) == len(run.lines("train")) == 6
     assert "memory ran out in step" in capfd.readouterr().err
-
-
-def test_a_single_rank_starts_again_before_the_first_save(corpus, tmp_path, monkeypatch):
-    forward, calls = GPT.forward, []
-
-    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        calls.append(self.training)
-        if self.training and sum(calls) > 3 and len(tokens) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(self, tokens, *rest, **more)
-
-    more = {"model.dropout": 0, "eval.every": 0, "checkpoint.every": 10}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    whole = untouched(recipe)
-    monkeypatch.setattr(GPT, "forward", limited)
-    run = train(recipe)
-    sizes = [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"]
-    assert sizes == [(0, 4)] and len(run.lines("train")) == len(whole.lines("train"))
-    losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

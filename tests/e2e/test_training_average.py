@@ -2,7 +2,6 @@
 evaluated, exported; and the mean of several checkpoints.
 """
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import windlass
 from helpers import each_step, refused
 from windlass import Recipe, train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
-from windlass.cli import main
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
 from windlass.training import trainer
@@ -70,11 +68,6 @@ def whole(request, corpus, tmp_path_factory) -> Run:
 @pytest.fixture(scope="module")
 def ema(corpus, tmp_path_factory) -> Run:
     return train(averaged(corpus, tmp_path_factory.mktemp("ema") / "run"))
-
-
-@pytest.fixture(scope="module")
-def plain(corpus, tmp_path_factory) -> Run:
-    return train(recipe_of(corpus, tmp_path_factory.mktemp("plain") / "run"))
 
 
 def kind_of(run: Run) -> str:
@@ -179,35 +172,3 @@ def test_the_export_of_the_average_has_its_logits(ema, tmp_path):
         assert not torch.allclose(raw, wanted, atol=1e-4) and exported
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"{ema.lines('eval')[-1]['average_loss']:.4f}" in card
-
-
-def test_the_best_checkpoint_by_the_average(corpus, tmp_path):
-    more = {"checkpoint.best": "loss.average_loss", "checkpoint.keep_last": 1}
-    run = train(averaged(corpus, tmp_path / "run", **more))
-    scores = {step: value for step, _, value, _ in losses(run) if value is not None}
-    best = min(scores, key=lambda step: scores[step])
-    assert find_source(f"{run.path}@best").step == best
-    assert run.summary["best_score"] == scores[best]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["eval", "PLAIN", "--weights", "average"], "--weights average"),
-        (["sample", "PLAIN", "--weights", "average"], "train.average.kind = none"),
-        (["export", "PLAIN", "new", "--weights", "mean"], "raw or average"),
-        (["export", "EARLY", "new", "--weights", "average"], "later checkpoint"),
-    ],
-)
-def test_bad_input_gets_one_message(
-    words, message, ema, plain, corpus, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    places = {"RUN": str(ema.path), "PLAIN": str(plain.path), "EARLY": "early"}
-    if "EARLY" in words:
-        train(averaged(corpus, tmp_path / "early", "tail"), stop_at=2)
-    monkeypatch.setattr(sys, "argv", ["windlass"])
-    with pytest.raises(SystemExit) as end:
-        main([places.get(word, word) for word in words])
-    text = capsys.readouterr().err
-    assert end.value.code == 2 and message in text and "Traceback" not in text

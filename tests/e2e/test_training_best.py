@@ -7,8 +7,7 @@ import shutil
 import pytest
 from small_runs import corpus, curve, recipe_of, stopped
 
-from forked import launch
-from helpers import best_step, command, refused
+from helpers import best_step, refused
 from windlass import train
 from windlass.checkpoint.choose import find_checkpoint, list_checkpoints
 from windlass.reports.overview import overview
@@ -97,14 +96,6 @@ def test_it_resumes_from_the_best_and_by_another_measure(by_accuracy, whole, tmp
         assert curve(again) == curve(whole)
 
 
-def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_path):
-    shutil.copytree(whole.path, tmp_path / "run")
-    run = train(by_accuracy(tmp_path / "run"), extend_to=14)
-    scores = accuracies(run)
-    assert set(scores) == set(range(15))
-    assert run.summary["best_step"] == highest(scores) == best_step(run)
-
-
 def last_useful(scores: dict[int, float], patience: int) -> int:
     """The step of the evaluation after which `train.early_stop` ends a run; else its last one."""
     steps = sorted(scores)
@@ -142,13 +133,3 @@ def test_a_run_ends_early_if_no_evaluation_beats_the_one_before_training(corpus,
     assert [x["step"] for x in lines] == [0, 2, 4] and len({x["loss"] for x in lines}) == 1
     with refused("train.early_stop", "eval.every"):
         recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
-
-
-@pytest.mark.full
-@pytest.mark.dist
-def test_two_ranks_end_early_at_the_same_step(by_accuracy, whole, tmp_path):
-    recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3, "train.micro_batch": 4})
-    (tmp_path / "recipe.toml").write_text(recipe.toml())
-    assert launch(command("train", tmp_path / "recipe.toml"), 2) == 0
-    run = Run(tmp_path / "run")
-    assert run.state == "finished" and run.events[-1]["step"] == last_useful(accuracies(run), 3)

@@ -2,12 +2,10 @@
 shows them.
 """
 
-import dataclasses
 import os
 import re
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from windlass import Callback, Recipe, evaluate, export, load_model, sample, tra
 from windlass.data.open import Data
 from windlass.data.samples import Batch
 from windlass.run import Run
-from windlass.training.callbacks import Callbacks, UserCode
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
@@ -70,17 +67,6 @@ def test_a_run_of_the_recipes_model_on_samples_of_ones_own_loads_again(tmp_path)
         export(run, tmp_path / "export")
 
 
-def test_a_model_and_samples_of_ones_own(tmp_path, page):
-    losses = []
-    watch = each_step(lambda now: losses.append((now.step, now.loss)))
-    run = train(recipe(tmp_path / "run"), page["MyModel"](), page["data"], callbacks=[watch])
-    lines, evaluated = run.lines("train"), run.lines("eval")
-    assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
-    assert evaluated[-1]["loss"] < evaluated[0]["loss"]
-    assert run.lines("sample") == [], "there is no tokenizer, and the model has no cache"
-    assert all("mfu" not in line for line in lines), "its FLOPs are not known"
-
-
 def modes(model: torch.nn.Module) -> dict[str, bool]:
     return {name: module.training for name, module in model.named_modules()}
 
@@ -116,86 +102,6 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
     with refused("z_loss"):
         train(recipe(tmp_path / "third", "train.z_loss=1e-4"), model.train(), page["data"])
     assert all(modes(model).values())
-
-
-def test_measuring_gives_the_module_back_in_the_mode_it_had(tmp_path, page):
-    class Merging(page["MyModel"]):
-        """As loralib's layers, it adds adapters to its weights in evaluation mode."""
-
-        merged = False
-
-        def train(self, mode=True):
-            self.merged = not mode
-            return super().train(mode)
-
-    def check(model, step):
-        assert model.merged
-        return {"one": 1.0}
-
-    model, seen = Merging(), list[bool]()
-    watch = each_step(lambda now: seen.append(now.model.merged))
-    small = recipe(tmp_path / "run")
-    run = train(small, model, page["data"], callbacks=[watch], suites={"own": check})
-    assert seen == [False] * 6
-    model.layers[0].eval()
-    before = modes(model)
-    evaluate(run, model=model, data=page["data"])
-    assert modes(model) == before and not model.merged
-    with refused("validation"):
-        evaluate(run, model=model, data=dataclasses.replace(page["data"], val=None))
-    assert modes(model) == before
-    assert not any(modes(load_model(run, model=model)).values())
-
-
-def test_a_module_in_evaluation_mode_draws_dropout_masks_in_training(tmp_path, page):
-    """Its losses are those of the same module in training mode."""
-
-    def losses(name, prepare):
-        model = prepare(llama(attention_dropout=0.5))
-        return curve(train(recipe(tmp_path / name), model, page["data"]))
-
-    assert losses("eval", torch.nn.Module.eval) == losses("train", torch.nn.Module.train)
-
-
-@pytest.mark.parametrize("when", ["at the start", "in a step", "in an evaluation"])
-def test_a_loss_of_one_element_is_refused_and_not_taken_for_hidden_states(tmp_path, page, when):
-    class One(page["MyModel"]):
-        wrong = when == "at the start"
-
-        def forward(self, tokens, labels):
-            loss = super().forward(tokens, labels)
-            self.wrong |= when == "in a step" and self.training
-            return loss.reshape(1) if self.wrong else loss
-
-    model, where = One(), recipe(tmp_path / "run")
-    if when == "in an evaluation":
-        run = train(where, model, page["data"])
-        model.wrong = True
-        with refused("forward(tokens, labels)", "[1]", "scalar"):
-            evaluate(run, model=model, data=page["data"])
-        return
-    with refused("forward(tokens, labels)", "[1]", "scalar"):
-        train(where, model, page["data"])
-    assert not Run(where.run_dir).lines("train")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ("optim.kind=muon", ["muon", "def blocks"]),
-        ("optim.kind=torch.optim.Muon", ["optim.kind", "torch.optim.Muon"]),
-    ],
-)
-def test_a_start_that_cannot_work_leaves_no_run_behind(tmp_path, page, wrong, words):
-    class Model(page["MyModel"]):
-        blocks = None
-
-    where = recipe(tmp_path / "run", wrong)
-    with refused(*words):
-        train(where, Model(), page["data"])
-    assert not (tmp_path / "run" / "recipe.toml").exists()
-    # nor does the directory belong to another recipe
-    assert train(recipe(tmp_path / "run"), Model(), page["data"]).state == "finished"
 
 
 def test_a_module_without_trained_parameters_is_one_message(tmp_path, page):
@@ -373,14 +279,6 @@ def test_callbacks_of_rank_0_only(tmp_path, capfd):
     assert [float(loss) for _, loss in shown] == pytest.approx(losses, rel=1e-5)
 
 
-def test_suites_of_rank_0_only_are_refused():
-    """Each suite is a measurement of all ranks together."""
-    ranks = SimpleNamespace(all_gather_object=lambda name, own: [own, [False, []]])
-    code = UserCode(suites={"mine": lambda model, step: {"score": 1.0}})
-    with refused("suites", "rank 0 has ['mine']", "rank 1 has []"):
-        Callbacks(code, None, ranks, None, None, None, None)
-
-
 def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
     model = page["MyModel"]()
     table = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
@@ -518,21 +416,6 @@ def test_what_a_callback_may_not_do_is_one_message(tmp_path, page, more, words):
         train(recipe(tmp_path / "run", *PAGE_MODEL), data=page["data"], **more)
 
 
-def test_a_suite_of_ones_own_as_the_best_is_asked_for(tmp_path, page):
-    with refused("checkpoint.best", "own:x.y", "suites="):
-        train(recipe(tmp_path / "run", "checkpoint.best=own:x.y"), data=page["data"])
-
-
-def test_blocks_are_asked_for_where_they_are_needed(tmp_path, page):
-    class Plain(page["MyModel"]):
-        blocks = None
-
-    assert train(recipe(tmp_path / "run"), Plain(), page["data"]).state == "finished"
-    checkpointing = recipe(tmp_path / "other", "parallel.activation_checkpointing=full")
-    with refused("parallel.activation_checkpointing", "Plain", "def blocks"):
-        train(checkpointing, Plain(), page["data"])
-
-
 def test_stop_at_returns_run_and_second_training_leaves_nothing_behind(tmp_path, page, capsys):
     def open_things():
         return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
@@ -589,14 +472,6 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.arange(self.first + index, self.first + index + self.length) % 20
-
-
-def test_a_dataset_of_torch_is_data(tmp_path):
-    small = recipe(tmp_path / "run", *PAGE_MODEL)
-    run = train(small, data=Rows(small.model.context + 1))
-    assert run.state == "finished"
-    with refused("data", "model.context"):
-        train(small, data=Rows(3), fresh=True)
 
 
 def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_vocabulary(

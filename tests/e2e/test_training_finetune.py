@@ -114,10 +114,6 @@ def test_work_is_counted_in_tokens_without_padding_and_those_in_the_loss_apart(l
         (2, {"parallel__strategy": "ddp"}),
         (2, {"parallel__strategy": "full_shard"}),
         (2, {"parallel__strategy": "shard_grad_op", "parallel__activation_checkpointing": "full"}),
-        (2, {"parallel__strategy": "hybrid_shard", "parallel__shard_size": 1}),
-        pytest.param(1, {"train__micro_batch": 12}, marks=pytest.mark.full),
-        pytest.param(1, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
-        pytest.param(4, {"parallel__strategy": "full_shard"}, marks=pytest.mark.full),
         pytest.param(4, {"parallel__strategy": "hybrid_shard"}, marks=pytest.mark.full),
         pytest.param(2, UNSORTED, marks=pytest.mark.full),
     ],
@@ -166,6 +162,7 @@ def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson
         assert same == (not parameter.requires_grad) == (f"model/{name}" not in saved.names()), name
 
 
+@pytest.mark.full
 def test_the_questions_are_learned_by_heart(lesson):
     settings = {"train__steps": 60, "train__micro_batch": 12, "telemetry__every": 10}
     run = trained(recipe(lesson, "heart", eval__every=15, **settings), 1)

@@ -11,10 +11,6 @@ from windlass import plan, train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.data.mixture import Mixture, Stage
 from windlass.data.open import open_data
-from windlass.reports.charts import charts
-from windlass.reports.view import RunView
-from windlass.telemetry import measures
-from windlass.telemetry.trackers import point
 
 __all__ = ["corpus"]
 
@@ -110,29 +106,3 @@ def test_the_end_of_all_sources_is_reported_before_the_start(texts, tmp_path):
     with refused("data.mix", "after 3 steps", "has 12", "epochs"):
         train(recipe)
     assert "after 3 steps" in plan(recipe).unknown["mixture"]
-
-
-def test_the_numbers_of_the_sources_are_shown(texts, tmp_path, capsys):
-    recipe = mixed(texts, tmp_path / "run", 0.2, 0.7, 0.1, epochs=0).replace({"data.stages": []})
-    run = train(recipe)
-    shown = capsys.readouterr().out
-    assert "short loss" in shown and "mixture" in shown and "arXiv 2305.16264" in shown
-    rows = {row["name"]: row for row in plan(recipe).mixture}
-    last = run.lines("train")[-1]
-    assert {name: row["samples"] for name, row in rows.items()} == {
-        name: last[f"source.{name}.samples"] for name in NAMES
-    }
-    assert (
-        rows["short"]["epochs"] > 4
-        and "short" in repr(plan(recipe))
-        and "arXiv" in repr(plan(recipe))
-    )
-    assert rows == {row["name"]: row for row in plan(run).mixture}
-    drawn = {chart.id: chart for chart in charts([RunView(run)])}
-    assert [s.name for s in drawn["source-training"].series] == list(NAMES)
-    assert [s.name for s in drawn["source-validation"].series] == list(NAMES)
-    assert len([c for c in charts([RunView(run)] * 2) if c.id.startswith("source-")]) == 6
-    scalars = point(last).scalars
-    assert scalars["train/source/short/loss"] == last["source.short.loss"]
-    assert point(run.lines("eval")[-1]).scalars["eval/source/long/loss"] > 0
-    assert measures.of_eval("source.long.loss").better == "lower"

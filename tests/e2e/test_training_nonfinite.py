@@ -8,17 +8,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, stopped
+from small_runs import corpus, curve, recipe_of
 
 import forked
 from helpers import each_step, refused
 from windlass import train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint
-from windlass.data.loader import Loader
-from windlass.errors import RunFailed, Stopped
+from windlass.errors import RunFailed
 from windlass.parallel import parallelize
 from windlass.recipe import Recipe
-from windlass.run import Run, read_lines
+from windlass.run import Run
 from windlass.training import network, setup, state, trainer
 from windlass.training.state import SCALE_START
 
@@ -73,37 +72,6 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-def test_bad_step_that_is_only_seen_later_is_not_sampled(corpus, tmp_path, spoil, monkeypatch):
-    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
-    late = {"telemetry.every": 100, "eval.every": 0, "eval.sample_every": 5}
-    recipe = recipe_of(corpus, tmp_path / "run", **late, **{"checkpoint.every": 0})
-    with refused("step 5:", error=RunFailed):
-        train(recipe, callbacks=[spoil(4, NAN)])
-    assert not [line for line in Run(recipe.run_dir).lines("sample") if line["step"] == 5]
-
-
-@pytest.mark.parametrize("policy", ["stop", "rewind"])
-def test_a_stop_while_data_is_late_looks_before_it_saves(
-    corpus, tmp_path, spoil, monkeypatch, policy
-):
-    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
-    late = {"telemetry.every": 100, "eval.every": 0, "train.on_nonfinite": policy}
-    recipe, run = recipe_of(corpus, tmp_path / "run", **late), Run(tmp_path / "run")
-
-    def stop(now: Any) -> None:
-        if now.step == 5:
-            patch.setattr(Loader, "poll", lambda *_: None)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch, pytest.raises((RunFailed, Stopped)) as raised:
-        train(recipe, callbacks=[spoil(4, NAN), each_step(stop)])
-    assert raised.type is (RunFailed if policy == "stop" else Stopped)
-    assert [p.name for p in run.checkpoints_dir.glob("step-*")] == ["step-00000003"]
-    train(recipe)
-    left_out = [(3, [24, 40])] if policy == "rewind" else []
-    assert events(run, "rewound", "left_out") == left_out
-
-
 def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
     recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
     run = train(recipe, callbacks=[spoil(7, NAN)])
@@ -118,20 +86,6 @@ def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
     words = ("returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr")
     with refused(*words, error=RunFailed):
         train(recipe, callbacks=[spoil(4, NAN, once=False)])
-
-
-def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
-    """The newest commit in the directory is one of the lineage that was left."""
-    recipe, steps = (
-        recipe_of(corpus, tmp_path / "run", **REWIND, **{"checkpoint.keep_last": 10}),
-        [],
-    )
-    stopped(recipe, 9)
-    back = recipe.replace("checkpoint.resume='3'")
-    callbacks = [each_step(lambda now: steps.append(now.step)), spoil(4, NAN)]
-    run = train(back, callbacks=callbacks)
-    assert [step for step, _ in events(run, "rewound", "reason")] == [3]
-    assert steps == [4, *range(4, 13)]
 
 
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
@@ -156,34 +110,6 @@ def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
     back = recipe.replace("train.on_spike=rewind", "train.steps=40", place)
     run = train(back, callbacks=[spoil(31, JUMP)])
     assert [step for step, _ in events(run, "rewound", "reason")] == [30]
-
-
-@pytest.mark.parametrize("spoiled", ["loss", "gradient"])
-def test_a_step_that_is_not_finite_is_not_a_spike_too(corpus, tmp_path, monkeypatch, spoiled):
-    """An infinite loss, or a jump of the loss with a gradient that is not finite."""
-    real = trainer.collectives.norm_and_sum
-    calls: list[Any] = []
-
-    def spoil(parameters, number, ranks):
-        norm, zero = real(parameters, number, ranks)
-        calls.append(norm)
-        if len(calls) != 31:
-            return norm, zero
-        return (norm, zero * NAN) if spoiled == "loss" else (norm * NAN, zero)
-
-    def observe(self, loss, norm, zero):
-        if len(calls) == 31:
-            loss.fill_(torch.inf if spoiled == "loss" else 1e6)
-        return observed(self, loss, norm, zero)
-
-    observed = trainer.BadSteps.observe
-    monkeypatch.setattr(trainer.BadSteps, "observe", observe)
-    monkeypatch.setattr(trainer.collectives, "norm_and_sum", spoil)
-    more = SPIKES | {"train.steps": 40, "train.on_spike": "stop", "train.on_nonfinite": "skip"}
-    more |= {"train.startup_checks": "false", "eval.every": 0}
-    run = train(recipe_of(corpus, tmp_path / "run", **more))
-    assert events(run, "skipped", "in_a_row") == [(31, 1)] and not events(run, "spike", "in_a_row")
-    assert run.summary["updates_skipped"] == 1
 
 
 def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
@@ -254,16 +180,6 @@ def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
     assert saved["skipped"] == [[48, 64]], "samples of the steps 7 and 8"
     whole = train(recipe.replace(f"run.dir='{tmp_path / 'whole'}'"), callbacks=[spoil(7, NAN)])
     assert curve(run) == curve(whole)
-
-
-def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
-    for count in (1, 2, 3):
-        assert killed(recipe, count, spoil) == -signal.SIGKILL
-    with refused("returned to step 6 3 times", error=RunFailed):
-        train(recipe, callbacks=[spoil(7, NAN, once=False)])
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len([line for line in lines if line.get("event") == "rewound"]) == 3
 
 
 @pytest.mark.dist

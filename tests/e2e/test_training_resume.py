@@ -4,7 +4,6 @@ others.
 
 import shutil
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -87,33 +86,6 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
         np.testing.assert_allclose(read(broken), read(whole), rtol=1e-5)
     texts = [[line["text"] for line in run.lines("sample")] for run in (whole, broken)]
     assert texts[0] == texts[1] and len(texts[0]) == 3
-
-
-def test_a_resume_draws_no_initial_weights(corpus, tmp_path, monkeypatch):
-    recipe = recipe_of(corpus, tmp_path / "run", micro=4, **{"train.steps": 2})
-    train(recipe, stop_at=1)
-    monkeypatch.setattr("windlass.training.network.initialise", None)
-    assert train(recipe).state == "finished"
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_the_blocked_time_of_a_save_is_what_the_step_waited(
-    corpus, tmp_path, monkeypatch, background
-):
-    """On a disk that takes longer than a step, with a single save before the last step's."""
-    write = Writer._write
-
-    def slowly(*job):
-        time.sleep(0.5)
-        write(*job)
-
-    monkeypatch.setattr(Writer, "_write", slowly)
-    more = {"checkpoint.every": 3, "train.steps": 4, "eval.every": 0}
-    more["checkpoint.background"] = str(background).lower()
-    run = train(recipe_of(corpus, tmp_path / "run", **more))
-    first = next(e for e in run.events if e["event"] == "checkpoint")
-    assert first["step"] == 3 and first["write_s"] < 0.5
-    assert (first["blocked_s"] >= 0.5) == (not background)
 
 
 def test_a_checkpoint_holds_its_step_if_the_writer_starts_after_the_next_updates(

@@ -2,11 +2,8 @@
 same step. Exit code 75.
 """
 
-import contextlib
 import fcntl
 import os
-import pty
-import re
 import signal
 import subprocess
 import sys
@@ -37,11 +34,9 @@ from windlass import train
 from windlass.checkpoint import commit
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.data.loader import Loader
 from windlass.errors import RunFailed, Stopped
-from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import evaluator, trainer
+from windlass.training import evaluator
 
 __all__ = ["corpus", "trainers"]
 
@@ -183,7 +178,7 @@ def test_a_signal_saves_the_same_step_on_every_rank_and_exits_75(corpus, tmp_pat
     assert event["reason"] == signal.Signals(number).name, "also if another rank got it"
 
 
-@pytest.mark.parametrize("verb", ["train", "sweep", pytest.param("scale", marks=full)])
+@pytest.mark.parametrize("verb", ["train", "sweep"])
 def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb):
     """The other end of the terminal goes away, as when ssh is cut: the kernel sends SIGHUP, and
     every write fails.
@@ -193,7 +188,6 @@ def test_a_dropped_connection_stops_with_everything_saved(corpus, tmp_path, verb
     words = {
         "train": [place, *others],
         "sweep": ["optim.lr=1e-3", *grid, "--dir", tmp_path / "study"],
-        "scale": [*others, "--worlds", "1", "--no-probe", "--dir", tmp_path / "study"],
     }[verb]
     here, there = os.openpty()
     process = Forked(
@@ -233,27 +227,6 @@ def test_a_hangup_that_is_ignored_stops_nothing():
         assert done.returncode == 0 and done.stdout.startswith(said), done
 
 
-def test_the_message_of_an_interrupt_has_a_line_of_its_own():
-    """In a terminal, which shows ^C."""
-    code = (
-        "import os, signal; from windlass.training.stop import StopSignals\nwith StopSignals():\n"
-    )
-    code += "    print('^C', end='', flush=True); os.kill(os.getpid(), signal.SIGINT)"
-    master, inner = pty.openpty()
-    with open(inner, "w") as out:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-        env = os.environ | {"COLUMNS": "40"}
-        done = subprocess.run([sys.executable, "-c", code], **streams, env=env, check=False)
-    shown = ""
-    with contextlib.suppress(OSError):  # the end: nobody writes any more
-        while part := os.read(master, 1000):  # a chunk may end anywhere
-            shown += part.decode()
-    os.close(master)
-    assert done.returncode == 75 and shown.startswith("^C\r\x1b[K")
-    lines = re.sub(r"\x1b\[[?0-9]*[A-Za-z]", "", shown).split("\r\n")
-    assert "stopped by SIGINT" in lines[0] and max(map(len, lines)) <= 44
-
-
 def test_a_second_interrupt_of_one_process_ends_it_at_once():
     code = "import os, signal, types; from windlass.training.stop import StopSignals\nwith StopSignals() as stop:\n"
     code += "    stop.follow(types.SimpleNamespace(step=1234), print); stop.hold()\n"
@@ -262,35 +235,6 @@ def test_a_second_interrupt_of_one_process_ends_it_at_once():
     assert done.returncode == 130
     assert "interrupted twice" in done.stderr
     assert "step 1,234" in done.stderr
-
-
-# Of four steps.
-@pytest.mark.parametrize(("every", "lost"), [(3, "; 1 step lost"), (4, "; 0 steps lost")])
-def test_a_late_second_rank_of_data_ends_after_the_grace(
-    corpus, tmp_path, monkeypatch, trainers, every, lost
-):
-    """Ranks that wait for each other cannot stop while one has no data: after the grace the run
-    ends, its last save committed.
-    """
-    poll = Loader.poll
-
-    def late(self: Loader, timeout: float | None = 0.0) -> object:
-        if self._next < 5:
-            return poll(self, timeout)
-        if trainers[0].ranks.world == 1:
-            trainers[0].ranks.world = 2
-            os.kill(os.getpid(), signal.SIGTERM)
-        return None
-
-    monkeypatch.setattr(Loader, "poll", late)
-    more = {"checkpoint.grace_seconds": 0.01, "checkpoint.every": every, "eval.every": 0}
-    with refused("rank 0", "step 4", lost, "checkpoint.grace_seconds", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **more))
-
-
-def test_the_default_grace_ends_before_torchrun_kills():
-    grace = Recipe.load("quickstart").checkpoint.grace_seconds
-    assert grace < 30, "torchrun sends SIGKILL 30 s after SIGTERM"
 
 
 @pytest.mark.parametrize(
@@ -389,30 +333,3 @@ def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypat
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]
     assert max(line["step"] for line in run.lines("train")) <= 8 and run.state == "failed"
-
-
-def test_a_failed_last_save_is_tried_again(corpus, tmp_path, monkeypatch):
-    """The save of the last step fails, which is reported before the run ends: it is tried once
-    more.
-    """
-    evaluate, waited = trainer.Trainer.evaluate, []
-
-    def disk_usage(path: Path) -> SimpleNamespace:
-        return SimpleNamespace(free=10**12 if waited else 0)
-
-    monkeypatch.setattr(commit.shutil, "disk_usage", disk_usage)
-
-    def evaluate_and_wait(self: trainer.Trainer) -> bool:
-        whole = evaluate(self)
-        if self.state.step == 3:
-            waited.append(self.saver.finish())
-        return whole
-
-    monkeypatch.setattr(trainer.Trainer, "evaluate", evaluate_and_wait)
-    run = train(recipe_of(corpus, tmp_path / "run", **{"train.steps": 3, "eval.every": 3}))
-    assert len(waited) == 1
-    names = ("save_failed", "checkpoint")
-    saves = [(e["event"], e["step"]) for e in run.events if e["event"] in names]
-    assert saves == [("save_failed", 3), ("checkpoint", 3)]
-    assert run.state == "finished"
-    assert open_checkpoint(run.checkpoints_dir / "step-00000003").step == 3

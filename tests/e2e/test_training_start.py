@@ -2,12 +2,9 @@
 be silent.
 """
 
-import errno
 import os
 import signal
-import time
 from functools import partial
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,13 +12,11 @@ import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
-from helpers import best_step, each_step, kept, refused, wait_for
+from helpers import best_step, each_step, refused, wait_for
 from windlass import train
-from windlass.checkpoint import commit
 from windlass.checkpoint.choose import Lineage, write_lineage
 from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed, UserError
-from windlass.evaluation.source import alone
 from windlass.fileio import Files
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
@@ -33,7 +28,6 @@ from windlass.training.start import is_restart, job_id, resolve_start
 __all__ = ["corpus"]
 
 KEEP_ALL = {"checkpoint.keep_last": 20}
-KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
 BOUNDED = {"eval.batches": 1, "data.val_fraction": 0.3}
 FLAT = {"optim.schedule.kind": "constant"}
 
@@ -83,33 +77,6 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
     assert resolve_start(longest).finished and Run(run.path).recipe.train.steps == 20
 
 
-def test_a_decayed_run_is_refused_each_time_it_is_asked(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run", **WSD | KEEP_ONE)
-    train(recipe)
-    before = (tmp_path / "run" / "recipe.toml").read_bytes()
-    for _ in range(2):
-        with refused("checkpoint.keep_every"):
-            train(recipe, extend_to=16)
-        assert (tmp_path / "run" / "recipe.toml").read_bytes() == before
-    assert train(recipe).state == "finished"
-
-
-def test_the_end_of_a_run_stays_when_it_is_extended(corpus, tmp_path):
-    """12 is a multiple of `checkpoint.every`, and the last of a run is its end all the same."""
-    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ONE | FLAT)
-    train(recipe)
-    why = kept(train(recipe, extend_to=24))
-    assert "final" in why[12] and "final" in why[24] and set(why) == {12, 24}
-
-
-def test_each_multiple_of_keep_every_is_saved_and_stays(corpus, tmp_path):
-    quotas = {"checkpoint.every": 4, "checkpoint.keep_every": 5}
-    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ONE | FLAT | quotas)
-    for step in (3, 7, 0):  # 0: to its end
-        run = train(recipe, stop_at=step)
-    assert kept(run) == {5: ["every"], 10: ["every"], 12: ["last", "final"]}
-
-
 def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL, **{"optim.schedule.decay": 4})
     train(recipe)
@@ -126,40 +93,9 @@ def test_an_extended_wsd_run_goes_back_to_its_plateau(corpus, tmp_path, capsys):
     assert train(recipe, extend_to=20).state == "finished", "the same command again"
 
 
-@pytest.mark.parametrize("kind", ["cosine", "constant"])
-def test_an_extension_announces_a_jump_of_the_learning_rate(corpus, tmp_path, capsys, kind):
-    own = {"optim.schedule.kind": kind, "optim.schedule.warmup": 2}
-    recipe = recipe_of(corpus, tmp_path / "run", **own)
-    train(recipe)
-    old, new = (rates(recipe, steps)[11] for steps in (12, 24))
-    capsys.readouterr()
-    shown = train(recipe, extend_to=24).log_path.read_text()
-    if kind == "cosine":
-        assert f"jumps from {old:.2g} to {new:.2g}" in shown and "--branch-from" in shown
-    else:
-        assert old == new and "jumps" not in shown
-
-
-def test_a_schedule_of_its_own_length_is_the_same_in_a_longer_run(corpus, tmp_path):
-    """So the extension resumes from the newest checkpoint, and is bit for bit the run that was as
-    long from the start.
-    """
-    recipe = recipe_of(corpus, tmp_path / "run", **WSD, **{"optim.schedule.steps": 16})
-    train(recipe)
-    longer = train(recipe, extend_to=20)
-    assert starts(longer)[1:] == [("resumed", 12)]
-    assert same(longer, untouched(recipe, "train.steps=20"), 20)
-    expected = rates(recipe, 16)
-    assert [line["lr"] for line in longer.lines("train")] == expected
-    assert expected[16:] == [0.0] * 4, "past its end"
-
-
-@pytest.mark.parametrize(("length", "longer"), [(12, "3 epochs"), ("2 epochs", "18")])
-def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
-    corpus, tmp_path, monkeypatch, length, longer
-):
+def test_a_length_in_epochs_is_extended_in_steps_or_epochs(corpus, tmp_path, monkeypatch):
     """48 samples an epoch, 8 a step: 2 epochs are 12 steps, 3 are 18."""
-    own = {"optim.schedule.steps": 16, "train.steps": length}
+    own, longer = {"optim.schedule.steps": 16, "train.steps": "2 epochs"}, "18"
     recipe = recipe_of(corpus, tmp_path / "run", **WSD | own)
     train(recipe)
     assert resolve_start(recipe).finished
@@ -171,7 +107,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(
         patch.setattr(setup, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
-    assert extended.train.steps == (int(longer) if str(longer).isdigit() else longer)
+    assert extended.train.steps == 18
     assert not resolve_start(extended).finished, "its end is still to come"
     run = train(recipe, extend_to=longer)
     assert starts(run)[1:] == [("resumed", 12)]
@@ -258,64 +194,6 @@ def test_branch_to_another_optimizer_starts_its_state_over(corpus, tmp_path, cap
     assert saved.tensor(next(n for n in saved.names("optim/") if n.endswith("/step"))).item() == 5
 
 
-@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
-def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus, tmp_path, kind):
-    """The state since then is of the steps that the rewind leaves out."""
-    wide = {"model.width": 64}  # enough for moments in 8 bits
-    origin = train(recipe_of(corpus, tmp_path / "origin", **wide, **{"train.steps": 6}))
-    more = {"optim.kind": kind, "train.on_nonfinite": "rewind", "train.steps": 8, "eval.every": 0}
-    recipe, spoiled = recipe_of(corpus, tmp_path / "branch", **wide, **more), []
-
-    def spoil(now):
-        if not spoiled:
-            spoiled.append(now.step)
-            with torch.no_grad():
-                next(now.model.parameters()).fill_(float("nan"))
-
-    run = train(recipe, branch_from=f"{origin.path}@3", callbacks=[each_step(spoil)])
-    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [3]
-    saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
-    steps = [name for name in saved.names("optim/") if name.endswith("/step")]
-    assert all(saved.tensor(name).item() == 5 for name in steps)
-    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}
-    assert any(name.endswith(ends[kind]) for name in saved.names("optim/"))
-
-
-def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
-    run_save = commit.Save.run
-
-    def late_failure(save, *rest):
-        if save.step == 11:
-            time.sleep(2)  # the last save waits
-            raise OSError(errno.EIO, "broken")
-        return run_save(save, *rest)
-
-    monkeypatch.setattr(commit.Save, "run", late_failure)
-    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
-    run = train(recipe)
-    assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()
-
-
-def test_a_run_from_step_0_is_not_a_branch(corpus, tmp_path):
-    origin = train(recipe_of(corpus, tmp_path / "origin"))
-    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ALL)
-    stopped(recipe, 4)
-    with refused("step 0", f"{origin.path}@3", "run.dir"):
-        resolve_start(recipe, branch_from=f"{origin.path}@3")
-
-
-def test_a_branch_from_a_checkpoint_whose_replacement_was_interrupted(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "origin", **{"train.steps": 4, "checkpoint.every": 0})
-    path = train(recipe).checkpoints_dir / "step-00000004"
-    path = path.rename(path.with_name(path.name + ".replaced"))
-    branch = recipe.replace(f"run.dir='{tmp_path / 'branch'}'", "train.steps=8")
-    for which in ("4", "best"):
-        begin = f"{recipe.run_dir}@{which}"
-        assert resolve_start(branch, branch_from=begin).branch_from == path
-    train(branch, branch_from=begin, stop_at=5)
-    assert resolve_start(branch, branch_from=f"{recipe.run_dir}@4").resuming
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("what", "how"),
@@ -382,28 +260,6 @@ def test_a_restart_by_torchrun_is_one_of_the_same_job(tmp_path):
     assert not is_restart(run, again | {"TORCHELASTIC_RUN_ID": "b"})
 
 
-def test_the_default_run_id_of_torchrun_is_of_no_job(tmp_path, monkeypatch):
-    first = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    first["TORCHELASTIC_RUN_ID"] = "none"
-    run, again = Run(tmp_path), first | {"TORCHELASTIC_RESTART_COUNT": "1"}
-    write_lineage(tmp_path, Lineage(job=job_id(first)), Files())
-    assert is_restart(run, again), "by the same process on a single host"
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert not is_restart(run, again)
-    hosts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    write_lineage(tmp_path, Lineage(job=job_id(first | hosts)), Files())
-    assert not is_restart(run, again | hosts)
-
-
-def test_an_error_without_a_file_is_shown(tmp_path):
-    def decide():
-        raise OSError("odd")
-
-    with pytest.raises(UserError) as raised:
-        alone().decide("odd", decide)
-    assert "odd" in str(raised.value) and "None" not in str(raised.value)
-
-
 def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     """Its process would continue in a directory of another name, where nobody looks for its
     checkpoints.
@@ -428,23 +284,6 @@ def test_a_live_run_is_not_renamed(corpus, tmp_path, monkeypatch):
     assert run.state == "finished" and [line["step"] for line in run.lines("train")] == [1, 2, 3, 4]
     assert train(recipe, fresh=True).state == "finished"
     assert Run(tmp_path / "run.old-1").state == "finished"
-
-
-@pytest.mark.parametrize(
-    "operation", ["create .lineage.json.new", "rename recipe.toml", "fsync_dir run"]
-)
-def test_start_that_failed_is_not_in_way_of_next(corpus, tmp_path, monkeypatch, operation):
-    recipe = recipe_of(corpus, tmp_path / "run", **{"train.steps": 2})
-
-    def full(self: Files, what: str, path: Path, *_: object) -> None:
-        if f"{what} {path.name}" == operation:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with monkeypatch.context() as patch, refused("No space left on device", "run.dir"):
-        patch.setattr(Files, "about_to", full)
-        train(recipe)
-    assert Run(tmp_path / "run").lock_path.exists()
-    assert train(recipe).state == "finished"
 
 
 def test_a_new_run_does_not_start_among_other_files(tmp_path):
@@ -493,20 +332,6 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     assert "eval.batches = 0 from here on, not 1" in seen.restarts[0].text
     # the same settings
     assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events)
-
-
-def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
-    recipe = recipe_of(corpus, tmp_path / "run", **FLAT | KEEP_ALL)
-    train(recipe)
-    run = train(recipe.replace("telemetry.every=2", "eval.every=5"), extend_to=16)
-    assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
-    changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
-    assert list(changed) == ["eval.every", "telemetry.every"]
-    seen = RunView(run)
-    assert seen.start["steps"] == seen.step == 16
-    assert [r.what for r in seen.restarts] == ["extended"]
-    again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
-    assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
 
 
 def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus, tmp_path, capsys):

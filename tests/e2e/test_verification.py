@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from forked import forking
 from helpers import windlass
-from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.verification import verify
 from windlass.verification.bench import Bench
@@ -21,7 +20,6 @@ from windlass.verification.proofs import (
     layouts_agree,
     resume_exact,
     strategies_agree,
-    world_changes_nothing,
 )
 
 FULL_DIST = [pytest.mark.full, pytest.mark.dist]
@@ -62,22 +60,6 @@ def test_one_process_proves_resume_and_kills(tmp_path):
         assert passed, measured
 
 
-@pytest.mark.full
-@pytest.mark.dist
-def test_worlds_are_equal_with_dropout_on(tmp_path):
-    bench = Bench(tmp_path, kills=1, worlds=(1, 2))
-    assert bench.model.dropout > 0
-    passed, measured = world_changes_nothing(bench)
-    assert passed and "2 worlds with micro-batch 2 and dropout 0.1" in measured, measured
-    bench.folder = tmp_path / "wrong"
-    bench.folder.mkdir()
-    bench.base["train.micro_batch"] = 4  # on one rank only: other masks, another run
-    one = bench.train("w-one", train__precision="fp64")
-    two = bench.train("w-2", 2, train__precision="fp64", train__micro_batch=2)
-    losses = [[line["loss"] for line in run.lines("train")] for run in (one, two)]
-    assert losses[0] != pytest.approx(losses[1])
-
-
 @pytest.mark.parametrize(
     ("proof", "wrong", "worlds"),
     [
@@ -111,25 +93,6 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
     bench.folder = tmp_path / "again"
     bench.folder.mkdir()
     assert export_equal(bench)[0] is False
-
-
-@pytest.mark.full
-def test_a_recipe_of_a_hugging_face_model_is_proved(tmp_path):
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    shape = {"vocab_size": 257, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    shape |= {"bos_token_id": 256, "eos_token_id": 256}
-    no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    GPT2LMHeadModel(GPT2Config(**shape, **no_dropout)).save_pretrained(tmp_path / "gpt2")
-    (tmp_path / "text.txt").write_text(Path(__file__).read_text()[:1500])
-    model = ("model.kind=hf", f"model.name={tmp_path / 'gpt2'}", "model.context=16")
-    data = ("data.tokenizer=byte", f"data.source={tmp_path / 'text.txt'}")
-    (tmp_path / "own.toml").write_text(Recipe().replace(*model, *data).toml())
-    (tmp_path / "bench").mkdir()
-    bench = Bench(tmp_path / "bench", str(tmp_path / "own.toml"), worlds=(1,))
-    assert all(proof(bench)[0] for proof in (world_changes_nothing, resume_exact, export_equal))
 
 
 @pytest.mark.full

@@ -90,14 +90,6 @@ def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run
         choose.choose_checkpoint(run)
 
 
-def test_another_steps_checkpoint_under_this_name(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints" / "step-00000003")
-    shutil.copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-00000003")
-    choice = choose.choose_checkpoint(run)
-    assert choice is not None and choice.step == 2
-    assert "the checkpoint of step 1 under another name" in choice.notes[0]
-
-
 def test_strange_neighbours_do_no_harm_and_a_removal_that_was_cut_off_is_completed(run):
     directory = run / "checkpoints"
     (directory / "step-00000009").mkdir()

@@ -200,15 +200,6 @@ def test_servers_of_every_bad_kind(run, monkeypatch, name, server):
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_full_disk_under_the_other_trackers(run, name):
-    with full_disk():
-        handle = Trackers(run, [name], 60.0)
-    notes = train(run, handle) + handle.finish(30.0)
-    assert unharmed(run) and sum(note.warning for note in notes) == 1
-
-
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -232,20 +223,6 @@ def test_an_exporter_outlives_a_killed_run_only_to_send_the_rest(run, request, h
     wait_for(lambda: gone(pid), 60)
     assert unharmed(run)
     assert hung or shown_by_tensorboard(run) == list(range(1, STEPS + 1))
-
-
-def test_compiled_code_that_never_lets_go_is_ended_too(run, tmp_path, monkeypatch):
-    """No Python thread runs in such an exporter; the alarm that ends it comes from the system.
-
-    Within 5 s it reaches that code, even on a busy machine; else a thread would end it.
-    """
-    train(run)
-    put_first(monkeypatch, tmp_path, 'import re\nre.match("(a+)+$", "a" * 60 + "b")\n', "mlflow")
-    code = "import windlass.telemetry.trackers as e; e.WATCH_SECONDS = 0.1; "
-    command = [sys.executable, "-c", f"{code} e.main({str(run)!r}, 'mlflow', '5')"]
-    pipes = {"stdin": subprocess.PIPE, "capture_output": True}
-    done = subprocess.run(command, **pipes, timeout=60, process_group=0)
-    assert done.returncode == -signal.SIGALRM
 
 
 def test_a_run_that_fails_lets_go_without_waiting(run):

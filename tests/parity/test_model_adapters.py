@@ -26,9 +26,7 @@ from windlass.evaluation.source import alone, find_source, open_model
 from windlass.interop.export import export
 from windlass.interop.init_from import load_initial
 from windlass.model.build import build_model, read_sizes
-from windlass.model.frozen import Linear4bit
 from windlass.model.gpt import initialise
-from windlass.model.hf_files import WeightFiles
 from windlass.recipe import Recipe, RecipeError
 from windlass.run import Run
 
@@ -258,32 +256,6 @@ def test_a_pattern_that_names_nothing_or_is_none_is_refused(tmp_path: Path) -> N
 
 
 @PEFT
-def test_a_module_that_an_adapter_has_whole_is_trained_whole(tmp_path: Path) -> None:
-    base = base_of(tmp_path)
-    peft = adapter_of_peft(base, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    peft.save_pretrained(tmp_path / "first")
-    lora = {"rank": 4, "targets": ["q_proj"]}
-    recipe = recipe_of(tmp_path, lora=lora, init_from=str(tmp_path / "first"))
-    with refused("lm_head", "model.lora.modules_to_save"):
-        load_initial(build_model(recipe, 0, device="cpu"), recipe)
-
-
-@PEFT
-@pytest.mark.parametrize("initial", ["gaussian", "pissa"])
-def test_an_adapter_that_changed_its_base_is_refused(initial: str, tmp_path: Path) -> None:
-    base = base_of(tmp_path)
-    peft = adapter_of_peft(base, target_modules=["q_proj"], init_lora_weights=initial)
-    peft.save_pretrained(tmp_path / "first")
-    if initial == "gaussian":
-        with torch.no_grad():
-            ours = opened(tmp_path / "first")(IDS)
-            assert (ours - peft.eval()(IDS).logits).abs().max() < 1e-5
-    else:
-        with refused("init_lora_weights", initial, "merge_and_unload"):
-            find_source(str(tmp_path / "first"))
-
-
-@PEFT
 @pytest.mark.filterwarnings("ignore:Model has `tie_word")
 def test_an_adapter_that_unties_what_its_base_ties_is_refused(tmp_path: Path) -> None:
     base = base_of(tmp_path, tie_word_embeddings=True)
@@ -347,35 +319,6 @@ def test_an_adapter_is_trained_further_or_merged_first(tmp_path: Path) -> None:
             model: Any = build_model(third, 0, device="cpu").eval()
             load_initial(model, third)
             assert (model(IDS) - trained).abs().max() < 1e-5
-
-
-@PEFT
-def test_weights_with_other_adapters_than_the_recipe_are_refused(tmp_path: Path) -> None:
-    base = base_of(tmp_path)
-    adapter_of_peft(base, target_modules=["q_proj"]).save_pretrained(tmp_path / "first")
-    lora = {"rank": 4, "targets": ["q_proj"]}
-    with_one, without = (
-        recipe_of(tmp_path, name, lora=own).replace("train.steps=1")
-        for name, own in (("with", lora), ("without", {}))
-    )
-    train(with_one)
-    train(without)
-    for origin, own, words in (
-        ("first", {}, ["model.lora.rank=4"]),
-        ("first", {**lora, "rank": 8, "alpha": 32}, ["model.lora.rank=4", "model.lora.alpha=16"]),
-        (
-            "first",
-            {**lora, "targets": ["k_proj"]},
-            ["does not fit", "model.lora.targets", "q_proj"],
-        ),
-        ("with", {}, ["model.lora.rank=4"]),
-        ("with", {**lora, "targets": ["k_proj"]}, ["model.lora.targets=", "q_proj"]),
-        ("without", lora, ["model.lora.rank=0"]),
-    ):
-        recipe = recipe_of(tmp_path, "no", lora=own, init_from=str(tmp_path / origin))
-        merges = [] if "does not fit" in words else ["export", "model.name"]
-        with refused(*words, *merges, origin):
-            load_initial(build_model(recipe, 0, device="cpu"), recipe)
 
 
 VOCAB = 300
@@ -489,26 +432,6 @@ def test_weights_in_4_bits_need_adapters_and_their_package(tmp_path: Path) -> No
     if not installed("bitsandbytes"):
         with refused("model.lora.base", "pip install bitsandbytes"):
             train(recipe_of(tmp_path, lora={"base": "4bit", "rank": 4}))
-
-
-def test_the_files_are_opened_once_for_all_matrices_in_4_bits(tmp_path: Path, monkeypatch) -> None:
-    model: Any = build_model(recipe_of(tmp_path, lora={"base": "4bit", "rank": 4}), 0, "cpu")
-    opened, quantised = list[Path](), list[torch.Tensor]()
-    init = WeightFiles.__init__
-
-    def counted(self: WeightFiles, directory: Path, *args: Any, **more: Any) -> None:
-        opened.append(directory)
-        init(self, directory, *args, **more)
-
-    monkeypatch.setattr(WeightFiles, "__init__", counted)
-    monkeypatch.setattr(Linear4bit, "quantise", lambda _, weight: quantised.append(weight.clone()))
-    model.fill_weights(1)
-    [directory] = opened
-    names = [f"{name}.weight" for name, m in model.model.named_modules() if type(m) is Linear4bit]
-    stored = WeightFiles(directory).files
-    for name, weight in zip(names, quantised, strict=True):
-        key = name.replace(".base_layer", "")
-        assert torch.equal(weight, stored[key].get_tensor(key).float()), name
 
 
 @pytest.mark.skipif(not installed("bitsandbytes"), reason="not run: bitsandbytes is not installed")

@@ -4,7 +4,6 @@ refused.
 """
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens, 
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, documents_of, edges_of
+from windlass.model.documents import Documents, documents_of
 from windlass.model.gpt import initialise
 from windlass.model.hf_network import attention_within_documents
 from windlass.recipe import Recipe
@@ -136,53 +135,6 @@ def test_models_of_transformers_find_the_documents(kind: str, tmp_path: Path) ->
     check_equal(model, *texts(tmp_path))
 
 
-def test_edges_of_documents_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flash attention on a GPU gets the right edges, here with a stand-in for its kernel."""
-    calls = []
-
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        edges_q: Tensor,
-        edges_k: Tensor,
-        longest_q: int,
-        longest_k: int,
-        *,
-        window_size: tuple[int, int],
-        enable_gqa: bool,
-    ) -> Tensor:
-        """`torch.nn.attention.varlen_attn`, by its documentation."""
-        calls.append((len(edges_q), longest_q, longest_k))
-        assert edges_q.dtype == edges_k.dtype == torch.int32 and window_size == (-1, 0)
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out, pairs = (
-            torch.full_like(q, torch.nan),
-            [pairwise(e.tolist()) for e in (edges_q, edges_k)],
-        )
-        for (a, b), (c, d) in zip(*pairs, strict=True):
-            assert 0 <= b - a <= min(longest_q, d - c) and d - c <= longest_k
-            scores = q[a:b].transpose(0, 1) @ k[c:d].permute(1, 2, 0) / q.shape[2] ** 0.5
-            seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            out[a:b] = (weights @ v[c:d].transpose(0, 1)).transpose(0, 1)
-        return out
-
-    monkeypatch.setattr("windlass.model.flash.varlen_attn", kernel)
-    draw = torch.Generator().manual_seed(1)
-    numbers = torch.tensor([[0, 0, 0, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2]])
-    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
-    for first, stop in ((0, 7), (0, 4), (2, 4), (4, 8), (6, 8)):  # the last is padding
-        q = torch.randn(2, 4, stop - first, 8, generator=draw, dtype=torch.float64)
-        k, v = torch.randn(2, 2, 2, stop, 8, generator=draw, dtype=torch.float64)
-        spans = documents.spans(first, stop, torch.float64)
-        results = [s.attention(q, k, v) for s in (spans, documents.spans(first, stop))]
-        spans.edges = edges_of(spans.queries, q.device), edges_of(spans.keys, q.device)
-        results.append(spans.attention(q, k, v))
-        assert all((result - results[0]).abs().max() < 1e-14 for result in results[1:])
-        assert calls.pop() == (9 if stop > 4 else 5, stop - first, stop)
-
-
 class Attentions(TorchFunctionMode):
     """Counts attentions."""
 
@@ -224,24 +176,6 @@ def test_attention_of_a_model_of_transformers_on_a_gpu(
     tree = {"kind": "hf", "name": str(folder), "context": CONTEXT, "attention": attention}
     model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
     assert attention_within_documents(model.model, model.settings) == wanted
-
-
-@pytest.mark.full  # compiles flex attention
-@pytest.mark.filterwarnings("ignore:_compile flag:DeprecationWarning")  # of transformers
-def test_flex_attention_of_transformers_finds_the_documents(tmp_path: Path) -> None:
-    """Only forward passes, because flex attention has no backward pass on a CPU."""
-    tree = {"kind": "hf", "name": str(hf_fixtures.save("llama", tmp_path / "llama")), "context": 64}
-    model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu").eval()
-    initialise(model, 1)
-    numbers = (torch.arange(64) >= torch.tensor([[20], [5]])).long()
-    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
-    tokens = torch.randint(0, 200, (2, 64), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted, whole = model(tokens, documents=documents), model(tokens)
-        model.plain = "flex_attention"
-        ours = model(tokens, documents=documents)
-        assert model.config._attn_implementation == "flex_attention"
-    assert (ours - wanted).abs().max() < 1e-5 and (whole - wanted).abs().max() > 0.1
 
 
 def test_documents_of_some_rows() -> None:

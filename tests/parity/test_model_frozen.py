@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import IDS, check_resume, opened, recipe_of, train_on_ranks
+from test_model_adapters import IDS, check_resume, opened, recipe_of
 
 import hf_fixtures
 from helpers import curve, refused
@@ -117,13 +117,3 @@ def test_a_run_resumes_bit_for_bit_and_is_exported(base: None, tmp_path: Path) -
     with torch.no_grad():
         ours = opened(recipe.run_dir)(IDS)
         assert (merged.eval()(IDS).logits - ours).abs().max() < 0.2
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-def test_ranks_train_as_one_process(base: None, strategy: str, tmp_path: Path) -> None:
-    settings = ("train.micro_batch=2", "train.precision=fp32")
-    one, two = (recipe_of(tmp_path, run, lora=LORA).replace(*settings) for run in ("one", "two"))
-    run = train_on_ranks(two.replace(f"parallel.strategy={strategy}"))
-    for mine, other in zip(curve(run), curve(train(one)), strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)

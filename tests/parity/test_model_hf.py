@@ -29,7 +29,7 @@ from windlass.evaluation.generate import Sampling, generate, prompt_ids
 from windlass.model.build import build_model, materialise
 from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
-from windlass.model.hf import HfModel, open_hf, wrap
+from windlass.model.hf import HfModel, open_hf
 from windlass.model.hf_network import head_form
 from windlass.model.loss import Objective
 from windlass.model.size import CHUNK_BYTES
@@ -178,17 +178,6 @@ def test_a_training_minimises_its_objective_and_reports_the_cross_entropy(kind, 
     assert loss.item() == pytest.approx(plain.item(), rel=1e-12)
     for a, b in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * float(b.abs().max()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_that_of_transformers(kind: str, directories: dict[str, Path]) -> None:
-    ours, reference = built(directories[kind]), reference_of(directories[kind])
-    texts = generate(ours, PROMPTS, Sampling(max_tokens=12, temperature=0))
-    lengths = {"max_new_tokens": 12, "min_new_tokens": 12}
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        greedy = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        [expected] = reference.generate(torch.tensor([prompt]), **lengths, **greedy)
-        assert [*prompt, *text] == expected.tolist()
 
 
 def test_an_empty_prompt_begins_with_the_bos_of_the_models_configuration(tmp_path: Path) -> None:
@@ -363,15 +352,13 @@ def test_bad_weights_are_refused(directories, tmp_path):
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16}
     | {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
 }
 COEFFICIENT = 0.5
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
 def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
     """The last tokens of each row are padding; evaluation and the returned loss are without it."""
     sizes = {"num_experts_per_tok": 2, "router_aux_loss_coef": COEFFICIENT}
@@ -412,35 +399,7 @@ def test_the_gradient_has_the_balancing_loss_of_transformers(kind, tmp_path):
         assert torch.equal(ours.eval()(tokens, labels), without.eval()(tokens, labels))
 
 
-def test_without_unmasked_labels_the_balancing_loss_is_zero(tmp_path):
-    model = built(hf_fixtures.save("mixtral", tmp_path, **MIXTURES["mixtral"])).train()
-    tokens, labels = batch()
-    loss = model(tokens, torch.full_like(labels, IGNORE_INDEX))
-    loss.backward()
-    assert model.balance and loss == 0
-    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # nor NaN
-
-
-def test_a_balancing_loss_needs_routers_and_noise_embedded_tokens(directories, tmp_path):
-    with refused("model.router_loss", "write 0"):
-        built(directories["llama"], router_loss=0.01)
-    assert built(directories["llama"]).balance is None
-    sizes = MIXTURES["qwen3_moe"] | {"mlp_only_layers": [0, 1, 2]}
-    dense = hf_fixtures.save("qwen3_moe", tmp_path / "dense", **sizes)
-    losses = [built(dense, router_loss=loss).train()(*batch()) for loss in ("auto", 0)]
-    assert torch.equal(*losses)
-    assert built(hf_fixtures.save("doge", tmp_path / "doge")).balance is None
-    hf_fixtures.config("gemma3n_text", num_kv_shared_layers=0).save_pretrained(tmp_path / "gemma3n")
-    with refused("model.neftune_alpha", "write 0"):
-        build_model(recipe(tmp_path / "gemma3n", neftune_alpha=5), vocab=100)
-
-
-def test_a_mixture_that_is_given_has_no_balancing_loss(tmp_path):
-    directory = hf_fixtures.save("mixtral", tmp_path, **MIXTURES["mixtral"])
-    assert built(directory).balance and wrap(reference_of(directory), 64).balance is None
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2", "bloom"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_noise_of_neftune_is_that_of_transformers(kind, directories):
     """With a tied head and a separate one, and in training alone."""
     from transformers.integrations.neftune import neftune_post_forward_hook

@@ -1,10 +1,4 @@
-import contextlib
 import json
-import os
-import pty
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -169,26 +163,4 @@ def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypat
     assert (
         table[-1]
         == f"in all: {expected['study']:.3f} GPU hours and {cpus:.3f} device-hours on CPUs"
-    )
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_no_line_is_wider_than_the_terminal(top, width):
-    terminal, inner = pty.openpty()
-    command = [sys.executable, "-m", "windlass", "runs"]
-    done = subprocess.Popen(
-        command,
-        stdout=inner,
-        cwd=top.parent,
-        env={**os.environ, "COLUMNS": str(width), "TERM": "xterm"},
-    )
-    os.close(inner)
-    shown = b""
-    with contextlib.suppress(OSError):
-        while part := os.read(terminal, 65536):
-            shown += part
-    assert done.wait(30) == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.decode()).splitlines()
-    assert (
-        max(map(len, lines)) <= width and "100/100" in "".join(lines) and "3.2500" in "".join(lines)
     )

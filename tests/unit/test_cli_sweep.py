@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from helpers import write_ledger
-from windlass.cli.runs import show_study
 from windlass.estimate.calendar import resolve_steps
 from windlass.recipe import Recipe
 from windlass.study.runner import Progress, cells_table
@@ -43,27 +42,6 @@ def test_the_table(study):
     finish(study, 0, 2.5)
     row = next(line for line in drawn(study).splitlines() if "finished" in line)
     assert row.split() == "1 0.01 1 finished 400/400 2.5000 2.5000 2.5000 123k 0.0123".split()
-
-
-def test_a_study_with_mlflow_ends_with_its_address(tmp_path, monkeypatch, capsys):
-    changes = ['telemetry.trackers=["mlflow"]']
-    own = Study.create(Recipe.load("quickstart", changes), ["run.seed=1,2"], tmp_path / "own")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    show_study(own)
-    store = "mlflow ui --backend-store-uri sqlite:///own/runs/mlflow.db"
-    assert capsys.readouterr().out == f"mlflow: {store}  (http://127.0.0.1:5000)\n"
-
-
-def test_a_reason_that_cells_share_is_one_note(tmp_path):
-    axes = [f"run.seed={','.join(map(str, range(12)))}", "optim.lr=1e-2,1e-3"]
-    many = Study.create(Recipe.load("quickstart"), axes, tmp_path / "many")
-    reason = "exit code 1: CUDA out of memory, tried to allocate 20 GB"
-    for cell in many.cells:
-        many.set_status(cell, "failed", reason)
-    text = drawn(many, 80)
-    assert " ".join(text.split()).count(reason) == 1 and "cell 2 and 22 more:" in text
-    assert len(text.splitlines()) == 24 + 4, "a row stays a line"
 
 
 def test_a_cell_that_trains_shows_its_step_and_time_left(study):

@@ -168,16 +168,6 @@ def test_one_slow_answer_does_not_put_the_process_offline(outcomes, offline, und
     assert next(asked, "all asked") == "all asked"
 
 
-@pytest.mark.parametrize(
-    "name", ["HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"]
-)
-def test_behind_a_proxy_the_hub_is_not_probed(name: str, undecided: pytest.MonkeyPatch) -> None:
-    undecided.setenv(name, "0" if name == "HF_HUB_OFFLINE" else "socks5://proxy:1080")
-    undecided.setenv("HF_ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
-    hub.prepare()
-    assert os.environ.get("HF_HUB_OFFLINE", "0") == "0"
-
-
 def test_an_index_of_weights_names_files_of_its_own_directory(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))

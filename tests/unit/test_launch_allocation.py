@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 from helpers import command, programs, refused, windlass
-from windlass.cli import main
 from windlass.launch import allocation
 from windlass.launch.allocation import (
     Allocation,
@@ -181,15 +180,6 @@ echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
     assert "lost b: no rank there" in messages[0]
     named = [path.read_text() for path in tmp_path.glob("lost")]
     assert named == ([left_out] if left_out else [])
-
-
-def test_a_rank_that_ends_with_a_traceback_reports_its_code(tmp_path, monkeypatch):
-    """Else srun would wait for the ranks that wait for it."""
-    monkeypatch.setenv("WINDLASS_REPORTS", str(tmp_path))
-    monkeypatch.setattr("windlass.cli._run", lambda arguments: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        main(["env"])
-    assert [path.read_text() for path in tmp_path.glob("code-*")] == ["1"]
 
 
 def test_the_tables_of_launch(tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ job asks for.
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, wait_for, windlass, write_corpus, write_ledger
+from helpers import programs, refused, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel, queued, render, watch
@@ -91,17 +90,6 @@ def test_the_header_for_pbs(tmp_path):
     assert "task=${WINDLASS_TASK:-${PBS_ARRAY_INDEX:-3}}" in one.splitlines()
 
 
-def test_the_launcher_of_the_site_and_the_limit_of_an_array(tmp_path):
-    site = Site(launcher="torchrun", cells_at_once=2)
-    job = job_of(tmp_path, "train", INDEX, array=[0, 2])
-    assert "export WINDLASS_LAUNCHER=torchrun" in render(job, site, "slurm").splitlines()
-    assert "--array=0,2%2" in header(render(job, site, "slurm"))
-    assert "-J 0-2%2" in header(render(job, site, "pbs"))
-    spaced = Job("a run", ["train"], tmp_path, tmp_path / "a run")
-    assert f'--output="{tmp_path}/a run/%x_%j.out"' in header(render(spaced, site, "slurm"))
-    assert "-N a_run" in header(render(spaced, site, "pbs"))
-
-
 def test_a_name_that_is_not_plain_is_quoted_or_rejected(tmp_path):
     """SLURM replaces `%j` in the path of a log, and PBS splits a path at its colon."""
     odd = Job('a "5%j" #1', ["train"], tmp_path, tmp_path / 'a "5%j" #1')
@@ -114,19 +102,6 @@ def test_a_name_that_is_not_plain_is_quoted_or_rejected(tmp_path):
     for scheduler, name in (("slurm", "a\nb"), ("slurm", "a\\b"), ("pbs", "a\nb"), ("pbs", "a:b")):
         with refused(repr(str(tmp_path / name)), "rename"):
             render(Job("x", ["train"], tmp_path, tmp_path / name), Site(), scheduler)
-
-
-def test_cores_and_memory_that_a_site_leaves_open(tmp_path):
-    """Four cores for a rank with a GPU, one without; and a site's own way of asking for memory
-    replaces ours.
-    """
-    gpu = job_of(tmp_path, "x", ranks_per_node=2, gpus_per_node=2, memory_gb=20)
-    cpu = header(render(job_of(tmp_path, "x", ranks_per_node=2), Site(), "slurm"))
-    assert {"--cpus-per-task=4", "--mem=20G"} <= set(header(render(gpu, Site(), "slurm")))
-    assert "-l select=1:ncpus=8:ngpus=2:mem=20gb:mpiprocs=2" in header(render(gpu, Site(), "pbs"))
-    assert "--cpus-per-task=1" in cpu and not any("--mem" in line for line in cpu)
-    own = header(render(gpu, Site(directives=["--mem-per-cpu=3G"]), "slurm"))
-    assert [line for line in own if "--mem" in line] == ["--mem-per-cpu=3G"]
 
 
 QSUB = r"""#!/bin/bash
@@ -243,7 +218,7 @@ def test_a_run_with_slow_saves_asks_for_an_earlier_signal(tmp_path, monkeypatch)
     write_ledger(Run(tmp_path / "run"), event)
     options = header(script_of(recipe, Site(), time="01:00:00"))
     assert "--signal=B:USR1@432" in options
-    with refused("--time 00:08:00", "201 s", "00:14:00"):
+    with refused("--time 00:08:00", "00:14:00"):
         script_of(recipe, Site(), time="00:08:00")
 
 
@@ -263,13 +238,6 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
     assert read_json(tmp_path / "logs" / "job-3.json") == followed
     assert not (tmp_path / "logs" / "job.json").exists()
     assert (tmp_path / "logs" / "run_7[3].out").exists()
-
-
-def test_the_limit_is_seen_by_the_script_itself(run_script, tmp_path):
-    """PBS sends no signal ahead of it: the script counts the time."""
-    began = time.monotonic()
-    assert run_script(SAVES, time="00:02:01").wait(30) == 75  # one second before the 120 of grace
-    assert time.monotonic() - began < 20 and "depend" in (tmp_path / "queued").read_text()
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75])
@@ -412,38 +380,6 @@ def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     assert "TOO SLOW" in log and str(rates) in log
 
 
-def test_lost_hosts_restart_a_job_so_often(run_script, tmp_path):
-    for attempt in range(4):
-        process = run_script("touch begun; sleep 60", max_restarts=2)
-        if attempt == 3:  # the fourth start would be the third restart
-            assert process.wait(20) == 1
-            assert "--max-restarts is 2" in (tmp_path / "logs" / "run_7.out").read_text()
-            break
-        wait_for((tmp_path / "begun").exists, 20)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        (tmp_path / "begun").unlink()
-    assert not list((tmp_path / "logs").glob(".open*"))
-
-
-def test_what_a_job_asks_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    site = Site(gpus_per_node=4)
-    options = header(script_of(Recipe.load("quickstart"), site, nodes=2))
-    assert {"--gpus-per-node=4", "--ntasks-per-node=4"} <= set(options)
-    cpu = Recipe.load("quickstart", ["parallel.device=cpu"])
-    script = script_of(cpu, site, nodes=2)
-    assert "gpu" not in script and "--ntasks-per-node=1" in header(script)
-    script = script_of(cpu, site, nodes=2, min_busbw=5, max_size="64M")
-    check, train = (
-        next(line.partition(f" {verb} ")[2] for line in script.splitlines() if f" {verb} " in line)
-        for verb in ("check", "train")
-    )
-    recipe = train.removesuffix(" &")
-    assert check.startswith(f"{recipe} --min-busbw 5 --max-size 64M >>")
-    assert recipe.endswith("/submit.toml") and list(tmp_path.iterdir()) == []
-
-
 def test_the_memory_of_a_host(tmp_path, monkeypatch):
     """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
     well. A site may say it.
@@ -476,18 +412,6 @@ def submitted(monkeypatch):
     return submit
 
 
-def test_the_largest_message_of_a_check_is_given_with_the_bandwidth(submitted, tmp_path):
-    """4 GiB are too much for some machines: `submit` and `scale` take the size and hand it on."""
-    asked = ["quickstart", "--min-busbw", "1", "--max-size"]
-    lacking = submitted(tmp_path, "quickstart", "--max-size", "4M", code=2).stderr
-    assert "--min-busbw" in lacking
-    assert "64M or 4G" in submitted(tmp_path, *asked, "4X", code=2).stderr
-    done = submitted(tmp_path, *asked, "4M", "--dry-run")
-    assert "--min-busbw 1 --max-size 4M" in done.stdout
-    words = [*asked, "4M", *"parallel.device=cpu --nodes 2 --scheduler slurm --dry-run".split()]
-    assert "--min-busbw 1 --max-size 4M" in windlass("scale", *words, cwd=tmp_path).stdout
-
-
 def trained_recipe(script: Path) -> Recipe:
     line = next(line for line in script.read_text().splitlines() if " train " in line)
     words = shlex.split(line.removesuffix(" &"))
@@ -509,18 +433,6 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     assert not resolve_start(recipe).resuming
     submitted(tmp_path, "mine.toml", "run.dir=run")
     assert trained_recipe(script).optim.lr == 0.9
-
-
-def test_a_directory_with_a_presets_name_is_not_a_recipe_in_a_job_either(
-    submitted, tmp_path, monkeypatch
-):
-    """Here the name of the run directory needs quotes in shell."""
-    place = tmp_path / "it's"
-    (place / "quickstart").mkdir(parents=True)
-    monkeypatch.chdir(place)
-    submitted(place, "quickstart", "run.dir=here")
-    recipe = trained_recipe(place / "here" / "submit.sh")
-    assert (recipe.preset, recipe.run_dir) == ("quickstart", place / "here")
 
 
 def test_files_are_found_from_the_sites_scratch_directory(submitted, tmp_path, monkeypatch):
@@ -550,20 +462,6 @@ def test_files_are_found_from_the_sites_scratch_directory(submitted, tmp_path, m
     assert f"cd {tmp_path} || exit 1" in job.script
 
 
-def test_ranks_of_a_host_are_as_asked_inside_the_job_too(tmp_path, monkeypatch):
-    """`--per-host 1` on hosts with 8 GPUs: the allocation alone would be read as one rank for each
-    GPU.
-    """
-    monkeypatch.chdir(tmp_path)
-    asked = {"nodes": 2, "per_host": 1, "gpus_per_node": 8}
-    script = script_of(Recipe.load("quickstart"), Site(), **asked)
-    exported = dict(re.findall("^export (.*?)=(.*)$", script, re.MULTILINE))
-    job = {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"}
-    job |= {"SLURM_TASKS_PER_NODE": "1(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"} | exported
-    printed = windlass("launch", "--print", "--", "train.py", cwd=tmp_path, env=job).stdout
-    assert "--ntasks=2 --ntasks-per-node=1 " in printed
-
-
 @pytest.mark.parametrize(
     ("asked", "gpus", "words"),
     [
@@ -586,7 +484,7 @@ def test_the_site_file(tmp_path, monkeypatch):
         ('queue = "x"', ["queue", "partition"]),
         ('time = "4h"', ["time", "HH:MM:SS"]),
         ("a =", ["site.toml"]),
-        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "netrc"]),
+        ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "export it"]),
         ('scheduler = "condor"', ["scheduler", "condor", "pbs"]),
         ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
         ("modules = 'cuda'", ["modules", "list"]),
@@ -724,7 +622,7 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     assert "cell 0 is in job 9.server (held)" in said and "cell 3 failed" in said
     assert "cell 1, 2 is in job 8[].server (begun)" in said
     assert queued(path) == ("8[].server", "begun")
-    with refused("no qstat", "login node"):
+    with refused("qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
         cancel(path)
 

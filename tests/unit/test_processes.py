@@ -73,14 +73,7 @@ def test_ranks_of_a_job_show_the_same_message_once(tmp_path, monkeypatch) -> Non
 
 
 def nvml(gpus, instances=()):
-    """NVML as far as it is used: GPUs by number with their UUIDs, of which the first is divided
-    into these instances.
-    """
-
-    def instance(gpu, number):
-        if number >= len(instances):
-            raise LookupError
-        return instances[number]
+    """NVML as far as it is used: GPUs by number with their UUIDs, and MIG instances."""
 
     def by_uuid(uuid):
         if uuid not in (*gpus, *instances):
@@ -88,15 +81,11 @@ def nvml(gpus, instances=()):
         return gpus.index(uuid) if uuid in gpus else uuid
 
     return SimpleNamespace(
-        NVMLError=LookupError,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: len(gpus),
         nvmlDeviceGetHandleByIndex=int,
         nvmlDeviceGetHandleByUUID=by_uuid,
         nvmlDeviceGetUUID=lambda handle: gpus[handle] if isinstance(handle, int) else handle,
-        nvmlDeviceGetMigMode=lambda gpu: (int(bool(instances) and gpu == 0), 0),
-        nvmlDeviceGetMaxMigDeviceCount=lambda gpu: 7,
-        nvmlDeviceGetMigDeviceHandleByIndex=instance,
         nvmlDeviceGetName=lambda handle: f"NVIDIA {handle}",
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(total=10**9),
     )
@@ -106,27 +95,24 @@ FOUR = ["GPU-aaaa", "GPU-bbbb", "GPU-bcbc", "GPU-dddd"]
 
 
 @pytest.mark.parametrize(
-    ("variable", "instances", "seen"),
+    ("variable", "seen"),
     [
-        (None, [], ["0", "1", "2", "3"]),
-        (None, ["MIG-1", "MIG-2"], ["MIG-1"]),
-        ("", [], []),
-        ("-1", [], []),
-        ("2,0", [], ["2", "0"]),
-        ("0,-1,1", [], ["0"]),
-        ("1,9,2", [], ["1"]),
-        ("0,0", [], []),
-        ("NoDevFiles", [], []),
-        ("GPU-dddd,GPU-aa", [], ["GPU-dddd", "GPU-aa"]),
-        ("GPU-dddd,0", [], ["GPU-dddd"]),
-        ("MIG-1,MIG-2", [], ["MIG-1"]),
+        (None, ["0", "1", "2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("2,0", ["2", "0"]),
+        ("0,-1,1", ["0"]),
+        ("1,9,2", ["1"]),
+        ("NoDevFiles", []),
+        ("GPU-dddd,GPU-aa", ["GPU-dddd", "GPU-aa"]),
+        ("MIG-1,MIG-2", ["MIG-1"]),
     ],
 )
-def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, instances, seen) -> None:
+def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None:
     """As CUDA reads its variable: an entry that is not a device ends the list; a process gets one
     MIG instance.
     """
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, instances))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)

@@ -16,7 +16,6 @@ from typing import Annotated, Any
 import typer
 
 from windlass import __version__, errors, processes
-from windlass.cli import complete
 
 VERBS = {
     "Start": {
@@ -33,43 +32,30 @@ VERBS = {
     "Study": {"sweep": "sweep", "scale": "scale", "ladder": "ladder"},
     "Cluster": dict.fromkeys(("submit", "launch", "env"), "cluster"),
 }
-"""The commands by panel of `windlass --help`, in the order in which a user needs them, each with
-its module in `windlass.cli`."""
+"""The commands by panel of `windlass --help`, each with its module in `windlass.cli`."""
+# Spins of a thread of libgomp (torch's OpenMP on Linux) before it sleeps: 0.5 ms instead of 15 ms.
+# While it spins, the thread that it waits for may lack a core if another process is busy.
 SPIN = "10000"
-"""Spins of a thread of libgomp (torch's OpenMP on Linux) before it sleeps: 0.5 ms instead of 15 ms.
-While it spins, the thread that it waits for may lack a core if another process is busy."""
 
 
-def _argument(metavar: str, text: str, complete: Any, **options: Any) -> Any:
-    """A positional argument that a shell can complete."""
-    options |= {"metavar": metavar, "help": text, "autocompletion": complete}
-    return typer.Argument(show_default=False, **options)
+def _argument(metavar: str, text: str, **options: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=text, show_default=False, **options)
 
 
 RecipeName = Annotated[
-    str, _argument("RECIPE", "A preset's name, a .toml file or a run directory.", complete.recipes)
+    str, _argument("RECIPE", "A preset's name, a .toml file or a run directory.")
 ]
 Overrides = Annotated[
     list[str],
-    _argument(
-        *("KEY=VALUE", "Settings to change, as optim.lr=3e-4.", complete.overrides),
-        default_factory=list,
-    ),
+    _argument("KEY=VALUE", "Settings to change, as optim.lr=3e-4.", default_factory=list),
 ]
-RunPath = Annotated[str, _argument("RUN", "A run directory.", complete.runs)]
-RunOrStudy = Annotated[
-    str, _argument("RUN|STUDY", "A run, or a study: all its runs.", complete.runs)
-]
-RunsOrStudy = Annotated[
-    list[str], _argument("RUN|STUDY", "Run directories, or a study.", complete.runs)
-]
+RunPath = Annotated[str, _argument("RUN", "A run directory.")]
 Model = Annotated[
     str,
     _argument(
         "RUN|HF_DIR",
         "A run, RUN@STEP, RUN@best, a checkpoint, a directory of transformers or of an adapter, "
         "or hf:NAME.",
-        complete.runs,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -83,10 +69,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+# errors of the system about a path, which the user can mend
 UNUSABLE = ("ENAMETOOLONG", "ELOOP", "ENOTDIR", "EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT")
-"""Errors of the system about a path, which the user can mend."""
+# arguments of the Python API whose option has another name
 OPTIONS = {"suites": "suite", "past": "from", "path": "dir"}
-"""Arguments of the Python API whose option has another name."""
 
 
 def print_json(value: Any, indent: int | None = 1) -> None:
@@ -125,18 +111,17 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSION = typer.Option(
-    "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
-)
-
-
 @app.callback()
-def _root(version: Annotated[bool, VERSION] = False) -> None:
+def _root(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version."
+    ),
+) -> None:
     pass
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line. A user's mistake gets one message, other errors keep their traceback."""
+    """The command line: a user's mistake gets one message, other errors keep their traceback."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN)  # libgomp reads it when torch is imported
     words = sys.argv[1:2] if arguments is None else arguments[:1]
@@ -172,29 +157,12 @@ def _outputs() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def _as_setting(option: str, of_jobs: bool) -> str:
-    """Advice for an unknown option that may be meant as a setting, or for the scheduler."""
-    from windlass.recipe import settings
-    from windlass.recipe.keys import meant
-
-    near = meant(option.lstrip("-").replace("-", "_"), settings())
-    if of_jobs and not near:
-        return "The site file (--site FILE) holds the options of the scheduler"
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"Write a setting as KEY=VALUE, without dashes{hint}"
-
-
-def check_names(words: list[str]) -> None:
-    """Raise UserError if the command line or the working directory is not UTF-8, as TOML is."""
-    for text in (*words, os.getcwd()):
-        if not errors.is_utf8(text):
-            shown = text.encode("utf-8", "backslashreplace").decode()
-            raise errors.UserError(f"{shown}: the name is not UTF-8: rename the file or directory")
-
-
 def _run(arguments: list[str] | None) -> None:
     try:
-        check_names(sys.argv[1:] if arguments is None else arguments)
+        for text in (*(sys.argv[1:] if arguments is None else arguments), os.getcwd()):
+            if not errors.is_utf8(text):  # as TOML is
+                shown = text.encode("utf-8", "backslashreplace").decode()
+                raise errors.UserError(f"{shown}: the name is not UTF-8; rename it")
         code = app(args=arguments, prog_name="windlass", standalone_mode=False)
     except typer.Abort:
         sys.exit(errors.INTERRUPTED)
@@ -221,8 +189,16 @@ def _run(arguments: list[str] | None) -> None:
         error.show()  # click's own error: the command line could not be parsed
         context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
         if wrong and context and "KEY=" in context.get_usage():
-            of_jobs = any(one.name == "site" for one in context.command.params)
-            say(_as_setting(wrong, of_jobs), err=True)
+            from windlass.recipe import settings
+            from windlass.recipe.keys import meant
+
+            near = meant(wrong.lstrip("-").replace("-", "_"), settings())
+            advice = "Write a setting as KEY=VALUE, without dashes"
+            if near:
+                advice += f"; did you mean {' or '.join(near)}?"
+            elif any(one.name == "site" for one in context.command.params):
+                advice = "The site file (--site FILE) holds the options of the scheduler"
+            say(advice, err=True)
         sys.exit(errors.BAD_INPUT)
     if code == errors.INTERRUPTED:
         print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal

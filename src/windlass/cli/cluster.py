@@ -25,22 +25,13 @@ if TYPE_CHECKING:
 
 
 def to_bytes(text: str) -> int:
-    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text; else UserError."""
+    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text."""
     match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?|", text)
     if not match:
         raise errors.UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
     return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
 
 
-def _checked_size(text: str) -> str:
-    to_bytes(text)
-    return text
-
-
-MAX_SIZE = "Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
-MaxSize = Annotated[
-    str, Option(metavar="BYTES", help=MAX_SIZE, show_default=False, callback=_checked_size)
-]
 MinBusbw = Annotated[
     float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce.")
 ]
@@ -60,17 +51,10 @@ def launch(
     command: list[str] = typer.Argument(metavar="-- CMD...", help="What to run on every rank."),
     ranks: int = Option(0, "-n", min=0, help="Ranks in all; default: as the job asked."),
     per_host: int = Option(
-        *(0, "--per-host"),
-        min=0,
-        envvar="WINDLASS_PER_HOST",
-        help="Ranks on each host; default: as the job asked.",
-        show_default=False,
+        0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked."
     ),
     launcher: str = Option(
-        "",
-        envvar="WINDLASS_LAUNCHER",
-        metavar="srun|mpiexec|torchrun",
-        help="Default: the site's, or the scheduler's.",
+        "", envvar="WINDLASS_LAUNCHER", help="srun, mpiexec or torchrun; default: the site's."
     ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
@@ -101,7 +85,7 @@ def launch(
 
 
 def _show_allocation(allocation: Allocation, launcher: str) -> None:
-    """Show hosts and ranks on stderr, because the command alone is on stdout."""
+    """Show hosts and ranks on stderr; stdout has the command alone."""
     from windlass.processes import visible_gpus
     from windlass.telemetry.terminal import pairs, rich_console, table
 
@@ -156,14 +140,11 @@ def submit(
     scheduler: SchedulerName = "",
     nodes: int = Option(1, min=1, help="Hosts (of each cell of a study)."),
     gpus_per_node: GpusPerNode = -1,
-    per_host: int = Option(
-        0, min=0, help="Ranks of each host; default: one per GPU.", show_default=False
-    ),
+    per_host: int = Option(0, min=0, help="Ranks of each host; default: one per GPU."),
     time: str = Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
     site: SiteFile = None,
     max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
     retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),
     dry_run: bool = Option(False, "--dry-run", help="Print the script and write nothing."),
     watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
@@ -178,6 +159,7 @@ def submit(
     from windlass.launch import batch
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
+    from windlass.run import Run
     from windlass.study.runner import submit_study
     from windlass.study.study import Study
 
@@ -185,9 +167,11 @@ def submit(
     if cancel:
         typer.echo(f"job {batch.cancel(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run and batch.is_followed(directory):
-        return _watch(directory)
-    asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw, max_size)
+    if watch and not dry_run:
+        job, state = batch.queued(directory)
+        if state or (job and Run(directory).state == "finished"):
+            return _watch(directory)
+    asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
     how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
     if not Study.is_study(recipe):
@@ -208,7 +192,7 @@ def submit(
 
 
 def _watch(directory: Path) -> int:
-    """Follow the job of a run or study to its end; the exit code of the training."""
+    """Follow a job to its end; the exit code of its training."""
     from windlass.cli.train import show_end
     from windlass.launch.batch import EXIT_CODE, watch
     from windlass.run import Run
@@ -217,8 +201,7 @@ def _watch(directory: Path) -> int:
     try:
         watch(directory, typer.echo)
     except KeyboardInterrupt:
-        again = f"windlass submit --watch {shlex.quote(str(directory))}"
-        typer.echo(f"the job goes on; {again} follows it again", err=True)
+        typer.echo("the job goes on; the same command follows it again", err=True)
         return errors.INTERRUPTED
     if Study.is_study(directory):
         states = [result.state for result in Study.open(directory).results()]
@@ -244,7 +227,9 @@ def check(
     overrides: Overrides,
     world: int = Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
+    max_size: str = Option(
+        "", help="Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
+    ),
     json_: Json = False,
 ) -> int:
     """Check machine, packages, disk and interconnect.
@@ -260,7 +245,7 @@ def check(
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
 
-    loaded, env = Recipe.load(recipe, overrides), detect_env()
+    loaded, env, size = Recipe.load(recipe, overrides), detect_env(), to_bytes(max_size)
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 
@@ -268,14 +253,12 @@ def check(
     from windlass.parallel.dist import exit_now
     from windlass.preflight.check import check as run_check
 
-    shows = env.rank == 0 and not json_ and sys.stderr.isatty()
-
     def show(text: str) -> None:
-        if shows:
+        if env.rank == 0 and not json_ and sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
-        done = run_check(loaded, to_bytes(max_size), gate=bool(min_busbw), show=show)
+        done = run_check(loaded, size, gate=bool(min_busbw), show=show)
     except errors.RunFailed as error:
         show("")
         if not min_busbw:
@@ -291,7 +274,6 @@ def check(
 
 
 def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
-    """Show findings, rates and the outcome."""
     from windlass.telemetry.terminal import print_table
 
     code = done.exit_code(min_busbw)
@@ -322,5 +304,4 @@ def _show_check(done: Check, min_busbw: float, json_: bool) -> None:
     typer.echo(f"\nbus bandwidth of the largest all-reduce: {measured}{required}")
     problems = sum(finding.status == "problem" for finding in done.findings)
     outcomes = {errors.NOT_MEASURED: "NOT MEASURED", errors.TOO_SLOW: "TOO SLOW"}
-    failed = f"{problems} problem{'s' * (problems != 1)}"
-    typer.echo(outcomes.get(code, failed if problems else "fine"))
+    typer.echo(outcomes.get(code, errors.plural(problems, "problem") if problems else "fine"))

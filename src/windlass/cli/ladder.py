@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from typer import Option
 
 from windlass.cli import Json, Overrides, print_json
-from windlass.cli.sweep import RetryFailed, StudyName, exit_code
-from windlass.errors import DONE, UserError, plural
+from windlass.cli.sweep import RetryFailed, StudyName, exit_code, show_created
+from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from windlass.study.ladder import Ladder
@@ -44,8 +44,7 @@ def ladder(
     If you kill the ladder, give the same command again. Without --sizes a STUDY is continued. The
     law is the form that best predicts the largest size from the smaller ones.
 
-    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal with everything
-    saved.
+    Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 
     Example: `windlass ladder quickstart --sizes 100k,300k,1M --tokens 5,10,20`
     """
@@ -58,12 +57,15 @@ def ladder(
     if bool(money) != bool(price):
         raise UserError("--money and --price, of an hour of the device, belong together")
     added = [Run.open(path) for path in add]
+    ratios = list[float]()
+    with contextlib.suppress(ValueError):
+        ratios = [float(word) for word in tokens.split(",") if word.strip()]
+    if tokens and min(ratios, default=0) <= 0:
+        raise UserError(f"--tokens {tokens}: write tokens per parameter with commas, as 5,10,20")
     words = [word.strip() for word in sizes.split(",") if word.strip()]
-    study = ladders.create_ladder(recipe, words, _ratios(tokens), overrides, dir_)
+    study = ladders.create_ladder(recipe, words, ratios, overrides, dir_)
     if create:
-        cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
-        typer.echo(f"{cells}; `windlass submit {shlex.quote(str(study.path))}` trains them")
-        return DONE
+        return show_created(study)
     if hours or money:
         flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     progress = Progress(sys.stderr if json_ else sys.stdout)
@@ -80,7 +82,6 @@ def ladder(
 
 
 def _show(seen: Ladder, flops: float, progress: Progress) -> None:
-    """Print the law, the runs beside it, and the best size for `flops`, if there is a budget."""
     from windlass.reports.law import error_table, law_table, predicted_table
     from windlass.telemetry.measures import short
 
@@ -96,19 +97,6 @@ def _show(seen: Ladder, flops: float, progress: Progress) -> None:
         loss = seen.law.predict(size, tokens)
         progress.notify(f"best for {flops:.3g} FLOPs: {best}, loss {loss}")
     progress.notify(f"report: windlass report {shlex.quote(str(seen.study.path))}")
-
-
-def _ratios(text: str) -> list[float]:
-    """`5,10,20` as numbers above 0, none for an empty text; UserError for anything else."""
-    if not text:
-        return []
-    try:
-        values = [float(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        values = []
-    if not values or min(values) <= 0:
-        raise UserError(f"--tokens {text}: write tokens per parameter with commas, as 5,10,20")
-    return values
 
 
 def _as_json(seen: Ladder, flops: float) -> dict[str, Any]:

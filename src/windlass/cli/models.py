@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +90,7 @@ def sample(
     temperature: float = Option(0.8, min=0, help="0 takes the most likely token."),
     top_k: int = Option(0, "--top-k", min=0, help="Sample from the k most likely; 0: from all."),
     top_p: float = Option(
-        1.0, "--top-p", help="Sample from the fewest with this total probability."
+        1.0, "--top-p", help="From the fewest tokens with this total probability."
     ),
     seed: int = Option(None, help="Seed of the texts; default: the seed of the run."),
     chat: bool = Option(False, "--chat", help="Talk, a line a turn; or answer --prompt once."),
@@ -121,11 +119,16 @@ def sample(
     if chat:
         sampler, asks = TextSampler(source, device, **settings), sys.stdin.isatty()
         sampler.messages += [{"role": "system", "content": system}] * bool(system)
-        for message in [text] if text else _messages("> " if asks else ""):
-            for piece in sampler.reply(message):
+        while True:
+            try:
+                message = text or input("> " if asks else "").strip()
+            except EOFError:
+                return
+            for piece in sampler.reply(message) if message else ():
                 _write(piece)
-            _write("\n")
-        return
+            _write("\n" * bool(message))
+            if text:
+                return
     shown = -1
     for number, piece in windlass.sample(source, text, n, device, **settings):
         if number > shown:
@@ -133,14 +136,6 @@ def sample(
             shown = number
         _write(piece)
     _write("\n")
-
-
-def _messages(prompt: str) -> Iterator[str]:
-    """The non-empty lines of the standard input."""
-    with contextlib.suppress(EOFError):
-        while True:
-            if message := input(prompt).strip():
-                yield message
 
 
 def _write(text: str) -> None:

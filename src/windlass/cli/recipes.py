@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, Overrides, RecipeName, complete, print_json, say
+from windlass.cli import Json, Overrides, RecipeName, print_json, say
 from windlass.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def recipe(
     overrides: Overrides,
     list_: bool = Option(False, "--list", help="List the presets of recipes and studies."),
     schema: bool = Option(False, "--schema", help="Print a recipe's JSON schema, for editors."),
-    key: str = Option(
-        *("", "--explain"), metavar="KEY", help="Explain a setting.", autocompletion=complete.keys
-    ),
+    key: str = Option("", "--explain", metavar="KEY", help="Explain a setting."),
 ) -> None:
     """Show a recipe, list the presets, or explain a setting.
 
@@ -59,7 +56,7 @@ def recipe(
 
     Example: `windlass recipe quickstart optim.lr=3e-4`
     """
-    from windlass.recipe import Recipe
+    from windlass.recipe import Recipe, presets, study_presets
     from windlass.recipe.explain import explain
     from windlass.telemetry.terminal import pairs, rich_console
 
@@ -68,24 +65,25 @@ def recipe(
     elif key:
         say(explain(key, recipe, overrides))
     elif list_:
-        rich_console(sys.stdout).print(pairs(_presets()))
+        rows = []
+        for name, path in (presets() | study_presets()).items():
+            text = path.read_text(encoding="utf-8")
+            comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
+            sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0]
+            verb = "" if name in presets() else f" (windlass {tomllib.loads(text)['verb']})"
+            rows.append((name, f"{sentence.rstrip('.')}.{verb}"))
+        rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
-        print_recipe(recipe, overrides)
+        if study := study_recipe(recipe, overrides):
+            typer.echo(study[1])
+        loaded = study[0] if study else Recipe.load(recipe, overrides)
+        typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
+        if loaded.model.kind == "hf":
+            typer.echo(f"# network: {network_of(loaded)}")
+        typer.echo(f"\n{loaded.toml()}")
     else:
         choice = "or use --list, --schema or --explain KEY"
         raise UserError(f"name a recipe, as `windlass recipe quickstart`, {choice}")
-
-
-def _presets() -> Iterator[tuple[str, str]]:
-    """Each preset with the first sentence of the comment at its top, and the verb of a study."""
-    from windlass.recipe import presets, study_presets
-
-    for name, path in (presets() | study_presets()).items():
-        text = path.read_text(encoding="utf-8")
-        comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-        sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].rstrip(".")
-        verb = "" if name in presets() else f" (windlass {tomllib.loads(text)['verb']})"
-        yield name, f"{sentence}.{verb}"
 
 
 def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] | None:
@@ -104,21 +102,6 @@ def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] |
     shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
     line = f"# a study of this recipe: windlass {verb} {recipe} ({shown})"
     return loaded, line, options.get("world", 0)
-
-
-def print_recipe(recipe: str, overrides: list[str]) -> None:
-    """Print the resolved recipe as TOML, with directory, config hash and network as comments."""
-    from windlass.recipe import Recipe
-
-    if study := study_recipe(recipe, overrides):
-        loaded, line, _ = study
-        typer.echo(line)
-    else:
-        loaded = Recipe.load(recipe, overrides)
-    typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
-    if loaded.model.kind == "hf":
-        typer.echo(f"# network: {network_of(loaded)}")
-    typer.echo(f"\n{loaded.toml()}")
 
 
 def network_of(recipe: Recipe) -> str:
@@ -202,8 +185,7 @@ def plan(
     memory_bytes = int(memory * 1e9) or None
     target: dict[str, Any] = {"device": device, "memory_bytes": memory_bytes}
     target |= {"past": past, "per_host": per_host}
-    study = study_recipe(recipe, overrides)
-    if study:
+    if study := study_recipe(recipe, overrides):
         result = make_plan(study[0], **target, world=world or study[2])
     else:
         result = make_plan(recipe, overrides, **target, world=world)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from windlass.cli import Json, RunOrStudy, RunPath, RunsOrStudy, print_json, say
+from windlass.cli import Json, RunPath, print_json, say
 from windlass.errors import FAILED, UserError, installed, needs, plural
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def checkpoints(
     if json_:
         print_json(asdict(listing))
     elif not rows:
-        typer.echo(f"{listing.run} has no checkpoint yet")
+        typer.echo(f"{listing.run}: no checkpoint yet")
     else:
         measures = list(dict.fromkeys(("loss", listing.measure)))
         good = "every byte good" if verify else "whole"
@@ -127,7 +127,7 @@ def checkpoints(
 
 
 def report(
-    paths: RunsOrStudy,
+    paths: Annotated[list[str], Argument(metavar="RUN|STUDY", help="Runs, or a study.")],
     out: str = Option("", metavar="DIR", help="Where to write; default: report/ in the run."),
     skip: int = Option(-1, min=-1, metavar="N", help="Steps to omit in the second loss plot."),
     plots: bool | None = Option(None, help="Draw plot files; default: if matplotlib is there."),
@@ -152,8 +152,9 @@ def report(
     if plots is None and not installed("matplotlib"):
         say(f"page and tables only: a PNG plot {needs('matplotlib')}")
     steps = None if skip < 0 else skip
-    which: dict[str, Any] = {"skip": steps, "plots": plots, "pdf": pdf, "table": table}
-    written = write_report(paths, out or None, **which, law=law)
+    written = write_report(
+        paths, out or None, skip=steps, plots=plots, pdf=pdf, table=table, law=law
+    )
     for view in written.views if text else ():
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
@@ -186,7 +187,7 @@ def show_study(study: Study) -> None:
 
 
 def track(
-    run: RunOrStudy,
+    run: Annotated[str, Argument(metavar="RUN|STUDY", help="A run, or a study: all its runs.")],
     to: str = Option(..., metavar="wandb|mlflow|tensorboard", help="The tracker."),
     timeout: float = Option(0.0, min=0, help="Seconds to wait for the tracker; 0: no limit."),
 ) -> None:

@@ -11,12 +11,13 @@ import typer
 from typer import Option
 
 from windlass.cli import Json, Overrides, print_json, say
-from windlass.cli.cluster import GpusPerNode, MaxSize, MinBusbw, SchedulerName, SiteFile
+from windlass.cli.cluster import GpusPerNode, MinBusbw, SchedulerName, SiteFile
 from windlass.cli.runs import show_study
 from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
+    from windlass.launch.submit import Submitted
     from windlass.study.runner import Progress
     from windlass.study.study import Study
 
@@ -55,7 +56,6 @@ def scale(
     scheduler: SchedulerName = "",
     time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
     min_busbw: MinBusbw = 0.0,
-    max_size: MaxSize = "",
     site: SiteFile = None,
     dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
     json_: Json = False,
@@ -79,19 +79,20 @@ def scale(
         remedy = f"leave {' '.join(overrides)} out, or add --worlds"
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
     options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
-    options["path"] = dir_
+    options |= {"path": dir_, "retry_failed": retry_failed}
     if nodes:
         if no_probe:
             raise UserError("--no-probe is for cells on this machine: leave it or --nodes out")
-        asked: dict[str, Any] = {"gpus_per_node": gpus_per_node, "time": time}
-        asked |= {"min_busbw": min_busbw, "max_size": max_size}
-        options |= {"site": read_site(site), "asked": Resources(**asked), "scheduler": scheduler}
-        options |= {"worlds": whole_numbers("worlds", worlds), "retry_failed": retry_failed}
-        return _submit(recipe, whole_numbers("nodes", nodes), overrides, dry_run, options)
-    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw, max_size)):
+        asked = Resources(1, 0, gpus_per_node, time, min_busbw=min_busbw)
+        options |= {"site": read_site(site), "asked": asked, "scheduler": scheduler}
+        options["worlds"] = whole_numbers("worlds", worlds)
+        options |= {"dry_run": dry_run, "notify": typer.echo}
+        hosts = whole_numbers("nodes", nodes)
+        return _show_jobs(*studies.submit_scale(recipe, hosts, overrides, **options), dry_run)
+    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
         raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
     progress = Progress(sys.stderr if json_ else sys.stdout)
-    options |= {"probes": not no_probe, "retry_failed": retry_failed, "progress": progress}
+    options |= {"probes": not no_probe, "progress": progress}
     study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
     _show(study, progress, json_)
     if study.over_hosts:  # jobs train its cells
@@ -100,7 +101,6 @@ def scale(
 
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
-    """Show the study's numbers."""
     from windlass.reports.study import terminal
     from windlass.study.setups import read_setups
 
@@ -110,21 +110,14 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
         rows = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
         print_json([one | more for one, more in zip(head, rows, strict=True)])
-    if not json_:
+    else:
         show_study(study)
     for part in terminal(study, table, console.width):
         console.print(part)
-    progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")
+    console.out(f"report: windlass report {shlex.quote(str(study.path))}")
 
 
-def _submit(
-    recipe: str, nodes: list[int], overrides: list[str], dry_run: bool, options: dict[str, Any]
-) -> int:
-    """Submit a study over hosts; show its jobs, or their scripts."""
-    from windlass.study.scale import submit_scale
-
-    options |= {"dry_run": dry_run, "notify": typer.echo}
-    study, jobs = submit_scale(recipe, nodes, overrides, **options)
+def _show_jobs(study: Study, jobs: list[Submitted], dry_run: bool) -> int:
     if dry_run:
         sys.stdout.write("\n".join(one.script for one in jobs))
         return DONE

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-from typer import Option
+from typer import Argument, Option
 
-from windlass.cli import Json, _argument, complete, print_json, say
+from windlass.cli import Json, print_json, say
 from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED, plural
 
@@ -32,8 +31,7 @@ parallel.world=1,2,4                 ranks of a cell; overrides --world
 ```
 """
 StudyName = Annotated[
-    str,
-    _argument("RECIPE|STUDY", "The recipe of all cells, a study, or its preset.", complete.studies),
+    str, Argument(metavar="RECIPE|STUDY", help="The recipe of all cells, a study, or its preset.")
 ]
 Settings = Annotated[
     list[str],
@@ -51,7 +49,7 @@ Only = Annotated[int, Option(hidden=True, help="Train one cell, as a task of an 
 
 def sweep(
     recipe: StudyName,
-    axes: list[str] = typer.Argument(None, metavar="KEY=A,B,C", help="Axes; see below."),
+    axes: list[str] = Argument(None, metavar="KEY=A,B,C", help="Axes; see below."),
     *,
     set_: Settings,
     dir_: Path | None = Option(
@@ -82,25 +80,17 @@ def sweep(
     from windlass.study import runner as studies
     from windlass.study.runner import Progress
 
-    options: dict[str, Any] = {
-        "path": dir_,
-        "world": world,
-        "workers": workers,
-        "stop_diverged": stop_diverged,
-        "halving": halving,
-        "retry_failed": retry_failed,
-        "launch": launch,
-    }
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
     if create:
         study = studies.create_sweep(recipe, axes or (), set_, dir_, world)
         for note in study.notes:
             say(note)
-        cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
-        say(f"{cells}; `windlass submit {shlex.quote(str(study.path))}` trains them")
-        return DONE
+        return show_created(study)
     number = only if only >= 0 else None
-    study = studies.sweep(recipe, axes or (), set_, only=number, progress=progress, **options)
+    options: dict[str, Any] = {"path": dir_, "world": world, "workers": workers, "only": number}
+    options |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
+    options |= {"retry_failed": retry_failed, "progress": progress}
+    study = studies.sweep(recipe, axes or (), set_, **options)
     results = study.results()
     if json_:
         print_json([result.row() for result in results])
@@ -109,6 +99,12 @@ def sweep(
         show_study(study)
     show_winners(progress, study)
     return exit_code(study, number)
+
+
+def show_created(study: Study) -> int:
+    cells = f"{study.path}: {plural(len(study.cells), 'cell')}"
+    say(f"{cells}; `windlass submit {shlex.quote(str(study.path))}` trains them")
+    return DONE
 
 
 def exit_code(study: Study, only: int | None = None) -> int:

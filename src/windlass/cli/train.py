@@ -68,7 +68,7 @@ def train(
 
 
 def train_local_ranks(recipe: Recipe, world: str, max_restarts: int, start: dict[str, Any]) -> int:
-    """Repeat this command as local ranks, and show the end of the run in their place."""
+    """Repeat this command as local ranks, and show the end of the run."""
     from windlass.launch.local import parse_worlds
     from windlass.run import Run
     from windlass.training import api
@@ -174,7 +174,6 @@ def verify(
 
 
 def summary_of(proofs: Sequence[Proof]) -> str:
-    """The number of proofs that hold, the ones that failed, and the ones that were not tried."""
     failed = [proof.name for proof in proofs if proof.passed is False]
     untried = [proof.name for proof in proofs if proof.passed is None]
     count = len(proofs) - len(failed) - len(untried)

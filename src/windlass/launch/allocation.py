@@ -1,13 +1,10 @@
-"""The allocation that a shell is in, and the command that starts all its ranks. No torch.
-
-`read_allocation` and `launch_command` are pure. `save_job` writes the variables of a job to a file,
-from which `load_job` gives them to a second shell on one of its hosts.
-"""
+"""The allocation that a shell is in, and the command that starts all its ranks. No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -46,8 +43,7 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
     """The allocation of this shell, from its variables and the host file that they name.
 
     A host has one rank for each task that the job asked for. If the job asked for none (or one per
-    host), it has one for each of the `gpus` of this host, and one without GPUs. UserError if a
-    job's variables are incomplete.
+    host), it has one for each of the `gpus` of this host, and one without GPUs.
     """
     scheduler = find_job(environ)[0]
     if scheduler == "none":
@@ -59,11 +55,7 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
 
 
 def default_launcher(allocation: Allocation, launcher: str = "") -> str:
-    """What starts the ranks: `launcher` without its options, else the scheduler's default; empty
-    outside a job.
-
-    UserError if the scheduler does not have `launcher`.
-    """
+    """What starts the ranks: `launcher` without its options, or the scheduler's default."""
     launcher = (launcher.split() or [""])[0]
     if launcher and launcher not in LAUNCHERS:
         raise UserError(f"--launcher {launcher}: write {', '.join(LAUNCHERS)}")
@@ -71,7 +63,7 @@ def default_launcher(allocation: Allocation, launcher: str = "") -> str:
         return ""
     scheduler = SCHEDULERS[allocation.scheduler]
     if launcher and launcher not in scheduler.LAUNCHERS:
-        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which has no {launcher}"
+        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which lacks {launcher}"
         raise UserError(f"{problem}: write launcher = {' or '.join(scheduler.LAUNCHERS)}")
     return launcher or scheduler.LAUNCHERS[0]
 
@@ -86,10 +78,8 @@ def launch_command(
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself.
 
-    `openmpi`: which `mpiexec` it is. `environ`: the ranks' environment. `launcher`: one of
-    `LAUNCHERS`, with more options; for `torchrun` the scheduler's default launcher starts one agent
-    on each host. `cores`: of a task, in units of a rank's. The host file has the ranks of hosts
-    that differ.
+    `launcher`: one of `LAUNCHERS`, with more options; for `torchrun` the scheduler's default
+    launcher starts one agent on each host. `cores`: of a task, in units of a rank's.
     """
     more = shlex.split(launcher)[1:]
     launcher, environ = default_launcher(allocation, launcher), environ or {}
@@ -101,7 +91,22 @@ def launch_command(
             problem = "torchrun needs the same number of ranks on each host"
             raise UserError(f"{problem}: set --per-host N")
         agents = replace(allocation, per_host=(1,) * len(allocation.hosts))
-        words = _torchrun(allocation, [*more, "--no-python", *command], environ)
+        address = environ.get("MASTER_ADDR", allocation.hosts[0])
+        words = [
+            "env",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600",  # seconds for a save; by default 30
+            *processes.MODULE,
+            "torch.distributed.run",
+            f"--nnodes={len(allocation.hosts)}",
+            f"--nproc-per-node={per_host}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={address}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}",
+            f"--rdzv-id={allocation.job}",
+            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+            *more,
+            "--no-python",
+            *command,
+        ]
         starter = default_launcher(allocation)
         return launch_command(agents, words, openmpi, environ, starter, cores=per_host)
     if launcher != "mpiexec":
@@ -118,29 +123,8 @@ def launch_command(
     return ["mpiexec", "-n", str(allocation.ranks), *options, *hostfile, *more, *command]
 
 
-def _torchrun(
-    allocation: Allocation, command: Sequence[str], environ: Mapping[str, str]
-) -> list[str]:
-    """The agent of one host, which starts the host's ranks; `command` may begin with options."""
-    address = environ.get("MASTER_ADDR", allocation.hosts[0])
-    port = environ.get("MASTER_PORT", TORCHRUN_PORT)
-    return [
-        "env",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600",  # seconds for a save; by default it kills after 30
-        *processes.MODULE,
-        "torch.distributed.run",
-        f"--nnodes={len(allocation.hosts)}",
-        f"--nproc-per-node={allocation.per_host[0]}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={address}:{port}",
-        f"--rdzv-id={allocation.job}",
-        "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-        *command,
-    ]
-
-
 def reports_dir() -> tempfile.TemporaryDirectory[str]:
-    """A directory in which ranks report how they ended: the batch script's, else one at home."""
+    """A directory for the ranks' ends: in the batch script's directory, or at home."""
     base = Path(os.environ.get(JOB_DIR) or jobs_dir())
     with contextlib.suppress(OSError):
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -152,23 +136,22 @@ def wait_for_ranks(
     child: subprocess.Popen[bytes], reports: Path, seconds: float = LAUNCHER_SECONDS
 ) -> int:
     """The exit code of a launcher, which is killed `seconds` after a rank's failure."""
-    failed_at = None
+    deadline = math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(2.0)
         codes = {path.read_text() for path in reports.glob("code-*")} - {"", "0", str(STOPPED)}
-        if failed_at is None and (codes or any(reports.glob("failure-*"))):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > seconds:
+        if codes or any(reports.glob("failure-*")):
+            deadline = min(deadline, time.monotonic() + seconds)
+        if time.monotonic() > deadline:
             child.kill()
 
 
 def outcome(code: int, reports: Path) -> int:
     """The exit code of a launch, from its command's exit code and the ranks' `reports`.
 
-    torchrun turns every code into 1, and mpiexec some, so a stop, bad input and the codes of a
-    check come from the ranks. 69 if ranks ended only because others fell silent: the job lost a
-    host, or a rank was killed.
+    torchrun and mpiexec change codes, so a stop, bad input and the codes of a check come from the
+    ranks. 69 if ranks ended only because others fell silent: a host or rank was lost.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
     for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
@@ -189,15 +172,13 @@ def plan_launch(
 ) -> tuple[Allocation, list[str]]:
     """This shell's allocation, and the words that start `command` on its ranks.
 
-    In a job, `program` takes the place of a command's `windlass`. It sets the store's address for
-    the ranks in this process's environment.
+    In a job, `program` takes the place of a command's `windlass`.
     """
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
     chosen = default_launcher(allocation, launcher)
     by_mpi = "mpiexec" in (chosen, chosen and default_launcher(allocation))
     openmpi = by_mpi and has_openmpi(needed=not dry_run)
-    # this is the host of rank 0: all ranks meet here
-    if port := free_port(allocation.hosts[0]):
+    if port := free_port(allocation.hosts[0]):  # rank 0 is here, and all ranks meet here
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
     for ours in (WINDLASS, ("windlass",)) if program and chosen else ():
@@ -226,15 +207,14 @@ def launch_in_job(
             signal.signal(number, lambda *_: child.send_signal(signal.SIGUSR1))
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the child as well
         code = wait_for_ranks(child, reports)
-        # A launcher ends by itself once every host has told it how the ranks there ended.
-        waited_in_vain = code < 0
+        was_killed = code < 0  # a launcher ends by itself once every host has reported its ranks
         code = outcome(code if code >= 0 else 128 - code, reports)
         alive = {path.name.partition("-")[2] for path in reports.glob("host-*")}
         lost = [host for host in allocation.hosts if not alive & {host, host.partition(".")[0]}]
         if code == LOST and lost:
             show(f"windlass: lost {', '.join(lost)}: no rank there has reported its end")
             # After a kill of a rank, for example for its memory, the host is well.
-            if waited_in_vain and (path := os.environ.get(LOST_HOSTS)):
+            if was_killed and (path := os.environ.get(LOST_HOSTS)):
                 Path(path).write_text(",".join(lost))
         again = any(read_json(path).get("again") for path in reports.glob("failure-*.json"))
     if code == FAILED and again:  # memory ran out, and the micro-batches are smaller now
@@ -264,12 +244,12 @@ def has_openmpi(needed: bool) -> bool:
 
 
 def jobs_dir() -> Path:
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "windlass" / "jobs"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "windlass", "jobs")
 
 
 def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a second shell needs, without a single task's variables and secrets."""
+    """The variables that a second shell needs, without a task's own variables and secrets."""
     of_job = "|".join([COMMON_VARIABLES, *(one.JOB_VARIABLES for one in SCHEDULERS.values())])
     of_task = "|".join(one.TASK_VARIABLES for one in SCHEDULERS.values())
     names = [name for name in sorted(environ) if re.fullmatch(of_job, name)]

@@ -1,15 +1,10 @@
-"""Batch scripts, as pure functions of a job and a site. No torch, no disk.
+"""Batch scripts, as pure functions of a job and a site, and the jobs of a directory. No torch.
 
-A script starts its command on the hosts of the job and asks for a signal ahead of its time limit.
-It puts the job back into the queue when the command has exited with 75 (stopped, can be resumed)
-because of that signal, once per limit. It never does so after a failure, after two starts in a row
-that saved no checkpoint, or when a person or the scheduler ended the job, because a scheduler that
-preempts requeues by itself. If the job starts again and its last attempt never came to an end,
-hosts were lost. If the scheduler can leave hosts out, later starts do so with the hosts that
-`windlass launch` names.
-
-The training writes into `$WINDLASS_SAVED`, after each save, how many seconds before the limit it
-has to be stopped (`job.report_saved`).
+A script requeues its job when the command has exited with 75 because of the time limit's signal. It
+does not after a failure, after two starts in a row without a checkpoint, or when a person or the
+scheduler ended the job, because a scheduler that preempts requeues by itself. If the last attempt
+never came to an end, hosts were lost. The training writes into `$WINDLASS_SAVED` how many seconds
+before the limit it has to be stopped (`job.report_saved`).
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ from windlass.fileio import read_json
 from windlass.launch.job import INDEX, SCRIPT, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import Scheduler
-from windlass.run import Run
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
@@ -98,28 +92,19 @@ fi
 
 
 def render(job: Job, site: Site, scheduler: str) -> str:
-    """The batch script of a job, for a scheduler of `SCHEDULERS`.
-
-    Raises UserError if the path of its logs cannot be written as an option.
-    """
+    """The batch script of a job, for a scheduler of `SCHEDULERS`."""
     chosen = SCHEDULERS[scheduler]
     if odd := sorted(set(str(job.logs)) & set(chosen.UNWRITABLE)):
         problem = f"{str(job.logs)!r} has {' and '.join(map(repr, odd))}"
         raise UserError(f"{problem}, which an option of {chosen.TITLE} cannot have: rename it")
     replaced = {chosen.option(line) for line in site.directives}
     values = chosen.options(job, site).items()
-    lines = [template.format(value) for template, value in values if value]
-    header = [line for line in lines if chosen.option(line) not in replaced]
+    header = [template.format(value) for template, value in values if value]
+    header = [line for line in header if chosen.option(line) not in replaced]
     options = [f"{chosen.MARK} {line}" for line in (*header, *site.directives)]
-    return "\n".join(["#!/bin/bash", *options, "", *body(job, site, scheduler), ""])
-
-
-def body(job: Job, site: Site, scheduler: str) -> list[str]:
-    """The shell that runs the command, passes on signals, and puts the job back into the queue."""
-    chosen = SCHEDULERS[scheduler]
     folder = shlex.quote(str(job.logs))
     command = shlex.join(job.command).replace(shlex.quote(INDEX), '"$task"')
-    lines = []
+    lines = ["#!/bin/bash", *options, ""]
     if not chosen.WRITES_LOG:
         log = shlex.quote(str(job.logs / job.short_name()))
         lines.append(f'exec >>{log}_"{chosen.JOB_SHELL}.out" 2>&1')
@@ -154,12 +139,12 @@ def body(job: Job, site: Site, scheduler: str) -> list[str]:
         scheduler=scheduler,
         submitted=f'{folder}/"job-$task.json"' if job.array else f"{folder}/{SUBMITTED}",
     ).splitlines()
-    return [*lines, "exit $code"]
+    return "\n".join([*lines, "exit $code", ""])
 
 
 WATCH_SECONDS = 5.0
+# what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
-"""The words of a scheduler about a job that is over."""
 
 
 class Queued(NamedTuple):
@@ -181,30 +166,20 @@ def queued(directory: Path) -> tuple[str, str]:
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 
 
-def is_followed(directory: Path) -> bool:
-    """Whether there is a job to watch: one that waits or runs, or that has finished its run."""
-    job, state = queued(directory)
-    return bool(state) or (bool(job) and Run(directory).state == "finished")
-
-
 def queued_tasks(directory: Path) -> dict[int, Queued]:
     """The tasks of a study's jobs that wait or run: the job of each by the number of its cell."""
     tasks = dict[int, Queued]()
     for one in _jobs(directory):
         if one.state:
             states = one.scheduler.tasks(one.job, one.state, _ask)
-            by_number = {task_number(task): state for task, state in states.items()}
+            by_number = dict[int, str]()
+            for task, state in states.items():
+                if number := re.search(r"(?:_|\[)(\d+)", task):  # `7_3` or `7[3]`, not a whole job
+                    by_number[int(number[1])] = state
             # without states of single tasks, none has begun or the scheduler does not answer
-            is_whole = by_number.keys() <= {None}
-            held = one.array if is_whole else [n for n in one.array if by_number.get(n)]
+            held = [n for n in one.array if by_number.get(n)] if by_number else one.array
             tasks |= dict.fromkeys(held, one)
     return tasks
-
-
-def task_number(task: str) -> int | None:
-    """The number of an array's task by its id (`7_3`, `7[3]`); None if it is a whole job."""
-    number = re.search(r"(?:_|\[)(\d+)", task)
-    return int(number[1]) if number else None
 
 
 def _jobs(directory: Path) -> list[Queued]:
@@ -215,18 +190,13 @@ def _jobs(directory: Path) -> list[Queued]:
         for path in (folder / SUBMITTED, *sorted(folder.glob(FOLLOWING))):
             if (record := read_json(path)).get("job"):
                 scheduler, job = SCHEDULERS[record["scheduler"]], str(record["job"])
-                state = _state(scheduler, job)
+                query = scheduler.query(job)
+                done = run_program(query)
+                state = "" if done.returncode else scheduler.state(done.stdout)
+                if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
+                    state = f"unknown ({(done.stderr or query[0]).strip()})"
                 jobs.append(Queued(folder, scheduler, job, state, record.get("array", [])))
     return jobs
-
-
-def _state(scheduler: Scheduler, job: str) -> str:
-    """The state of a job in words; empty if it is over."""
-    query = scheduler.query(job)
-    done = run_program(query)
-    if done.returncode and not OVER.search(done.stderr):  # a scheduler that is busy
-        return f"unknown ({(done.stderr or query[0]).strip()})"
-    return "" if done.returncode else scheduler.state(done.stdout)
 
 
 def run_program(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -234,7 +204,7 @@ def run_program(command: list[str], cwd: Path | None = None) -> subprocess.Compl
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     except FileNotFoundError:
-        raise UserError(f"this machine has no {command[0]}: use a login node") from None
+        raise UserError(f"this machine lacks {command[0]}: use a login node") from None
 
 
 def _ask(command: list[str]) -> str:
@@ -242,13 +212,10 @@ def _ask(command: list[str]) -> str:
 
 
 def cancel(directory: Path) -> str:
-    """End the jobs of a run or study; a running job saves first. Returns the jobs' ids.
-
-    Raises UserError if all jobs are over, RunFailed if the scheduler does not answer.
-    """
+    """End the jobs of a run or study; a running job saves first. Returns the jobs' ids."""
     jobs = _jobs(directory)
     if not jobs:
-        problem = f"{directory} has no {SUBMITTED}"
+        problem = f"{directory} lacks {SUBMITTED}"
         raise UserError(f"{problem}: it was not submitted with `windlass submit`")
     alive = [one for one in jobs if one.state]
     if not alive:

@@ -1,4 +1,4 @@
-"""A job to submit, a site's settings for every job, and a training's report to its job. No torch."""
+"""A job to submit, a site's settings, and a training's report to its job. No torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ LIMIT = "WINDLASS_LIMIT"  # beside it: the job's time limit in seconds; 0: unkno
 GRACE_SECONDS = 120  # between the signal to stop and the time limit, at least
 STOP_MARGIN_SECONDS = 30  # of a stop, beside its saves: the step, trackers, the ranks' ends
 END_MARGIN_SECONDS = 10  # of a batch job, after the training
-GPU_RANK_CORES = (
-    4  # Python, autograd, NCCL's proxy and the saving thread; small nodes have only four
-)
+GPU_RANK_CORES = 4  # Python, autograd, NCCL's proxy, saving; small nodes have only four
 
 
 class Site(BaseModel):
@@ -71,11 +69,9 @@ class Site(BaseModel):
     directory of `submit`. Jobs of studies always work there."""
 
     def cores(self, gpus: int) -> int:
-        """The cores of a rank on hosts with this number of GPUs."""
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)
 
     def at_once(self) -> str:
-        """The limit of an array, as schedulers write it."""
         return f"%{self.cells_at_once}" if self.cells_at_once else ""
 
 
@@ -90,7 +86,7 @@ class Job:
     """A job to submit; paths are absolute."""
 
     name: str
-    command: Sequence[str]  # run once, in the job's shell; `windlass launch -- …` starts all ranks
+    command: Sequence[str]  # run once, in the job's shell; `windlass launch` starts all ranks
     directory: Path  # in which it runs
     logs: Path  # the directory of the script and of `<name>_<id>.out`
     nodes: int = 1

@@ -1,9 +1,7 @@
 """N ranks on this machine: start them, pass signals on, restart them after a failure. No torch.
 
-The first rank to fail ends the run. The others have SETTLE_SECONDS to fail by themselves and to
-report why; then they get SIGTERM, and after TERM_SECONDS SIGKILL. The launcher ends within
-END_SECONDS. Rank 0 has the terminal. The other ranks write to files, which the launcher shows only
-for the rank that failed first. Ranks never outlive the launcher.
+The first rank to fail ends the run. Rank 0 has the terminal. The other ranks write to files, which
+the launcher shows only for the rank that failed first. Ranks never outlive the launcher.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from typing import Any
 from windlass import errors, processes
 from windlass.fileio import read_json
 
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
 END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended or was suspended
@@ -55,21 +53,11 @@ def launch(
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> int:
-    """Run `command` on local ranks, and return the exit code of all of them.
+    """Run `command` on local ranks, with torchrun's variables; the exit code of all of them.
 
-    Args:
-        command: what each rank runs; it reads torchrun's variables, WINDLASS_LAUNCHED and
-            WINDLASS_ATTEMPT.
-        worlds: the number of ranks, or the numbers allowed: the largest first, a smaller one after
-            a rank was lost.
-        max_restarts: most restarts after a failure. Bad input, a stop by a signal, and two starts
-            in a row without a new step cause none. A restart with smaller micro-batches,
-            because memory ran out, does not count.
-        log: gets messages of one or more lines; default: print to stderr.
-
-    Returns:
-        0: all done. 75: stopped by a signal, everything saved. 130: a second Ctrl-C, nothing saved.
-        2, 44, 46: the code of the first rank to end. 1: a failure.
+    `worlds`: the number of ranks, or the numbers allowed, of which a smaller one follows the loss
+    of a rank. Bad input, a stop by a signal, and two starts in a row without a new step cause no
+    restart. A restart with smaller micro-batches, because memory ran out, does not count.
     """
     allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
     world, attempt, restarts, reached, idle = allowed[0], 0, 0, 0, 0
@@ -134,10 +122,8 @@ class Worker:
         return "\n".join(lines[-TAIL_LINES:])
 
     def how_it_ended(self) -> str:
-        if not self.code:
-            return "failed"
-        if self.code > 0:
-            return f"failed with exit code {self.code}"
+        if not self.code or self.code > 0:
+            return f"failed with exit code {self.code}" if self.code else "failed"
         often = " (often by the kernel, out of memory)" if self.code == -signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-self.code).name}{often}"
 
@@ -171,8 +157,7 @@ class Group:
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
                 # In training all ranks stop together. A rank that gets a signal alone before step 1
-                # ends at once. The others may wait for it, so they get a signal too. (In training a
-                # second SIGTERM changes nothing.)
+                # ends at once, and the others may wait for it, so they get a signal too.
                 seconds = time.time() - first.end_time
                 if seconds > STOP_SECONDS:
                     self.kill()
@@ -300,9 +285,7 @@ class Group:
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if sum(worker.poll() for worker in self.workers) == len(self.workers):
-                break
+        while time.monotonic() < until and sum(w.poll() for w in self.workers) < len(self.workers):
             time.sleep(0.02)
 
     def kill(self) -> None:

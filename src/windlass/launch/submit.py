@@ -20,7 +20,7 @@ from windlass.errors import UserError
 from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import write_atomic
 from windlass.launch.batch import EXIT_CODE, SUBMITTED, queued, render, run_program
-from windlass.launch.job import GRACE_SECONDS, TIME, Job, Site, seconds_of, stop_lead
+from windlass.launch.job import TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
@@ -35,26 +35,20 @@ LAUNCH = (*WINDLASS, "launch", "--", *WINDLASS)  # a verb on all ranks of the jo
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for."""
-
     nodes: int = 1
     per_host: int = 0  # ranks of a host; 0: one for each GPU, one on a host without GPUs
     gpus_per_node: int = -1  # -1: the site's
     time: str = ""  # HH:MM:SS; empty: the site's
     max_restarts: int = 3
     min_busbw: float = 0.0  # GB/s that `windlass check` has to measure first; 0: no check
-    max_size: str = ""  # the largest message of that check, as `windlass check --max-size` reads it
 
     def check(self, recipe: str) -> Sequence[str]:
         """The command that requires the bandwidth; empty without one."""
-        size = ("--max-size", self.max_size) if self.max_size else ()
-        required = ("--min-busbw", f"{self.min_busbw:g}", *size)
+        required = ("--min-busbw", f"{self.min_busbw:g}")
         return (*LAUNCH, "check", recipe, *required) if self.min_busbw else ()
 
 
 class Submitted(NamedTuple):
-    """A job, or an array of jobs."""
-
     directory: Path
     script: str
     job: str  # its id; empty without submission
@@ -88,14 +82,13 @@ def read_site(path: Path | None = None) -> Site:
     if secret := [name for name in site.environment if SECRET_NAME.search(name)]:
         raise UserError(
             f"{file}: environment has {', '.join(secret)}, but others may read a batch script: "
-            "leave it out; SLURM passes the variables of the shell that submits (PBS: `directives "
-            '= ["-V"]`), and W&B reads ~/.netrc'
+            'export it in the shell that submits (PBS: with `directives = ["-V"]`)'
         )
     return site
 
 
 def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
-    """The name of the scheduler: `asked`, the site's, or the installed one; else UserError."""
+    """The name of the scheduler: `asked`, the site's, or the installed one."""
     installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
     name = asked or site.scheduler or next(iter(installed), "")
     if name and name not in SCHEDULERS:
@@ -104,12 +97,11 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         wanted = [SCHEDULERS[name]] if name else SCHEDULERS.values()
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
-        raise UserError(f"this machine has no {programs}: {remedy}")
-    one = SCHEDULERS[name]
-    if site.launcher and (launcher := site.launcher.split()[0]) not in one.LAUNCHERS:
-        launchers = " or ".join(one.LAUNCHERS)
-        remedy = f"write launcher = {launchers} in the site file"
-        raise UserError(f"{one.TITLE} has no {launcher}: {remedy}")
+        raise UserError(f"this machine lacks {programs}: {remedy}")
+    one, launcher = SCHEDULERS[name], site.launcher.split()[:1]
+    if launcher and launcher[0] not in one.LAUNCHERS:
+        remedy = f"write launcher = {' or '.join(one.LAUNCHERS)} in the site file"
+        raise UserError(f"{one.TITLE} lacks {launcher[0]}: {remedy}")
     return name
 
 
@@ -122,17 +114,15 @@ def make_job(
     asked: Resources,
     save_seconds: float = 0.0,
 ) -> Job:
-    """A job with the resources to train any of these recipes; UserError if the site lacks them.
+    """A job with the resources to train any of these recipes.
 
-    `save_seconds`: of a save, if it is known. The job's signal comes early enough for it.
+    Its signal comes early enough for a save of `save_seconds` (0: unknown).
     """
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
-        raise UserError(
-            f"how many GPUs has a node? Write --gpus-per-node N (or gpus_per_node in {site_file()})"
-            ", or train on the CPU with parallel.device=cpu"
-        )
+        choice = f"write --gpus-per-node N (or gpus_per_node in {site_file()})"
+        raise UserError(f"how many GPUs has a node? {choice}, or parallel.device=cpu")
     if site.gpus_per_node and gpus > site.gpus_per_node:
         most = f"a node of this site has {site.gpus_per_node} (gpus_per_node)"
         raise UserError(f"--gpus-per-node {gpus}: {most}")
@@ -140,13 +130,9 @@ def make_job(
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
     limit, lead = asked.time or site.time, stop_lead(save_seconds)
     if limit and seconds_of(limit) <= lead + EARLY_SECONDS:
-        why = f", because a save takes {save_seconds:.0f} s" if lead > GRACE_SECONDS else ""
-        early = f"a job saves {lead} s before its limit{why}, and up to {EARLY_SECONDS} s earlier"
-        more = max(10, 2 * lead // 60)
-        advice = f"write {more // 60:02d}:{more % 60:02d}:00 or more"
-        raise UserError(f"--time {limit}: {early} on SLURM; {advice}")
-    if asked.max_size and not asked.min_busbw:
-        raise UserError(f"--max-size {asked.max_size}: give it together with --min-busbw GB/S")
+        hours, minutes = divmod(max(10, 2 * lead // 60), 60)
+        early = f"a job saves {lead} s before its limit, and up to {EARLY_SECONDS} s earlier"
+        raise UserError(f"--time {limit}: {early}; write {hours:02d}:{minutes:02d}:00 or more")
     ranks = asked.per_host or max(1, gpus)
     memory = site.memory_per_rank * ranks
     if memory < 0:
@@ -168,10 +154,7 @@ def submit_run(
     """Submit the training of a recipe.
 
     The run directory gets the script, the log `<run>_<id>.out`, and a copy of the recipe, which all
-    starts of the job train. `dry_run` writes nothing, and the id is empty. `notify` gets a message
-    if the data is not prepared.
-
-    Raises UserError for what the site lacks, the recipe cannot do, or the scheduler rejects.
+    starts of the job train. `dry_run` writes nothing, and the id is empty.
     """
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
@@ -242,9 +225,8 @@ def submit(
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{one.SUBMIT} fails for {job.script}: {why}. If the cluster rejects what the job asks "
-            "for, change --nodes, --gpus-per-node or --time, or partition, account, constraint, "
-            f"cpus_per_rank and memory_per_rank (0: none) in {site_file()} or --site FILE"
+            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
+            f"or partition, account, constraint, cpus_per_rank or memory_per_rank in {site_file()}"
         )
     job_id = one.submitted(done.stdout)
     record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.open import Facts, describe, lines
-from windlass.data.open import warnings as data_warnings
 from windlass.data.locate import data_dirs
 from windlass.data.mixture import Mixture, shares_of_run
-from windlass.data.open import Data, open_data
+from windlass.data.open import Data, Facts, describe, lines, open_data
+from windlass.data.open import warnings as data_warnings
 from windlass.data.samples import documents_per_row, real_tokens
 from windlass.data.split import eval_questions
 from windlass.errors import OutOfMemory, UserError, plural

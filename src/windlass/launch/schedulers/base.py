@@ -94,7 +94,7 @@ class Scheduler(Protocol):
         return {job: state}
 
     def cancel(self, job: str, state: str, ask: Ask) -> list[list[str]]:
-        """The commands that end waiting tasks, and then let running ones save."""
+        """The commands that end waiting tasks, and let running ones save."""
         tasks = self.tasks(job, state, ask).items()
         running = [task for task, word in tasks if word in ("running", "suspended")]
         waiting = [task for task, word in tasks if word not in ("", "exiting")]
@@ -103,7 +103,7 @@ class Scheduler(Protocol):
         return deletes + ([[*self.SIGNAL, *running]] if running else [])
 
     def allocation(self, environ: Mapping[str, str]) -> Allocation:
-        """The hosts of this shell's job and the tasks on each (empty: unknown), or UserError."""
+        """The hosts of this shell's job and the tasks on each (empty: unknown)."""
         job, path = environ.get(self.JOB_ID, ""), environ.get(self.NODEFILE, "")
         try:
             lines = Path(path).read_text().split()
@@ -123,10 +123,7 @@ class Scheduler(Protocol):
         return 0
 
     def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
-        """The words of its own launcher in front of the ranks' command.
-
-        `cores`: how many times a rank's cores each task gets.
-        """
+        """The words of its own launcher; each task gets `cores` times a rank's cores."""
         return []
 
 

@@ -152,11 +152,8 @@ class SLURM(Scheduler):
         return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
     def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
-        """`srun`.
-
-        Ranks end one after another: after a stop with 75, and rank 0 last. So srun ends none of
-        them. Ranks notice a lost one, and `launch` ends the step after a failure.
-        """
+        # Ranks end one after another, rank 0 last, so srun ends none of them. Ranks notice a lost
+        # one, and `launch` ends the step after a failure.
         per_host = allocation.per_host
         equal = len(set(per_host)) == 1
         spread = f"--ntasks-per-node={per_host[0]}" if equal else "--distribution=block"
