@@ -17,7 +17,7 @@ from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped,
 from forked import Forked, launch
 from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
-from windlass.checkpoint import commit
+from windlass.checkpoint import save as save_module
 from windlass.checkpoint.choose import Lineage, write_lineage
 from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed, UserError
@@ -282,7 +282,7 @@ def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus,
 
 
 def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
-    run_save = commit.Save.run
+    run_save = save_module.Save.run
 
     def late_failure(save, *rest):
         if save.step == 11:
@@ -290,7 +290,7 @@ def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_pat
             raise OSError(errno.EIO, "broken")
         return run_save(save, *rest)
 
-    monkeypatch.setattr(commit.Save, "run", late_failure)
+    monkeypatch.setattr(save_module.Save, "run", late_failure)
     recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
     run = train(recipe)
     assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()

@@ -18,8 +18,7 @@ from torch import nn
 import helpers
 from helpers import each_step, refused, tiny_recipe, write_corpus
 from windlass import train
-from windlass.checkpoint.commit import RESERVE_BYTES
-from windlass.checkpoint.save import Writer
+from windlass.checkpoint.save import RESERVE_BYTES, Writer
 from windlass.errors import RunFailed, UserError
 from windlass.run import Run
 from windlass.training import network

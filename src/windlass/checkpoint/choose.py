@@ -1,5 +1,5 @@
-"""Which checkpoints a run keeps (`retain`), from which it continues (`Lineage`), and which of them is
-without damage. One rank lists the `candidates`; all ranks hash them in `first_undamaged`."""
+"""Which checkpoints a run keeps (`retain`), from which it continues (`Lineage`), and which of them
+is without damage. One rank lists the `candidates`; all ranks hash them in `first_undamaged`."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) 
 
 
 def read_lineage(run: Path) -> Lineage | None:
-    """The run's current lineage; None without a file, when every checkpoint belongs to it. UserError if
-    the file is malformed, because a guess could resume from wrong weights."""
+    """The run's current lineage; None without a file, when every checkpoint belongs to it.
+    UserError if the file is malformed, because a guess could resume from wrong weights."""
     path = run / LINEAGE
     try:
         return Lineage.model_validate_json(path.read_bytes())
@@ -151,8 +151,8 @@ def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
 
 
 def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
-    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user; without the
-    path of the run, which may move, and settings of one start."""
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user; without
+    the path of the run, which may move, and settings of one start."""
     unset = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
     path, recipe = run / RECIPE, recipe.replace(unset, {"checkpoint.resume": "latest"})
     text = recipe.toml().encode()
@@ -242,7 +242,7 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
         if not (which.isdigit() or which in ("best", "latest")):
             raise UserError(f"{source}: write RUN@STEP, RUN@best or RUN@latest")
     if not Path(run).is_dir():
-        raise UserError(f"there is no run or checkpoint at {source}; by default runs lie in runs/")
+        raise UserError(f"{source} is not a run or checkpoint; by default runs lie in runs/")
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
@@ -250,8 +250,8 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back if
-    the save in its place was interrupted; returns a note on each."""
+    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back
+    if the save in its place was interrupted; returns a note on each."""
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
         path = directory / name

@@ -8,12 +8,12 @@ A checkpoint is a directory `step-00000250` with these files:
   tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-A part of a tensor is a box: consecutive indices in every dimension, row-major in one file. The boxes
-of a tensor hold each of its elements exactly once.
+A part of a tensor is a box: consecutive indices in every dimension, row-major in one file. The
+boxes of a tensor hold each of its elements exactly once.
 
 A directory is *whole* if it has `manifest.sha256`, else *temporary*: a save or a removal is in
-progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is a
-whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
+progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is
+a whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
 """
 
 from __future__ import annotations
@@ -267,8 +267,8 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """The names in a directory, sorted; none if it does not exist. Ask it for a single name too: NFS
-    may report a new name as missing for a minute."""
+    """The names in a directory, sorted; none if it does not exist. Ask it for a single name too:
+    NFS may report a new name as missing for a minute."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -366,8 +366,8 @@ class Checkpoint:
         return tensor
 
     def read_into(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`; Damaged if
-        a file is too short or cannot be read."""
+        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`; Damaged
+        if a file is too short or cannot be read."""
         import numpy as np
         import torch
 

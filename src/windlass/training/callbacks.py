@@ -91,8 +91,9 @@ AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 class Callback:
-    """A user's code in a training: subclass it and override what you need. Every rank calls `on_step`
-    and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls `on_save`."""
+    """A user's code in a training: subclass it and override what you need. Every rank calls
+    `on_step` and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls
+    `on_save`."""
 
     def on_step(self, event: StepEvent) -> None: ...
 

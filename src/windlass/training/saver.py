@@ -9,8 +9,7 @@ from typing import Any
 from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
-from windlass.checkpoint.commit import Save, shortage
-from windlass.checkpoint.save import Writer
+from windlass.checkpoint.save import Save, Writer, shortage
 from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.estimate.calendar import checkpoints_to_come

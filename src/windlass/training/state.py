@@ -239,9 +239,9 @@ class LossSum:
 
 
 class Buffers:
-    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ because
-    the ranks see different samples. After each step the first data rank sends its values to the
-    others, as in DDP: a mean of counters or codes would not be valid."""
+    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ
+    because the ranks see different samples. After each step the first data rank sends its values to
+    the others, as in DDP: a mean of counters or codes would not be valid."""
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.mesh = ranks.mesh
