@@ -47,21 +47,15 @@ class Saver(Writer):
         """
         plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
         self.model, self.optimizer = callbacks.model, callbacks.optimizer
-        start = directory.checkpoint  # the weights come from it
+        super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
+        settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
+        # The weights come from `start`.
+        self.base = None if own else base_of(unwrap(self.model), plan.recipe, path, start, ranks)
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
-        super().__init__(
-            plan.run.checkpoints_dir,
-            ranks.rank,
-            ranks.world,
-            attempt=directory.attempt_name,
-            policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
-            background=plan.recipe.checkpoint.background,
-            base=None
-            if own
-            else base_of(unwrap(self.model), plan.recipe, plan.run.path, start, ranks),
-        )
+        self.policy = policy_of(settings, horizons, read_lineage(path))
+        self.attempt, self.background = directory.attempt_name, settings.background
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
         self.average, self.trained, self.meta, self.own = average, trained, meta, own
