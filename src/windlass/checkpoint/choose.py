@@ -55,13 +55,12 @@ def policy_of(
 ) -> Policy:
     """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
     inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
-    return Policy(
-        settings.keep_last,
-        settings.keep_best,
-        lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best,
-        lineage.step if lineage and inside and not lineage.skipped else None,
-    )
+    start = lineage.step if lineage and inside and not lineage.skipped else None
+
+    def forever(step: int) -> bool:
+        return any(horizon.due(settings.keep_every, step) for horizon in horizons)
+
+    return Policy(settings.keep_last, settings.keep_best, forever, settings.best, start)
 
 
 def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
@@ -337,13 +336,11 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     bad = [n for n in names if n.startswith("bad-")]
-    listed = [
-        {"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""}
-        for title, base in bases.items()
-    ]
-    if verify and bases:
-        from windlass.checkpoint.base import check_base  # imports torch
+    listed = list[dict[str, Any]]()
+    for title, base in bases.items():
+        listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
+        if verify:
+            from windlass.checkpoint.base import check_base  # imports torch
 
-        for row, base in zip(listed, bases.values(), strict=True):
-            row["problem"] = check_base(base, recipe)
+            listed[-1]["problem"] = check_base(base, recipe)
     return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary, bad)

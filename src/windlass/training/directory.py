@@ -148,8 +148,9 @@ class RunDirectory:
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
         path, recipe = self.run.path, self.plan.recipe
-        write = lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())  # noqa: E731
-        self.ranks.decide("settings", write)
+        self.ranks.decide(
+            "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
+        )
 
 
 def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
