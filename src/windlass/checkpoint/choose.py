@@ -108,11 +108,11 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
     serial = max((c.serial for c in checkpoints_in(run / "checkpoints")), default=0)
     before = read_lineage(run) or Lineage()
     current: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
-    if checkpoint is None:
-        return Lineage(serial=serial, job=dict(job), **current)
-    directory, path = run.resolve(), checkpoint.resolve()
-    path = path.relative_to(directory) if path.is_relative_to(directory) else path
-    current |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    if checkpoint is not None:
+        directory, path = run.resolve(), checkpoint.resolve()
+        path = path.relative_to(directory) if path.is_relative_to(directory) else path
+        current |= {"checkpoint": path.as_posix(), "step": step}
+        current |= {"skipped": left_out(run, checkpoint)}
     return Lineage(serial=serial, job=dict(job), **current)
 
 

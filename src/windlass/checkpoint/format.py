@@ -24,7 +24,6 @@ import math
 import operator
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from windlass.errors import UserError, argument
-from windlass.fileio import PIECE_BYTES
+from windlass.fileio import sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -246,20 +245,8 @@ def hash_files(
         load[lightest] += size
         if lightest == rank:
             mine.append(name)
-    stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
-
-    def sha256(name: str) -> str:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
-        with open(path / name, "rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not stop.is_set():
-                digest.update(buffer[:count])
-        return digest.hexdigest()
-
     with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            yield from zip(mine, pool.map(sha256, mine), strict=True)
-        finally:
-            stop.set()
+        yield from zip(mine, pool.map(lambda name: sha256_of(path / name), mine), strict=True)
 
 
 def step_dir(directory: Path, step: int) -> Path:

@@ -352,7 +352,7 @@ class Writer:
     def _copy(self, save: Save, shard: Shard) -> None:
         """Begin to copy the boxes of a shard into host memory, as the file of a save."""
         header, places, size = shard.layout(self.rank)
-        device, copying = shard.device, contextlib.ExitStack()
+        device, copying, self._copied = shard.device, contextlib.ExitStack(), None
         self._allocate(size, device)
         image, tensors = memoryview(self._host.numpy())[:size], dict[str, dict[str, Any]]()
         image[: len(header)] = header
@@ -368,7 +368,7 @@ class Writer:
                 about = {"dtype": TYPE_NAMES[source.dtype], "shape": list(box.shape), "chunks": []}
                 chunks = tensors.setdefault(box.name, about)["chunks"]
                 chunks.append([at, list(box.offsets), list(source.shape)])
-        save.image, save.tensors, self._copied = image, tensors, None
+        save.image, save.tensors = image, tensors
         if device is not None and self._stream:
             self._copied = self._stream.record_event()
 
