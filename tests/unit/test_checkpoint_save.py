@@ -196,9 +196,8 @@ def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tm
     assert gate.reached.wait(30) and writer.busy and writer.poll() == []
     assert writer.wait(timeout=0.01) == [] and writer.busy
     train(model, optimizer, 1)
-    writer.write(
-        4, gather_shard(model), {}, while_waiting=lambda: (waited.append(1), gate.open.set())
-    )
+    writer.while_waiting = lambda: (waited.append(1), gate.open.set())
+    writer.write(4, gather_shard(model), {})
     first, second = writer.wait()
     assert waited and second.waited_s > 0 and not (first.error or second.error or writer.busy)
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)

@@ -284,6 +284,7 @@ class Writer:
     policy: Policy = field(default_factory=Policy)
     background: bool = True  # False: `write` returns after the commit
     base: Base | None = None  # of the weights that no shard has
+    while_waiting: Callable[[], None] | None = None  # called every POLL_SECONDS of a wait
 
     def __post_init__(self) -> None:
         self.newest = -1  # the step of the newest save, also in progress; -1: none, or it failed
@@ -315,16 +316,14 @@ class Writer:
         counters: Mapping[str, Any],
         meta: Mapping[str, Any] | None = None,
         scores: Scores | None = None,
-        while_waiting: Callable[[], None] | None = None,
     ) -> None:
         """Begin to write this rank's shard; `poll` returns the save when it has ended.
 
         After `settle` the state may change; a forward pass may come before. `counters` and `meta`
-        are JSON, from rank 0; `scores`: values of `policy.measure` by step. `while_waiting` is
-        called every POLL_SECONDS until the save before this one has ended.
+        are JSON, from rank 0; `scores`: values of `policy.measure` by step.
         """
         called = time.perf_counter()
-        self._until_idle(None, while_waiting)
+        self._until_idle(None)
         begin = time.perf_counter()
         save_id = f"{step:08d}-{self.attempt}-{self._started + 1}"
         meta = {"reason": PERIODIC} | dict(meta or {})
@@ -346,7 +345,7 @@ class Writer:
         self._thread.start()
         if not self.background:
             staged = time.perf_counter()
-            self._until_idle(None, while_waiting)
+            self._until_idle(None)
             save.waited_s += time.perf_counter() - staged
 
     def _copy(self, save: Save, shard: Shard) -> None:
@@ -404,20 +403,18 @@ class Writer:
                 self.newest = -1 if save.step == self.newest else self.newest
         return ended
 
-    def wait(
-        self, timeout: float | None = None, while_waiting: Callable[[], None] | None = None
-    ) -> list[Save]:
+    def wait(self, timeout: float | None = None) -> list[Save]:
         """`poll` once nothing is being written, or after `timeout` seconds."""
-        self._until_idle(timeout, while_waiting)
+        self._until_idle(timeout)
         return self.poll()
 
-    def _until_idle(self, timeout: float | None, while_waiting: Callable[[], None] | None) -> None:
+    def _until_idle(self, timeout: float | None) -> None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self.busy and (left := end - time.monotonic()) > 0:
             self._thread.join(min(POLL_SECONDS, left))
             assert self._thread.is_alive() or not self.busy, "the checkpoint writer has died"
-            if while_waiting is not None:
-                while_waiting()
+            if self.while_waiting is not None:
+                self.while_waiting()
 
     def _write(
         self,

@@ -56,6 +56,7 @@ class Saver(Writer):
         horizons = [replace(horizon, steps=steps) for steps in lengths]
         self.policy = policy_of(settings, horizons, read_lineage(path))
         self.attempt, self.background = directory.attempt_name, settings.background
+        self.while_waiting = recorder.beat
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
         self.average, self.trained, self.meta, self.own = average, trained, meta, own
@@ -98,14 +99,14 @@ class Saver(Writer):
             self.scaler.save(state)
             state.averaged = self.average.begun(state.step)
             meta, shard = self.meta | {"reason": reason}, self.shard(average=state.averaged > 0)
-            self.write(state.step, shard, state.to_json(), meta, recorder.scores, recorder.beat)
+            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
             if self.own:
                 self.settle()
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait, at most `timeout` seconds, for the saves."""
         with self.recorder.outside("save"):
-            self.report(self.wait(timeout, self.recorder.beat))
+            self.report(self.wait(timeout))
 
     def commit(self, reason: str) -> bool:
         """Commit the present step: wait for a save in progress, and repeat a failed one."""
