@@ -139,7 +139,7 @@ def read_lineage(run: Path) -> Lineage | None:
         return None
     except (OSError, ValidationError):
         raise UserError(
-            f"{path}, which says from where the run continues, cannot be read: restore it, "
+            f"{path}, which names the start of the current steps, cannot be read: restore it, "
             "or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
         ) from None
 
@@ -180,7 +180,7 @@ def candidates(
         if of_step := [e.path for e in entries if e.step == int(resume)]:
             return of_step
         steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-        raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
+        raise UserError(f"{run.path} lacks a checkpoint of step {int(resume)}; it has {steps}")
     lineage = read_lineage(run.path) or Lineage()
     if resume == "best":
         if not measure:
@@ -199,7 +199,7 @@ def candidates(
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        problem = f"{run.path} has no checkpoint since it started from {origin}, which is gone"
+        problem = f"{run.path} lacks a checkpoint since its start from {origin}, which is gone"
         raise UserError(f"{problem}: restore it, or name another one (checkpoint.resume=STEP)")
     return [*paths, *([origin] if origin.is_dir() else [])]
 
@@ -245,7 +245,7 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
-    raise UserError(f"{run} has no checkpoint yet")
+    raise UserError(f"{run} holds no checkpoint yet")
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:

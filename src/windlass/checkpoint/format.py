@@ -328,7 +328,7 @@ class Checkpoint:
         tensors, kind = self.manifest.tensors, self.meta.get("average", "none")
         inside = {MODEL + n.removeprefix(AVERAGE): tensors[n] for n in self.names(AVERAGE)}
         if not inside:
-            problem = f"{self.path} has no averaged weights (train.average.kind = {kind})"
+            problem = f"{self.path} lacks averaged weights (train.average.kind = {kind})"
             later = "name a later checkpoint, or " * (kind != "none")
             raise UserError(f"{problem}: {later}leave {argument('weights', weights)} out")
         update = {"tensors": {**tensors, **inside}}

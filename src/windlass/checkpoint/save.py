@@ -1,6 +1,6 @@
 """Writing: the state is copied to the host while the next step computes; a thread writes the copy.
 It agrees with the other ranks through the file system (`Save.run`), because its collectives would
-cross the training's, and could not be given up if a rank is dead."""
+cross the training's, and could not end if a rank is dead."""
 
 from __future__ import annotations
 

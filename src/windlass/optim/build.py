@@ -126,7 +126,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a parallelized and unwrapped model; `set_lr` sets its rate.
 
-    `device_type` is where the training computes, also if parameters are offloaded. The `replicas`
+    `device_type` is the device that computes, also if parameters are offloaded. The `replicas`
     hold equal plain parameters: with `muon` they share the work, and with `shard_state` divide the
     optimizer state. `seed`: for the rounding of bf16 weights and 8-bit state.
     """

@@ -183,7 +183,7 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     paths = candidates(origin.path, which)
     if not paths:
-        raise UserError(f"{origin.path} has no checkpoint yet")
+        raise UserError(f"{origin.path} holds no checkpoint yet")
     checkpoint = paths[0]
     step = int(checkpoint.name.removeprefix("step-").removesuffix(".replaced"))
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
@@ -244,7 +244,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} has no checkpoint from before step {decay_begins}, at which it decays"
+            problem = f"{run} lacks a checkpoint from before step {decay_begins}, where it decays"
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths
