@@ -151,7 +151,7 @@ def test_a_decay_branches_from_the_plateau(corpus, tmp_path):
     assert lines[0]["loss"] == flat.lines("train")[6]["loss"]
     other = branch.replace(f"run.dir='{tmp_path / 'other'}'")
     for recipe, origin, word in (
-        (other, f"{flat.path}@5", "no checkpoint of step 5"),
+        (other, f"{flat.path}@5", "checkpoint of step 5"),
         (other.replace("model.width=32"), f"{flat.path}@6", "model.width: 16 -> 32"),
         (other.replace("train.steps=5"), f"{flat.path}@6", "train.steps"),
     ):

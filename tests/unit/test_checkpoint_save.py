@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers import refused
-from windlass.checkpoint.commit import RESERVE_BYTES, shortage
 from windlass.checkpoint.format import DTYPES, Checkpoint, names_in, open_checkpoint, read_manifest
-from windlass.checkpoint.save import Writer
+from windlass.checkpoint.save import RESERVE_BYTES, Writer, shortage
 from windlass.checkpoint.state_dict import Shard, gather_shard, restore, shard_of
 from windlass.fileio import Files
 
@@ -197,9 +196,8 @@ def test_step_does_not_wait_for_disk_and_may_change_state_but_next_save_waits(tm
     assert gate.reached.wait(30) and writer.busy and writer.poll() == []
     assert writer.wait(timeout=0.01) == [] and writer.busy
     train(model, optimizer, 1)
-    writer.write(
-        4, gather_shard(model), {}, while_waiting=lambda: (waited.append(1), gate.open.set())
-    )
+    writer.while_waiting = lambda: (waited.append(1), gate.open.set())
+    writer.write(4, gather_shard(model), {})
     first, second = writer.wait()
     assert waited and second.waited_s > 0 and not (first.error or second.error or writer.busy)
     assert torch.equal(open_checkpoint(first.path).tensor("model/embedding.weight"), before)
@@ -256,7 +254,7 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     assert calls == {"checkpoint-writer": torch.device("cuda", 3)}
 
 
-@pytest.mark.parametrize("where", ["commit.parse", "save.Writer._copy"])
+@pytest.mark.parametrize("where", ["save.parse", "save.Writer._copy"])
 def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch, where):
     writer = Writer(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:

@@ -13,10 +13,9 @@ import hf_fixtures
 from helpers import tiny_recipe
 from windlass import train
 from windlass.errors import RunFailed
-from windlass.estimate.devices import Device, find_device
+from windlass.estimate.devices import Device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
-from windlass.estimate.rank import layout_of
 from windlass.model.build import read_sizes
 from windlass.model.hf import HfCache
 from windlass.parallel.dist import init_ranks
@@ -51,17 +50,6 @@ def test_the_largest_of_the_plan_is_chosen(gigabytes, world):
     for n in larger:
         assert peak(replace(layout, micro_batch=n, accumulation=samples // n)) > room
     assert layout.micro_batch > BY_TOKENS or gigabytes < 24
-
-
-def test_when_the_rule_by_tokens_stays():
-    by_tokens = layout_of(GPT2, 1, "cuda", "bf16").micro_batch
-    assert by_tokens == BY_TOKENS
-    for usable in (None, 10**8):  # unknown; nothing fits
-        assert layout_on(GPT2, VOCAB, 1, GPU, "bf16", usable).micro_batch == by_tokens
-    own = GPT2.replace({"train.micro_batch": 4})
-    assert layout_on(own, VOCAB, 1, GPU, "bf16", int(70e9)).micro_batch == 4
-    on_cpu = layout_on(GPT2, VOCAB, 1, find_device("cpu"), "fp32", int(70e9))
-    assert on_cpu.micro_batch == layout_of(GPT2, 1).micro_batch
 
 
 def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2, documents=0.0):

@@ -1,5 +1,5 @@
-"""Which checkpoints a run keeps (`retain`), from which it continues (`Lineage`), and which of them is
-without damage. One rank lists the `candidates`; all ranks hash them in `first_undamaged`."""
+"""Which checkpoints a run keeps (`retain`), from which it continues (`Lineage`), and which of them
+is without damage. One rank lists the `candidates`; all ranks hash them in `first_undamaged`."""
 
 from __future__ import annotations
 
@@ -55,13 +55,12 @@ def policy_of(
 ) -> Policy:
     """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
     inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
-    return Policy(
-        settings.keep_last,
-        settings.keep_best,
-        lambda step: any(h.due(settings.keep_every, step) for h in horizons),
-        settings.best,
-        lineage.step if lineage and inside and not lineage.skipped else None,
-    )
+    start = lineage.step if lineage and inside and not lineage.skipped else None
+
+    def forever(step: int) -> bool:
+        return any(horizon.due(settings.keep_every, step) for horizon in horizons)
+
+    return Policy(settings.keep_last, settings.keep_best, forever, settings.best, start)
 
 
 def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> dict[int, list[str]]:
@@ -109,11 +108,11 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
     serial = max((c.serial for c in checkpoints_in(run / "checkpoints")), default=0)
     before = read_lineage(run) or Lineage()
     current: dict[str, Any] = {"recipe": before.recipe, "replaced": before.replaced}
-    if checkpoint is None:
-        return Lineage(serial=serial, job=dict(job), **current)
-    directory, path = run.resolve(), checkpoint.resolve()
-    path = path.relative_to(directory) if path.is_relative_to(directory) else path
-    current |= {"checkpoint": path.as_posix(), "step": step, "skipped": left_out(run, checkpoint)}
+    if checkpoint is not None:
+        directory, path = run.resolve(), checkpoint.resolve()
+        path = path.relative_to(directory) if path.is_relative_to(directory) else path
+        current |= {"checkpoint": path.as_posix(), "step": step}
+        current |= {"skipped": left_out(run, checkpoint)}
     return Lineage(serial=serial, job=dict(job), **current)
 
 
@@ -131,8 +130,8 @@ def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) 
 
 
 def read_lineage(run: Path) -> Lineage | None:
-    """The run's current lineage; None without a file, when every checkpoint belongs to it. UserError if
-    the file is malformed, because a guess could resume from wrong weights."""
+    """The run's current lineage; None without a file, when every checkpoint belongs to it.
+    UserError if the file is malformed, because a guess could resume from wrong weights."""
     path = run / LINEAGE
     try:
         return Lineage.model_validate_json(path.read_bytes())
@@ -140,7 +139,7 @@ def read_lineage(run: Path) -> Lineage | None:
         return None
     except (OSError, ValidationError):
         raise UserError(
-            f"{path}, which says from where the run continues, cannot be read: restore it, "
+            f"{path}, which names the start of the current steps, cannot be read: restore it, "
             "or delete it and name the checkpoint to resume from (checkpoint.resume=STEP)"
         ) from None
 
@@ -151,8 +150,8 @@ def write_lineage(run: Path, lineage: Lineage, files: Files) -> None:
 
 
 def record(run: Path, lineage: Lineage, recipe: Recipe, files: Files) -> None:
-    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user; without the
-    path of the run, which may move, and settings of one start."""
+    """Write a run's lineage with its recipe, durably, and then `recipe.toml` for the user; without
+    the path of the run, which may move, and settings of one start."""
     unset = {"run.dir": "", "run.base": recipe.run.base if recipe.home else str(Path.cwd())}
     path, recipe = run / RECIPE, recipe.replace(unset, {"checkpoint.resume": "latest"})
     text = recipe.toml().encode()
@@ -181,7 +180,7 @@ def candidates(
         if of_step := [e.path for e in entries if e.step == int(resume)]:
             return of_step
         steps = ", ".join(str(s) for s in sorted({e.step for e in entries})) or "none"
-        raise UserError(f"{run.path} has no checkpoint of step {int(resume)}; there are: {steps}")
+        raise UserError(f"{run.path} lacks a checkpoint of step {int(resume)}; it has {steps}")
     lineage = read_lineage(run.path) or Lineage()
     if resume == "best":
         if not measure:
@@ -200,7 +199,7 @@ def candidates(
     if origin is None or lineage.step > limit:
         return paths
     if not paths and not origin.is_dir():
-        problem = f"{run.path} has no checkpoint since it started from {origin}, which is gone"
+        problem = f"{run.path} lacks a checkpoint since its start from {origin}, which is gone"
         raise UserError(f"{problem}: restore it, or name another one (checkpoint.resume=STEP)")
     return [*paths, *([origin] if origin.is_dir() else [])]
 
@@ -242,16 +241,16 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
         if not (which.isdigit() or which in ("best", "latest")):
             raise UserError(f"{source}: write RUN@STEP, RUN@best or RUN@latest")
     if not Path(run).is_dir():
-        raise UserError(f"there is no run or checkpoint at {source}; by default runs lie in runs/")
+        raise UserError(f"{source} is not a run or checkpoint; by default runs lie in runs/")
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
     if choice := first_undamaged(paths, ranks):
         return choice
-    raise UserError(f"{run} has no checkpoint yet")
+    raise UserError(f"{run} holds no checkpoint yet")
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:
-    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back if
-    the save in its place was interrupted; returns a note on each."""
+    """Remove temporary directories from a run's `checkpoints`, and give a checkpoint its name back
+    if the save in its place was interrupted; returns a note on each."""
     files, notes = files or Files(), list[str]()
     for name in names_in(directory):
         path = directory / name
@@ -337,13 +336,11 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     bad = [n for n in names if n.startswith("bad-")]
-    listed = [
-        {"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""}
-        for title, base in bases.items()
-    ]
-    if verify and bases:
-        from windlass.checkpoint.base import check_base  # imports torch
+    listed = list[dict[str, Any]]()
+    for title, base in bases.items():
+        listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
+        if verify:
+            from windlass.checkpoint.base import check_base  # imports torch
 
-        for row, base in zip(listed, bases.values(), strict=True):
-            row["problem"] = check_base(base, recipe)
+            listed[-1]["problem"] = check_base(base, recipe)
     return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary, bad)

@@ -8,12 +8,12 @@ A checkpoint is a directory `step-00000250` with these files:
   tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
-A part of a tensor is a box: consecutive indices in every dimension, row-major in one file. The boxes
-of a tensor hold each of its elements exactly once.
+A part of a tensor is a box: consecutive indices in every dimension, row-major in one file. The
+boxes of a tensor hold each of its elements exactly once.
 
 A directory is *whole* if it has `manifest.sha256`, else *temporary*: a save or a removal is in
-progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is a
-whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
+progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is
+a whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import math
 import operator
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from windlass.errors import UserError, argument
-from windlass.fileio import PIECE_BYTES
+from windlass.fileio import sha256_of
 
 if TYPE_CHECKING:
     import torch
@@ -246,20 +245,8 @@ def hash_files(
         load[lightest] += size
         if lightest == rank:
             mine.append(name)
-    stop = threading.Event()  # an exception here (Ctrl-C) ends the threads at their next piece
-
-    def sha256(name: str) -> str:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(PIECE_BYTES))
-        with open(path / name, "rb", buffering=0) as file:
-            while (count := file.readinto(buffer)) and not stop.is_set():
-                digest.update(buffer[:count])
-        return digest.hexdigest()
-
     with ThreadPoolExecutor(THREADS) as pool:
-        try:
-            yield from zip(mine, pool.map(sha256, mine), strict=True)
-        finally:
-            stop.set()
+        yield from zip(mine, pool.map(lambda name: sha256_of(path / name), mine), strict=True)
 
 
 def step_dir(directory: Path, step: int) -> Path:
@@ -267,8 +254,8 @@ def step_dir(directory: Path, step: int) -> Path:
 
 
 def names_in(directory: Path) -> list[str]:
-    """The names in a directory, sorted; none if it does not exist. Ask it for a single name too: NFS
-    may report a new name as missing for a minute."""
+    """The names in a directory, sorted; none if it does not exist. Ask it for a single name too:
+    NFS may report a new name as missing for a minute."""
     try:
         return sorted(os.listdir(directory))
     except (FileNotFoundError, NotADirectoryError):
@@ -341,7 +328,7 @@ class Checkpoint:
         tensors, kind = self.manifest.tensors, self.meta.get("average", "none")
         inside = {MODEL + n.removeprefix(AVERAGE): tensors[n] for n in self.names(AVERAGE)}
         if not inside:
-            problem = f"{self.path} has no averaged weights (train.average.kind = {kind})"
+            problem = f"{self.path} lacks averaged weights (train.average.kind = {kind})"
             later = "name a later checkpoint, or " * (kind != "none")
             raise UserError(f"{problem}: {later}leave {argument('weights', weights)} out")
         update = {"tensors": {**tensors, **inside}}
@@ -366,8 +353,8 @@ class Checkpoint:
         return tensor
 
     def read_into(self, name: str, offsets: Sequence[int], target: torch.Tensor) -> None:
-        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`; Damaged if
-        a file is too short or cannot be read."""
+        """Fill a tensor, on any device, with the box of its shape that begins at `offsets`; Damaged
+        if a file is too short or cannot be read."""
         import numpy as np
         import torch
 

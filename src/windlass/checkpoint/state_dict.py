@@ -91,8 +91,8 @@ def shard_of(
     world: int = 1,
     stages: int = 1,
 ) -> Shard:
-    """The boxes that `rank` of `world` writes, so that each element is written by one rank. The ranks
-    of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
+    """The boxes that `rank` of `world` writes, so that each element is written by one rank. The
+    ranks of one of the `stages` of a pipeline are neighbours, and hold the same tensors."""
     first_rank = rank - rank % (world // stages)
     peers = range(first_rank, first_rank + world // stages)
     groups: dict[tuple[int, ...], dict[str, Tensor]] = {}
@@ -120,8 +120,8 @@ def shard_of(
 def divide_rows(
     tensors: Mapping[str, Tensor], index: int, count: int
 ) -> dict[str, tuple[int, int]]:
-    """The rows [first, last) of each tensor that number `index` of `count` ranks writes. The tensors,
-    laid end to end, make pieces of equal size; a row belongs to the piece in which it begins."""
+    """The rows [first, last) of each tensor that number `index` of `count` ranks writes. The
+    tensors, laid end to end, make equal pieces; a row belongs to the piece in which it begins."""
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     low, high = (sum(sizes.values()) * i // count for i in (index, index + 1))
     at, result = 0, dict[str, tuple[int, int]]()
@@ -203,8 +203,8 @@ def gather_shard(
     average: Mapping[str, Tensor] = MappingProxyType({}),
     base: Collection[str] = (),
 ) -> Shard:
-    """The part of model, optimizer and averaged weights that this rank writes, as views, without the
-    tensors in `base`. Replicas must be equal, and the ranks do not communicate."""
+    """The part of model, optimizer and averaged weights that this rank writes, as views, without
+    the tensors in `base`. Replicas must be equal, and the ranks do not communicate."""
     tensors, aliases = named_state(model, optimizer)
     tensors |= {AVERAGE + name: tensor for name, tensor in average.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in base}
@@ -239,10 +239,10 @@ def restore(
     optimizer: Any = None,
     average: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Fill a model, in its final wrapping, its optimizer and an average from a checkpoint, bit for bit.
+    """Fill a wrapped model, its optimizer and an average from a checkpoint, bit for bit.
 
-    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`). UserError
-    names all tensors that are missing, left over, or of another shape or type.
+    Each rank reads only its boxes. Weights of the checkpoint's base stay (see `fill_base`).
+    UserError names all tensors that are missing, left over, or of another shape or type.
     """
     targets, aliases = _model_tensors(model)
     if base := checkpoint.manifest.base:

@@ -24,8 +24,8 @@ FP8_DROPPED = 20  # and that float8_e4m3fn lacks
 
 
 def places(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The place in a whole tensor of each of this rank's rows, and of each column in its row, as int64
-    on the tensor's device. Further dimensions count as columns."""
+    """The place in a whole tensor of each of this rank's rows, and of each column in its row, as
+    int64 on the tensor's device. Further dimensions count as columns."""
     shape, cut = whole_shape(tensor) or torch.Size([1]), cut_of(tensor)
     rows, columns = torch.arange(shape[0]), torch.arange(shape[1:].numel())
     if cut is not None and cut.dim == 0:

@@ -25,8 +25,8 @@ from windlass.recipe.units import Horizon
 
 
 class Average:
-    """The average of a model's trained parameters, on each rank of the part that it holds, as `tensors`
-    by parameter, in its precision, layout and device; empty with the kind `none`."""
+    """The average of a model's trained parameters, on each rank of the part that it holds, as
+    `tensors` by parameter, in its precision, layout and device; empty with the kind `none`."""
 
     def __init__(
         self, model: nn.Module, settings: AverageSettings, horizon: Horizon, seed: int = 0
@@ -81,7 +81,7 @@ class Average:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """The model has the averaged weights inside, and the trained ones, bit for bit, after it."""
+        """The model has the averaged weights inside, and the trained ones, bit for bit, after."""
         self._swap()
         try:
             yield

@@ -87,8 +87,8 @@ def unsavable(optimizer: type[Any], settings: OptimSettings) -> str:
 def to_tensors(
     state: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The state of a parameter of `group`; `defaults` are the optimizer's settings. A number becomes
-    a scalar of float64 or int64, which optimizers do not use for tensors."""
+    """The state of a parameter of `group`; `defaults` are the optimizer's settings. A number
+    becomes a scalar of float64 or int64, which optimizers do not use for tensors."""
     tensors = dict(state)
     for key, value in group.items():
         if state and type(value) is int and key not in defaults:
@@ -126,7 +126,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of a recipe, for a parallelized and unwrapped model; `set_lr` sets its rate.
 
-    `device_type` is where the training computes, also if parameters are offloaded. The `replicas`
+    `device_type` is the device that computes, also if parameters are offloaded. The `replicas`
     hold equal plain parameters: with `muon` they share the work, and with `shard_state` divide the
     optimizer state. `seed`: for the rounding of bf16 weights and 8-bit state.
     """
@@ -187,8 +187,8 @@ def start_over(optimizer: torch.optim.Optimizer) -> None:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:
-    """Set every group's learning rate to its peak times `multiplier`, on the host. The `number` of the
-    update and the seed determine the rounding of bf16 weights."""
+    """Set every group's learning rate to its peak times `multiplier`, on the host. The `number` of
+    the update and the seed determine the rounding of bf16 weights."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * multiplier
         if "number" in group:

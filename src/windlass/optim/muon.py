@@ -56,8 +56,8 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> list[Tensor]:
-    """The values of matrices, orthogonalised; equal shapes in one stack. The ranks of `tp` gather each
-    matrix that they cut, and each keeps its part of the result."""
+    """The values of matrices, orthogonalised; equal shapes in one stack. The ranks of `tp` gather
+    each matrix that they cut, and each keeps its part of the result."""
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
     for matrix, x in zip(matrices, values, strict=True):
         cut = cut_of(matrix.parameter)
@@ -209,8 +209,8 @@ class MuonAdamW(torch.optim.Optimizer):
     def _sharded(
         self, batch: list[Matrix], local: list[Tensor], group: dist.ProcessGroup
     ) -> list[Tensor]:
-        """Each rank collects its matrices, orthogonalises them and sends the rows back. One dimension
-        of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
+        """Each rank collects its matrices, orthogonalises them and sends the rows back. One
+        dimension of the mesh cuts every matrix, by rows; matrix i is rank i's, modulo its ranks."""
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         mine, owned = batch[rank::world], [local[r::world] for r in range(world)]
         out, pieces = [sum(x.numel() for x in part) for part in owned], list[list[int]]()

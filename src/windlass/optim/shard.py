@@ -50,8 +50,8 @@ def placement(p: Tensor, mesh: DeviceMesh, any_row: bool) -> Placement:
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of this rank's rows: it takes their gradients and gathers the updated rows. `rows`:
-    for each parameter the DTensor that the inner optimizer trains, the key of its state."""
+    """An optimizer of this rank's rows: it takes their gradients and gathers the updated rows.
+    `rows`: for each parameter the DTensor that the inner optimizer trains, the key of its state."""
 
     def __init__(
         self, rows: dict[nn.Parameter, Any], optimizer: torch.optim.Optimizer, mesh: DeviceMesh

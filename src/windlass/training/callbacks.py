@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ Measuring = Callable[[Any, int], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite with the names of its numbers that are better if lower. Of a plain function all are
-    better if higher, except for names that Windlass knows, such as `loss` and `perplexity`."""
+    """A suite with the names of its numbers that are better if lower. All numbers of a plain
+    function are better if higher, except for names that Windlass knows, such as `perplexity`."""
 
     measure: Measuring
     lower: Sequence[str] = ()
@@ -87,12 +87,10 @@ class SaveEvent(Event):
     path: Path
 
 
-AnyEvent = TypeVar("AnyEvent", bound=Event)
-
-
 class Callback:
-    """A user's code in a training: subclass it and override what you need. Every rank calls `on_step`
-    and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls `on_save`."""
+    """A user's code in a training: subclass it and override what you need. Every rank calls
+    `on_step` and `on_evaluation`, because all ranks compute a sharded model; rank 0 alone calls
+    `on_save`."""
 
     def on_step(self, event: StepEvent) -> None: ...
 
@@ -124,7 +122,7 @@ class UserCode:
         name = best.partition(".")[0].removeprefix(OWN_SUITE)
         if best.startswith(OWN_SUITE) and name not in self.suites:
             give = f'train(..., suites={{"{name}": f}})'
-            raise UserError(f"checkpoint.best: {best} needs a suite of your own: {give}")
+            raise UserError(f"checkpoint.best: {best} lacks its suite: {give}")
 
 
 @dataclass
@@ -181,7 +179,7 @@ class Callbacks:
         """The user's suites by their names in the ledger."""
         return {OWN_SUITE + name: partial(self._measure, name) for name in self.code.suites}
 
-    def _event(self, kind: type[AnyEvent], step: int, **fields: Any) -> AnyEvent:
+    def _event(self, kind: type[Event], step: int, **fields: Any) -> Any:
         epoch, model = self.state.epochs(self.horizon), unwrap(self.model)
         return kind(step, epoch, model, self.optimizer, _callbacks=self, **fields)
 
@@ -202,7 +200,7 @@ class Callbacks:
 
     @contextlib.contextmanager
     def _user_code(self) -> Iterator[None]:
-        """The phase `callback`: a user's code may take any time, and leave the model in any mode."""
+        """The phase `callback`: user code may take any time, and leave the model in any mode."""
         before = self.ranks.status.phase
         self.ranks.mark(self.state.step, "callback")
         with keeping_modes(self.model):

@@ -42,8 +42,8 @@ LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lo
 
 
 class RunDirectory:
-    """The run directory of this start, locked until the end of `stack`: its checkpoint to start from
-    (None: step 0), the number of this start, and a name that no other start has."""
+    """The run directory of this start, locked until the end of `stack`: its checkpoint to start
+    from (None: step 0), the number of this start, and a name that no other start has."""
 
     def __init__(
         self, plan: StartPlan, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
@@ -114,7 +114,7 @@ class RunDirectory:
         ranks, path = self.ranks, self.run.path
         checkpoint = choose_undamaged(ranks, lambda: candidates(path))
         if checkpoint is None:
-            raise RunFailed(f"{reason}; there is no checkpoint yet to return to")
+            raise RunFailed(f"{reason}; the run lacks a checkpoint to return to")
         ranks.decide("rename damaged", lambda: rename_damaged(checkpoint, path))
         rewinds = ranks.decide("rewinds", lambda: left_out(path, checkpoint.path))
         if len(rewinds) >= MAX_REWINDS:
@@ -148,8 +148,9 @@ class RunDirectory:
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
         path, recipe = self.run.path, self.plan.recipe
-        write = lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())  # noqa: E731
-        self.ranks.decide("settings", write)
+        self.ranks.decide(
+            "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
+        )
 
 
 def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:

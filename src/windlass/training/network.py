@@ -213,25 +213,21 @@ class Network:
             raise UserError(f'train.master = "bf16" {problem}: {advice}')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
-            self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
-        if self.compiled and recipe.train.compile == "auto":
-            device, capability = ranks.device, torch.cuda.get_device_capability
-            if missing := ranks.decide("compile", lambda: missing_tools(capability(device))):
+            device, capability, missing = ranks.device, torch.cuda.get_device_capability, ""
+            self.compiled = not self.own and compiles(recipe, device.type, horizon.steps)
+            if self.compiled:
+                missing = ranks.decide("compile", lambda: missing_tools(capability(device)))
+            if missing:
                 self.compiled = False
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
     def facts(self, data: Data, micro_batch: int) -> dict[str, Any]:
         """The meta data of this start's checkpoints."""
-        return {
-            "recipe": self.recipe.config_hash,
-            "data": data.fingerprint,
-            "vocab": data.vocab,
-            "micro_batch": micro_batch,
-            "precision": self.precision,
-            "compiles": self.compiled,
-            "optimizer": self.recipe.optimizer_state,
-            "average": self.recipe.train.average.kind,
-        }
+        recipe = self.recipe
+        facts = {"recipe": recipe.config_hash, "data": data.fingerprint, "vocab": data.vocab}
+        facts |= {"micro_batch": micro_batch, "precision": self.precision}
+        facts |= {"compiles": self.compiled, "optimizer": recipe.optimizer_state}
+        return facts | {"average": recipe.train.average.kind}
 
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they

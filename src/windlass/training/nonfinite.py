@@ -1,6 +1,6 @@
-"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies. A CPU
-looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's fused
-optimizers) and counts bad steps; the host reads the counts when it logs or saves."""
+"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies. A
+CPU looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's
+fused optimizers) and counts bad steps; the host reads the counts when it logs or saves."""
 
 from __future__ import annotations
 

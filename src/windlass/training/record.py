@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from windlass.checkpoint.commit import Save
+from windlass.checkpoint.save import Save
 from windlass.errors import plural
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks

@@ -9,8 +9,7 @@ from typing import Any
 from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
-from windlass.checkpoint.commit import Save, shortage
-from windlass.checkpoint.save import Writer
+from windlass.checkpoint.save import Save, Writer, shortage
 from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.estimate.calendar import checkpoints_to_come
@@ -48,21 +47,16 @@ class Saver(Writer):
         """
         plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
         self.model, self.optimizer = callbacks.model, callbacks.optimizer
-        start = directory.checkpoint  # the weights come from it
+        super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
+        settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
+        # The weights come from `start`.
+        self.base = None if own else base_of(unwrap(self.model), plan.recipe, path, start, ranks)
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
-        super().__init__(
-            plan.run.checkpoints_dir,
-            ranks.rank,
-            ranks.world,
-            attempt=directory.attempt_name,
-            policy=policy_of(plan.recipe.checkpoint, horizons, read_lineage(plan.run.path)),
-            background=plan.recipe.checkpoint.background,
-            base=None
-            if own
-            else base_of(unwrap(self.model), plan.recipe, plan.run.path, start, ranks),
-        )
+        self.policy = policy_of(settings, horizons, read_lineage(path))
+        self.attempt, self.background = directory.attempt_name, settings.background
+        self.while_waiting = recorder.beat
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
         self.average, self.trained, self.meta, self.own = average, trained, meta, own
@@ -105,14 +99,14 @@ class Saver(Writer):
             self.scaler.save(state)
             state.averaged = self.average.begun(state.step)
             meta, shard = self.meta | {"reason": reason}, self.shard(average=state.averaged > 0)
-            self.write(state.step, shard, state.to_json(), meta, recorder.scores, recorder.beat)
+            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
             if self.own:
                 self.settle()
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait, at most `timeout` seconds, for the saves."""
         with self.recorder.outside("save"):
-            self.report(self.wait(timeout, self.recorder.beat))
+            self.report(self.wait(timeout))
 
     def commit(self, reason: str) -> bool:
         """Commit the present step: wait for a save in progress, and repeat a failed one."""

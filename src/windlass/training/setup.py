@@ -68,7 +68,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     samples, parameters = len(data.train), None
     if samples < 1:
         context = recipe.model.context
-        raise UserError(f"the training data has no sample of model.context = {context} tokens")
+        raise UserError(f"the training data lacks a sample of model.context = {context} tokens")
     if recipe.train.early_stop and data.val is None:
         advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
         raise UserError(f"train.early_stop needs validation data: {advice}")

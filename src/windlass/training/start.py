@@ -1,6 +1,6 @@
-"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It changes
-nothing, so command line, launcher and ranks decide alike from equal files; `directory.py` writes.
-"""
+"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It
+changes nothing, so command line, launcher and ranks decide alike from equal files; `directory.py`
+writes."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class StartPlan:
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
 ) -> StartPlan:
-    """Decide what a start does in the recipe's run directory. UserError if this holds other files or
-    a run of another recipe, or an extension or branch does not fit it."""
+    """Decide what a start does in the recipe's run directory. UserError if this holds other files
+    or a run of another recipe, or an extension or branch does not fit it."""
     run = Run(recipe.run_dir)
     origin, at, step = branch_from.rpartition("@")
     if branch_from and not (at and (step.isdigit() or step == "best")):
@@ -101,7 +101,8 @@ def resolve_start(
         advice = f"give another run.dir, or {argument('fresh')} to rename it"
         raise UserError(f"{run.path} is not empty and not a run; {advice}")
     if extend_to:
-        raise UserError(f"there is no run at {run.path} to extend")
+        option = argument("extend_to", extend_to)
+        raise UserError(f"{run.path} is not a run: leave {option} out to begin one")
     branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
     if branch is None and (resume := recipe.checkpoint.resume).isdigit():
         problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
@@ -182,7 +183,7 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     paths = candidates(origin.path, which)
     if not paths:
-        raise UserError(f"{origin.path} has no checkpoint yet")
+        raise UserError(f"{origin.path} holds no checkpoint yet")
     checkpoint = paths[0]
     step = int(checkpoint.name.removeprefix("step-").removesuffix(".replaced"))
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
@@ -235,15 +236,15 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
 
 
 def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the newest,
-    an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
+    """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the
+    newest, an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
     settings, run = plan.recipe.checkpoint, plan.run.path
     if not plan.resuming:
         return [plan.branch_from] if plan.branch_from is not None else []
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} has no checkpoint from before step {decay_begins}, at which it decays"
+            problem = f"{run} lacks a checkpoint from before step {decay_begins}, where it decays"
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths

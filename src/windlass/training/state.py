@@ -180,8 +180,7 @@ class LossSum:
         by_source: bool = True,
     ):
         """`by_source`: whether the model gives the loss of each source (`takes_sources`)."""
-        self._state, self._ranks, self.mixture = state, ranks, mixture
-        self._shows_sources = by_source
+        self._state, self._ranks, self.mixture, self._shown = state, ranks, mixture, by_source
         self.reset()
 
     def reset(self) -> None:
@@ -191,7 +190,7 @@ class LossSum:
 
     def by_source(self, batch: Batch[Tensor]) -> dict[str, SourceSums]:
         """An argument of the model's forward pass for the losses of a mixture's sources."""
-        if self.mixture is None or batch.sources is None or not self._shows_sources:
+        if self.mixture is None or batch.sources is None or not self._shown:
             return {}
         if self._sums is None:
             shape, device = (len(self.mixture.samples.names), 2), self._ranks.device
@@ -239,9 +238,9 @@ class LossSum:
 
 
 class Buffers:
-    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ because
-    the ranks see different samples. After each step the first data rank sends its values to the
-    others, as in DDP: a mean of counters or codes would not be valid."""
+    """The persistent buffers of a model, such as statistics of BatchNorm, which would differ
+    because the ranks see different samples. After each step the first data rank sends its values to
+    the others, as in DDP: a mean of counters or codes would not be valid."""
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.mesh = ranks.mesh

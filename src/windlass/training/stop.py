@@ -1,6 +1,6 @@
-"""Signals that ask a training to stop. Before the first step nothing can be lost, so a signal ends the
-process with exit code 75. Later it sets a flag, which the ranks exchange in each step, so all of
-them save the same step."""
+"""Signals that ask a training to stop. Before the first step nothing can be lost, so a signal ends
+the process with exit code 75. Later it sets a flag, which the ranks exchange in each step, so all
+of them save the same step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def event_of(signal_name: str) -> str:
 
 
 class StopSignals:
-    """Catches the stop signals while its context is open; in another thread than the main one Python
-    allows no handlers, and nothing is ever requested."""
+    """Catches the stop signals while its context is open; in another thread than the main one
+    Python allows no handlers, and nothing is ever requested."""
 
     def __init__(self) -> None:
         self.requested, self.received_at = False, 0.0  # of the first signal on this rank
