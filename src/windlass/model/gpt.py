@@ -41,8 +41,7 @@ class Norm(nn.Module):
         super().__init__()
         self.rms, self.eps = m.norm == "rmsnorm", m.norm_eps
         self.weight = nn.Parameter(torch.ones(m.width))
-        biased = m.norm_bias and not self.rms
-        self.bias = nn.Parameter(torch.zeros(m.width)) if biased else None
+        self.bias = nn.Parameter(torch.zeros(m.width)) if m.norm_bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
@@ -192,9 +191,8 @@ class Head(nn.Module):
         assert weight is not None
         if labels is None:
             return head_logits(x, weight, self.bias, self.cap)
-        objective = self.objective if self.training else PLAIN
-        how: Any = {"cap": self.cap, "piece": self.piece, "objective": objective}
-        how |= {"by_source": by_source, "tail": self.loss_tail}
+        how: Any = {"cap": self.cap, "piece": self.piece, "by_source": by_source}
+        how |= {"objective": self.objective if self.training else PLAIN, "tail": self.loss_tail}
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 

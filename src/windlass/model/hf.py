@@ -23,7 +23,7 @@ from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, hf_network
 from windlass.model.documents import Documents, edges_of
-from windlass.model.frozen import Linear4bit, quantise_linear, raised
+from windlass.model.frozen import Linear4bit, raised
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
     IGNORE_INDEX,
@@ -350,7 +350,11 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
     added = hf_network.add_rows(model, vocab)
     if settings.lora.base == "4bit":
         whole = adapters.modules_to_save(model, settings.lora)
-        if not quantise_linear(hf_network.find_blocks(model)):
+        blocks = nn.ModuleList(hf_network.find_blocks(model))
+        linear = [name for name, part in blocks.named_modules() if type(part) is nn.Linear]
+        for name in linear:
+            blocks.set_submodule(name, Linear4bit(blocks.get_submodule(name)))  # type: ignore
+        if not linear:
             problem = f"{settings.name} has no linear layers to hold in 4 bits"
             raise UserError(f'model.lora.base: {problem}; write "fp32"')
         for name in whole:
