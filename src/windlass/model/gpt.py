@@ -80,7 +80,7 @@ class LayerCache:
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
 
-        The mask is None if the cache was empty (causal), and for a single new token, which sees all.
+        The mask is None if the cache was empty (causal), and for one new token, which sees all.
         """
         start, stop = self.length, self.length + k.shape[2]
         assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
@@ -372,7 +372,7 @@ def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = No
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and sends them to the others.
+    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and broadcasts them.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
