@@ -25,8 +25,8 @@ def build_model(
 ) -> nn.Module:
     """The network of a recipe's `[model]` on `device`, not initialised.
 
-    `parallelize` gives the meta device's parameters storage, then `initialise` or a checkpoint gives
-    them values. `vocab`: the tokenizer's tokens; `run` may hold a configuration of `transformers`.
+    `parallelize` gives the meta device's parameters storage; `initialise` or a checkpoint fills
+    them. `vocab`: the tokenizer's tokens; `run` may hold a configuration of `transformers`.
     """
     if recipe.model.kind == "hf":
         from windlass.model.hf import build_hf
@@ -51,7 +51,7 @@ def build_model(
 
 
 def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
-    """Move parameters and buffers in place; those on the meta device get storage without values."""
+    """Move parameters and buffers in place; meta tensors get storage without values."""
     moved: dict[Tensor, Any] = {}
     for module in model.modules():
         for tensors, target in ((module._parameters, device), (module._buffers, buffer_device)):

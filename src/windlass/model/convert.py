@@ -133,7 +133,7 @@ def own_biases(m: ModelSettings) -> set[str]:
 
 
 def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of `transformers`; GPT-2 has every bias, and transposed matrices."""
+    """The weights as `transformers` names them; GPT-2 has every bias, and transposed matrices."""
     import torch
 
     kind = architecture(m)

@@ -2,7 +2,7 @@
 
 On a GPU it is flash attention in bf16 or fp16 without dropout, on a CPU a product for each
 document. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout (so that the
-dropout masks are those of any layout), in short rows, and in a CPU's compiled blocks.
+layout changes no dropout mask), in short rows, and in a CPU's compiled blocks.
 
 Legend: B batch, T time, H heads, K key and value heads, E head width.
 """
@@ -106,7 +106,7 @@ class Documents:
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())
 
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
-        """`spans` for a pass through blocks with dropout at `rate`, with the masks that it needs."""
+        """`spans` for a pass through blocks with dropout at `rate`, with its masks."""
         device, attention = self.positions.device, blocks[0].attn
         dtype = attention.qkv.weight.dtype
         if torch.is_autocast_enabled(device.type):
@@ -122,7 +122,7 @@ class Documents:
         return partial(self.spans, dtype=dtype if masked else None)
 
     def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
-        """The attention of the tokens from `first` to before `stop` in each row, with a mask in `dtype`.
+        """The attention of tokens from `first` to before `stop` in each row; a mask is in `dtype`.
 
         Tokens past the row's end (padding) belong to its last document.
         """
@@ -137,7 +137,7 @@ class Documents:
                 keys.append(end - start)
         mask = None
         if dtype is not None:
-            # On the device, because the host waits for the copy of a large tensor. In its last form,
+            # On the device, because the host waits for a large tensor's copy. In its last form,
             # because attention would convert it once for each block, and save the results.
             own, device = self.numbers, self.positions.device
             own = own.to(device, non_blocking=True)

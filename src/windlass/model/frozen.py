@@ -160,17 +160,6 @@ def _bitsandbytes() -> Any:
     return importlib.import_module("bitsandbytes.functional")
 
 
-def quantise_linear(blocks: list[nn.Module]) -> int:
-    """Replace each linear layer in the blocks by a `Linear4bit`; returns their number."""
-    count = 0
-    for module in [module for block in blocks for module in block.modules()]:
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, Linear4bit(child))
-                count += 1
-    return count
-
-
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # of both sizes of every operand, for the kernels of cuBLAS
 CAPABILITY = (8, 9)  # Ada and Hopper are the first with units for float8

@@ -41,8 +41,7 @@ class Norm(nn.Module):
         super().__init__()
         self.rms, self.eps = m.norm == "rmsnorm", m.norm_eps
         self.weight = nn.Parameter(torch.ones(m.width))
-        biased = m.norm_bias and not self.rms
-        self.bias = nn.Parameter(torch.zeros(m.width)) if biased else None
+        self.bias = nn.Parameter(torch.zeros(m.width)) if m.norm_bias and not self.rms else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
@@ -81,7 +80,7 @@ class LayerCache:
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
 
-        The mask is None if the cache was empty (causal), and for a single new token, which sees all.
+        The mask is None if the cache was empty (causal), and for one new token, which sees all.
         """
         start, stop = self.length, self.length + k.shape[2]
         assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
@@ -192,9 +191,8 @@ class Head(nn.Module):
         assert weight is not None
         if labels is None:
             return head_logits(x, weight, self.bias, self.cap)
-        objective = self.objective if self.training else PLAIN
-        how: Any = {"cap": self.cap, "piece": self.piece, "objective": objective}
-        how |= {"by_source": by_source, "tail": self.loss_tail}
+        how: Any = {"cap": self.cap, "piece": self.piece, "by_source": by_source}
+        how |= {"objective": self.objective if self.training else PLAIN, "tail": self.loss_tail}
         return cross_entropy_sum(x, weight, labels, self.bias, **how)
 
 
@@ -374,7 +372,7 @@ def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = No
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and sends them to the others.
+    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and broadcasts them.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):

@@ -23,18 +23,8 @@ from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, hf_network
 from windlass.model.documents import Documents, edges_of
-from windlass.model.frozen import Linear4bit, quantise_linear, raised
+from windlass.model.frozen import Linear4bit, raised
 from windlass.model.gpt import multiplied
-from windlass.model.hf_network import (
-    add_rows,
-    attention_within_documents,
-    balance_of,
-    end_names,
-    find_blocks,
-    from_directory,
-    head_form,
-    unreached,
-)
 from windlass.model.loss import (
     IGNORE_INDEX,
     PLAIN,
@@ -80,17 +70,17 @@ class HfModel(nn.Module):
         # The first token of a text; None for a model that has not learned one.
         self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self.plain = str(self.config._attn_implementation)  # attention without documents
-        self.apart = unreached(model)  # names of modules
+        self.apart = hf_network.unreached(model)  # names of modules
         for name in self.apart:
             model.get_submodule(name).requires_grad_(False)
-        self.head_form = head_form(model)
+        self.head_form = hf_network.head_form(model)
         body: Any = model.base_model
         takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
         self.objective = PLAIN  # of the training
-        self.balance = balance_of(model, settings)
+        self.balance = hf_network.balance_of(model, settings)
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
@@ -113,9 +103,11 @@ class HfModel(nn.Module):
                 nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)
             assign(parameter, whole)
         if self.settings.from_scratch:
-            template = from_directory(self.directory, self.settings)
-            add_rows(template, self.vocab)
-            hf_files.fill_from_seed(tensors, template, find_blocks(template), seed, group)
+            template = hf_network.from_directory(self.directory, self.settings)
+            hf_network.add_rows(template, self.vocab)
+            hf_files.fill_from_seed(
+                tensors, template, hf_network.find_blocks(template), seed, group
+            )
         else:
             self._read_files(tensors, directory or hf_files.weights_directory(self))
         for layer in self.model.modules():  # DoRA's magnitudes are the norms of the matrices
@@ -137,7 +129,7 @@ class HfModel(nn.Module):
             for name, buffer in module.named_buffers(path, recurse=False):
                 if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                     tensors[name.replace(".base_layer", "")] = buffer
-        ends = end_names(self.model) if self.added else []
+        ends = hf_network.end_names(self.model) if self.added else []
         longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
         hf_files.fill_from_files(tensors, files, prefix, longer)
 
@@ -147,7 +139,11 @@ class HfModel(nn.Module):
         Flash attention would look at a single row only, so it gets the edges.
         """
         on_gpu = documents is not None and documents.positions.device.type == "cuda"
-        wanted = attention_within_documents(self.model, self.settings) if on_gpu else self.plain
+        wanted = (
+            hf_network.attention_within_documents(self.model, self.settings)
+            if on_gpu
+            else self.plain
+        )
         if self.config._attn_implementation != wanted:
             self.model.set_attn_implementation(wanted)  # type: ignore[operator]
         if documents is None:
@@ -161,7 +157,7 @@ class HfModel(nn.Module):
         return given
 
     def blocks(self) -> list[nn.Module]:
-        return find_blocks(self.model)
+        return hf_network.find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The units of sharding beside the blocks; the root keeps the head, for the loss."""
@@ -343,18 +339,22 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     if (added or model.added) and settings.lora.rank and not table.weight.requires_grad:
         tokens = ", ".join(added) or f"the last {model.added} tokens of the tokenizer"
         problem = f"model.lora freezes the embedding, so it would not learn {tokens}"
-        names = ",".join(name.rpartition(".")[2] for name in end_names(model.model))
+        names = ",".join(name.rpartition(".")[2] for name in hf_network.end_names(model.model))
         raise UserError(f"{problem}: write model.lora.modules_to_save={names}")
     return model
 
 
 def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel:
     """The model in a directory, on the meta device, with `vocab` rows in the embedding or more."""
-    model = from_directory(directory, settings)
-    added = add_rows(model, vocab)
+    model = hf_network.from_directory(directory, settings)
+    added = hf_network.add_rows(model, vocab)
     if settings.lora.base == "4bit":
         whole = adapters.modules_to_save(model, settings.lora)
-        if not quantise_linear(find_blocks(model)):
+        blocks = nn.ModuleList(hf_network.find_blocks(model))
+        linear = [name for name, part in blocks.named_modules() if type(part) is nn.Linear]
+        for name in linear:
+            blocks.set_submodule(name, Linear4bit(blocks.get_submodule(name)))  # type: ignore
+        if not linear:
             problem = f"{settings.name} has no linear layers to hold in 4 bits"
             raise UserError(f'model.lora.base: {problem}; write "fp32"')
         for name in whole:
@@ -363,7 +363,7 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
                 advice = "leave it out, or write model.lora.base=fp32"
                 raise UserError(f"model.lora.modules_to_save: {problem}: {advice}")
     if settings.lora.rank:
-        adapters.add_adapters(model, settings.lora, unreached(model))
+        adapters.add_adapters(model, settings.lora, hf_network.unreached(model))
     return HfModel(model, directory, settings, added)
 
 

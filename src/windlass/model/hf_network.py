@@ -90,7 +90,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def unreached(model: Any) -> list[str]:
-    """The outermost modules that only images or sounds reach, as Gemma 3's vision tower."""
+    """The outermost modules that no text reaches, as Gemma 3's vision tower."""
     config = getattr(model, "config", None)
     if config is None or config.get_text_config(decoder=True) is config:
         return []

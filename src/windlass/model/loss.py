@@ -63,7 +63,7 @@ class SourceSums:
     def add(
         self, losses: Tensor, labels: Tensor, part: slice = slice(None), piece: Piece | None = None
     ) -> None:
-        """Add the losses of `part` of the labels, both flat; the ranks of a `piece` add theirs up."""
+        """Add the losses of `part` of the labels, both flat; ranks of a `piece` add theirs up."""
         losses = losses.detach().flatten()
         if piece:
             piece.reduce(losses)
@@ -118,7 +118,7 @@ def cross_entropy_sum(
     x, labels = x.flatten(0, -2), labels.flatten()
     tail = None if piece or not torch.is_grad_enabled() else tail
     if chunk is None:
-        # Logits are in fp32; with a tail in their own precision, and with a cap another time in fp32.
+        # Logits are in fp32; with a tail in their own precision, with a cap also in fp32.
         each = dtype_of_logits(x, weight).itemsize + 4 * bool(cap) if tail else 4
         rows = piece.most if piece else len(weight)
         chunk = loss_chunk(len(labels), rows, each, x.device.type)
@@ -192,7 +192,7 @@ def eager_tail(
     piece: Piece | None,
     grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses [n] of logits [n, V], and the gradient; empties `last`, to free its memory soon."""
+    """The losses [n] of logits [n, V], and the gradient; empties `last` to free its memory."""
     logits, slope = last.pop(), None
     if cap:
         slope = 1 - logits.div_(cap).tanh_().square()

@@ -103,7 +103,7 @@ def whole_shape(tensor: Tensor) -> torch.Size:
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> range:
-    """A rank's rows, cut as by `torch.chunk`: the first rank has the most, the last may have none."""
+    """A rank's rows, as `torch.chunk` cuts them: the last rank may have none."""
     each = -(-rows // ranks)
     return range(rows)[rank * each : (rank + 1) * each]
 

@@ -191,7 +191,7 @@ class DividedGPT(GPT):
         device: torch.device,
         within: Callable[[int, int], Spans] | None = None,
     ) -> TokenPart:
-        """This rank's part of rows; logits are of whole rows, so only rows with labels are divided."""
+        """This rank's part of rows; rows without labels are whole, as logits need them."""
         context, parts, mine = self.context_ranks if has_labels else None, 1, [0]
         if context is not None:
             by_heads = next(iter(self.blocks)).attn.kv_heads % context.size == 0  # type: ignore
@@ -229,7 +229,7 @@ class DividedGPT(GPT):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None, mask: Any = None) -> Tensor:
-    """Attention of the last T of S tokens; `keep` [B, H, T, S] is a dropout mask without padding."""
+    """Attention of the last T of S tokens; `keep` [B, H, T, S]: dropout mask without padding."""
     T, S = q.shape[2], k.shape[2]
     if keep is None and isinstance(mask, Spans):
         return mask.attention(q, k, v)

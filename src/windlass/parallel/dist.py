@@ -310,7 +310,7 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
 
 
 def this_host() -> str:
-    """A name that no other host has: cloned machines differ in the boot, containers in the network."""
+    """A name that no other host has: clones differ in the boot, containers in the network."""
     name = host_name(os.environ) or socket.gethostname()
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -93,16 +93,6 @@ def detect_env(environ: Mapping[str, str] = os.environ) -> DistEnv:
             launcher = scheduler  # srun's own PMI, which names no hosts
     if launcher == "none":
         return DistEnv()
-    env = _build(environ, launcher)
-    if not (env.rank < env.world and env.local_rank < env.local_world <= env.world):
-        here = f"on its host rank {env.local_rank} of {env.local_world}"
-        problem = f"the environment ({launcher}) says rank {env.rank} of {env.world}, and {here}"
-        raise UserError(f"{problem}; ranks count from 0")
-    is_alone = env.world == 1 and VARIABLES[launcher] is not TORCH
-    return DistEnv(attempt=env.attempt) if is_alone else env
-
-
-def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     names = VARIABLES[launcher]
 
     def number(what: str, default: int | None = None) -> int:
@@ -123,6 +113,12 @@ def _build(environ: Mapping[str, str], launcher: str) -> DistEnv:
     derived = FIRST_PORT + zlib.crc32(f"{job}.{number_of_step}".encode()) % PORTS
     port = _number(environ, "MASTER_PORT", None if names is TORCH and world > 1 else derived)
     attempt = number("attempt", 0)
+    if not (rank < world and local_rank < local_world <= world):
+        here = f"on its host rank {local_rank} of {local_world}"
+        problem = f"the environment ({launcher}) says rank {rank} of {world}, and {here}"
+        raise UserError(f"{problem}; ranks count from 0")
+    if world == 1 and names is not TORCH:
+        return DistEnv(attempt=attempt)
     return DistEnv(rank, world, local_rank, local_world, node, nodes, launcher, addr, port, attempt)
 
 

@@ -58,7 +58,7 @@ class Heartbeat:
         self._over.set()
 
     def report(self, failure: Failure) -> Failure:
-        """Tell the others, and return the first failure: another rank's if this one is secondary."""
+        """Tell the others; returns the first failure: another rank's if this one is secondary."""
         until = time.monotonic() + (CAUSE_SECONDS if failure.secondary else 0.0)
         while not (first := self.failure or within(EXIT_SECONDS, self._reported)):
             if time.monotonic() >= until:
@@ -160,7 +160,7 @@ class Heartbeat:
 
 
 def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float) -> int | None:
-    """The number of the beat whose rank is behind all others, if one stood `still` for `limit` s."""
+    """The number of the beat whose rank is behind all, if one stood `still` for `limit` s."""
     pairs = zip(beats, still, strict=True)
     if not any(s >= limit and beat["phase"] in HAS_COLLECTIVES for beat, s in pairs):
         return None

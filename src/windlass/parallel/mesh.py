@@ -1,4 +1,4 @@
-"""Who computes what: the ranks as a mesh with named dimensions, and the groups that follow from it."""
+"""Who computes what: the ranks as a mesh with named dimensions, and its groups."""
 
 from __future__ import annotations
 

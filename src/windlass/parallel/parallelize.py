@@ -18,11 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils import checkpoint as recompute
 
 from windlass.errors import UserError
 from windlass.model.build import materialise
@@ -52,19 +48,14 @@ def shard(
 
     Small blocks of a model that runs them in order (it has `ends`) share a unit.
     """
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
+    from torch.distributed import fsdp
 
     pinned = ranks.device.type == "cuda"
     shard_unit = functools.partial(
-        fully_shard,
+        fsdp.fully_shard,
         mesh=ranks.mesh.part("dp_replicate", "dp_shard"),
-        offload_policy=CPUOffloadPolicy(pinned) if settings.offload else OffloadPolicy(),
-        mp_policy=MixedPrecisionPolicy(
+        offload_policy=fsdp.CPUOffloadPolicy(pinned) if settings.offload else fsdp.OffloadPolicy(),
+        mp_policy=fsdp.MixedPrecisionPolicy(
             param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
         ),
     )
@@ -337,7 +328,7 @@ def sync_gradients(model: nn.Module, strategy: Strategy, last: bool) -> Iterator
 
 def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
     """Have each block drop its activations and compute them again in the backward pass."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
+    contexts = functools.partial(recompute.create_selective_checkpoint_contexts, selective_policy)
     context = {"context_fn": contexts} if how == "selective" else {}
 
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -345,7 +336,7 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
+            return recompute.checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
         return run
 
@@ -353,16 +344,16 @@ def checkpoint_activations(blocks: list[nn.Module], how: str) -> None:
         block.forward = recomputed(block.forward)
 
 
-def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def selective_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> recompute.CheckpointPolicy:
     if op in SAVED:
-        return CheckpointPolicy.MUST_SAVE
+        return recompute.CheckpointPolicy.MUST_SAVE
     if any(name in str(op) for name in ATTENTION):
         names = [argument.name for argument in op._schema.arguments]
         # Attention with dropout is recomputed. Otherwise the generator would be in another state
         # for the dropout after it.
         if not (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"):
-            return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+            return recompute.CheckpointPolicy.MUST_SAVE
+    return recompute.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextlib.contextmanager
