@@ -21,8 +21,8 @@ from windlass.recipe.units import epochs_in
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+# Milestones that take time.
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
-"""Milestones that take time."""
 AT_END = 0.1  # largest share of a run's work for a last evaluation of all validation data
 MUCH = 0.3  # share of a run's work from which evaluations get a warning
 

@@ -7,16 +7,13 @@ import math
 from windlass.estimate.rank import COMPUTE_BYTES, Rank
 from windlass.model.size import loss_chunk
 
-CHUNK = 2**24
-"""Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""
+# Tests keep the first, third and fourth equal to the numbers of `windlass.optim`.
+CHUNK = 2**24  # numbers that `adamw` updates in float32 at a time
 CHUNK_COPIES = 28  # bytes of each: weight, gradient, moments, random bits, two of the rounding
-GATHER_BYTES = 2**25
-"""Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
-STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
-"""Numbers that `windlass.optim.muon` orthogonalises at once; a test keeps the two equal."""
+GATHER_BYTES = 2**25  # parameters that `shard` gathers at a time
+STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}  # that `muon` orthogonalises at once
 FLASH_ROWS = 128  # of the sums in the backward pass of flash attention, for each document
-RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
-"""The generators' states that activation checkpointing saves for each block."""
+RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}  # that checkpointing saves for each block
 
 
 class Tensors:
@@ -41,10 +38,9 @@ class Tensors:
         # Bytes of a number in the input of a block's product, which saves it rounded.
         self.float8 = layout.precision == "float8"
         self.operand = 1 if self.float8 else self.compute
-        self.vocab = -(-rank.vocab // parts)  # V
+        self.vocab, self.kv = -(-rank.vocab // parts), rank.keys  # V, K
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.queries  # D, or the rank's part of it
-        self.kv = rank.keys  # K
         self.stream_width = layout.program.stream or self.full  # bytes of a number
         # A copy of the residual stream [S, D].
         self.stream = self.s * model.width * self.stream_width

@@ -67,6 +67,10 @@ class Cell:
         return self.assignment.get(WORLD)
 
     @property
+    def on_hosts(self) -> bool:
+        return NODES in self.assignment
+
+    @property
     def nodes(self) -> int:
         return int(self.assignment.get(NODES, 1))
 

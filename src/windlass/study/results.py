@@ -36,8 +36,8 @@ RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
 FAILED_STATES = ("failed", "diverged")
+# All states; several repeats together have the one that comes first here.
 STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
-"""All states; several repeats together have the one that comes first here."""
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (

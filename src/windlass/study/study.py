@@ -22,29 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
-from windlass.recipe import (
-    NON_SEMANTIC,
-    Changes,
-    Recipe,
-    as_recipe,
-    plain,
-    presets,
-    study_presets,
-    typed,
-)
-from windlass.recipe.layers import dotted
+from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
+from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run, last_start
-from windlass.study.grid import (
-    NODES,
-    ONE,
-    SEED,
-    WORLD,
-    Assignment,
-    Cell,
-    cells_of,
-    expand,
-    read_axes,
-)
+from windlass.study.grid import ONE, SEED, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
     NO_BEST,
@@ -268,7 +249,7 @@ class Study:
 
     @property
     def over_hosts(self) -> bool:
-        return NODES in self.keys
+        return self.cells[0].on_hosts
 
     def cell(self, number: int) -> Cell:
         if not 0 <= number < len(self.cells):
