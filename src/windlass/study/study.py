@@ -170,10 +170,8 @@ class Study:
         recipe = Recipe.load(path / "recipe.toml")
         cells = [Cell.of(recipe, cell.assignment, cell.run) for cell in stored.cells]
         if [cell.key for cell in cells] != [cell.key for cell in stored.cells]:
-            raise UserError(
-                f"{path}: the recipes of its cells have changed: recipe.toml was edited, {STUDY} "
-                f"is damaged, or this version of Windlass has other settings; {remedy}"
-            )
+            why = f"recipe.toml or {STUDY} was edited, or this Windlass has other settings"
+            raise UserError(f"{path}: the recipes of its cells have changed: {why}; {remedy}")
         return Study(path, recipe, cells, stored.kind, stored.world, stored.scaling)
 
     def _grown(self, given: Study) -> Study:
@@ -192,9 +190,7 @@ class Study:
         others = [key for key in differ if key not in own and key not in shared]
         if others:
             key = "preset" if "preset" in others else others[0]
-            problem = (
-                f"{self.path} is a study with {key} = {typed(old[key])}, not {typed(new[key])}"
-            )
+            problem = f"{self.path} has {key} = {typed(old[key])}, not {typed(new[key])}"
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
         recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
@@ -221,11 +217,10 @@ class Study:
             shared[WORLD] = given.world
         notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
         if added := len(cells) - len(self.cells):
-            there = f"beside the existing {len(self.cells)}"
-            notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
-        every, scaling = list(cells.values()), given.scaling or self.scaling
-        world = given.world or self.world
-        return Study(self.path, recipe, every, self.kind, world, scaling, notes)
+            beside = f"beside the existing {len(self.cells)}"
+            notes.append(f"the study grows by {plural(added, 'new cell')} {beside}")
+        options = given.world or self.world, given.scaling or self.scaling
+        return Study(self.path, recipe, list(cells.values()), self.kind, *options, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
