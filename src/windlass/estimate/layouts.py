@@ -139,7 +139,7 @@ def memory_rows(
 ) -> list[MemoryRow]:
     """A row for each variant of `base` with its micro-batch, the fastest first.
 
-    Only our GPT varies in checkpointing, and in offload, which moves everything over the host's bus.
+    Only our GPT varies in checkpointing, and in offload, which moves all over the host's bus.
     """
     ours = not isinstance(model, CountedSizes)
     has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)
@@ -164,8 +164,8 @@ def memory_rows(
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
-    """Every valid layout of our GPT: each `parallel.tensor` (inside a host), `context` and `pipeline`
-    that the recipe's checks accept, with each micro-batch and variant.
+    """Every valid layout of our GPT: each `parallel.tensor` (inside a host), `context` and
+    `pipeline` that the recipe's checks accept, with each micro-batch and variant.
     """
     world, host = machine.world, machine.ranks_of_host
     numbers = [n for n in range(1, world + 1) if world % n == 0]

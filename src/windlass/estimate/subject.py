@@ -92,7 +92,7 @@ class Subject:
         return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
-        """The sources of a mixture over the run; none if unknown. UserError if they end before it."""
+        """The sources of a mixture over the run, if known. UserError if they end before it."""
         if not self.mixture or isinstance(self.mixture, list):
             return self.mixture or []
         from windlass.data.mixture import Mixture, shares_of_run, stages_of

@@ -71,7 +71,7 @@ class Tensors:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
-        # The mask that keeps documents apart where flash attention cannot.
+        # The mask that keeps documents apart if flash attention cannot.
         flash = not self.cuda or (self.compute == 2 and not model.dropout)
         masked = layout.documents and not flash
         self.masks = layout.micro_batch * model.context**2 * self.compute if masked else 0
@@ -104,8 +104,8 @@ class Tensors:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU. Without
-        # a kernel attention saves whole T x T matrices (`model.dropout.masked_attention`).
+        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU.
+        # Then attention saves whole T x T matrices (`model.dropout.masked_attention`).
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
         plain = plain or (self.cuda and c == 8)

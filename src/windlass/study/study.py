@@ -307,8 +307,8 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command repeats
-        the study's changes of its preset, except a number of steps that was cut down for the study.
+        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command has
+        the study's changes of its preset, except a number of steps that was cut down for it.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():
