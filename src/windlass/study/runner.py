@@ -430,9 +430,7 @@ def _array_job(
     worlds = {cell.world or study.world for cell in cells} - {0}
     if (worlds or study.over_hosts) and (asked.nodes > 1 or asked.per_host):
         option = f"--nodes {asked.nodes}" if asked.nodes > 1 else f"--per-host {asked.per_host}"
-        raise UserError(
-            f"{option}: the study {path} sets hosts and ranks of its cells; leave it out"
-        )
+        raise UserError(f"{option}: {path} sets hosts and ranks of its cells; leave it out")
     if study.over_hosts:
         nodes = cells[0].nodes
         name = f"{name}-{nodes}"
