@@ -210,9 +210,7 @@ def milestone_rows(
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
-    """The most checkpoints that will lie on the disk beside the `present` ones after `done` steps:
-    those that stay at the end, and one more while it is written.
-    """
+    """The most checkpoints beside the `present` ones that will be on disk after `done` steps."""
     settings = recipe.checkpoint
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
     older = saves[: -settings.keep_last]

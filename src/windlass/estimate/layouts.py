@@ -137,10 +137,7 @@ def settings_of(layout: Layout) -> Settings:
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
-    """A row for each variant of `base` with its micro-batch, the fastest first.
-
-    Only our GPT varies in checkpointing, and in offload, which moves all over the host's bus.
-    """
+    """A row for each variant of `base`; only our GPT varies in checkpointing and offload."""
     ours = not isinstance(model, CountedSizes)
     has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)
     base = base if has_peaks else replace(base, checkpointing="none")
@@ -164,9 +161,7 @@ def memory_rows(
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
-    """Every valid layout of our GPT: each `parallel.tensor` (inside a host), `context` and
-    `pipeline` that the recipe's checks accept, with each micro-batch and variant.
-    """
+    """Every layout of our GPT that the recipe's checks accept, in each variant."""
     world, host = machine.world, machine.ranks_of_host
     numbers = [n for n in range(1, world + 1) if world % n == 0]
     # Some optimizers of libraries need whole matrices.

@@ -237,10 +237,7 @@ def slowest(
 
 
 def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
-    """A GPT that multiplies all parameters of a model of `transformers` by each token.
-
-    ShapeUnknown if the configuration lacks layers, heads or width.
-    """
+    """A GPT that multiplies all parameters of a model of `transformers` by each token."""
     network = counted.network
     if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:
         raise ShapeUnknown(f"the model's configuration has no {' and '.join(missing)}")

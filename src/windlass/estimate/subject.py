@@ -314,9 +314,7 @@ def measured_costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, flo
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The median speed of the runs with the same model, kind of device and nearest number of ranks,
-    scaled; None without such runs.
-    """
+    """The median speed of runs with this model and device on the nearest ranks, scaled."""
     same = [run for run in runs if run.exists and run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
     devices, world = ("", subject.device.name.lower()), subject.world
