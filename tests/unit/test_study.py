@@ -166,6 +166,8 @@ def test_a_job_has_the_ranks_of_its_study(tmp_path, call):
     for study in (stored, axis):
         script, _ = call("submit", study.path, *words)
         scripts.append(script.replace(study.path.name, "NAME"))
+        for option in ("--nodes", "--per-host"):  # the study has both
+            assert f"{option} 2" in call("submit", study.path, *words, option, "2", code=2)[1]
     assert scripts[0] == scripts[1] and "--launch" not in scripts[0]
 
 

@@ -142,7 +142,7 @@ class Attention(TorchFunctionMode):
 
 
 class Raised(TorchFunctionMode):
-    """Autocast's float32 operations on CUDA, which a pass on a CPU would leave in half precision."""
+    """Autocast's float32 operations on CUDA; a pass on a CPU leaves them in half precision."""
 
     def __init__(self, on_cuda: bool) -> None:
         super().__init__()

@@ -21,8 +21,8 @@ from windlass.recipe.units import epochs_in
 if TYPE_CHECKING:
     from windlass.recipe import Recipe
 
+# Milestones that take time.
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
-"""Milestones that take time."""
 AT_END = 0.1  # largest share of a run's work for a last evaluation of all validation data
 MUCH = 0.3  # share of a run's work from which evaluations get a warning
 
@@ -210,9 +210,7 @@ def milestone_rows(
 
 
 def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
-    """The most checkpoints that will lie on the disk beside the `present` ones after `done` steps:
-    those that stay at the end, and one more while it is written.
-    """
+    """The most checkpoints beside the `present` ones that will be on disk after `done` steps."""
     settings = recipe.checkpoint
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
     older = saves[: -settings.keep_last]

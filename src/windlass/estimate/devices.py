@@ -68,10 +68,7 @@ def table() -> dict[str, Device]:
 
 
 def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
-    """The highest FLOP/s of a device by the name that torch or NVML gives; None: unknown.
-
-    `tf32`: fp32 products may use TF32 (`torch.backends.cuda.matmul.allow_tf32`).
-    """
+    """The highest FLOP/s by a driver's name; None: unknown. `tf32`: of fp32 products."""
     column = "tf32" if tf32 and precision == "fp32" else precision
     for chip in device_table()["chip"]:
         if re.search(chip["names"], name, re.IGNORECASE):
@@ -81,11 +78,7 @@ def peak_flops(name: str, precision: str, tf32: bool = False) -> float | None:
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> Device:
-    """The device of a name such as `A100-80GB`, `h100` or `NVIDIA A100-SXM4-80GB`.
-
-    A name that is not in the table gives a device with `memory_bytes`, or with unknown memory.
-    Raises UserError for an ambiguous one, as `A100`.
-    """
+    """The device of a name such as `A100-80GB` or `h100`; UserError for an ambiguous one."""
     if name.lower() == "cpu":
         return Device("CPU", "cpu", memory_bytes, LOOPBACK, HOST_MEMORY)
     wanted = _plain(name)

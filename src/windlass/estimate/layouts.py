@@ -20,12 +20,9 @@ from windlass.recipe.strategies import STRATEGIES
 CHECKPOINTING = ("none", "selective", "full")
 ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
 PER_HOST = 8  # assumed GPUs of a host
-NETWORK = 25e9
-"""Assumed bytes a second between hosts for each GPU: one adapter of 200 Gbit/s."""
-NOMINAL = {"cpu": 5e10, "cuda": 1e14}
-"""FLOP/s of a rank that order layouts on a device without a published peak; they are not shown."""
-ALIKE = 0.02
-"""Predicted steps that differ by less than this part count as equal."""
+NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s
+NOMINAL = {"cpu": 5e10, "cuda": 1e14}  # FLOP/s that order layouts without a published peak
+ALIKE = 0.02  # predicted steps that differ by less than this part count as equal
 
 Settings = dict[str, str | int | bool]
 
@@ -86,10 +83,10 @@ class Machine:
 
 
 def variants(
-    base: Layout, checkpointings: Sequence[str] = CHECKPOINTING, groups_of_host: int = 0
+    base: Layout, checkpointings: Sequence[str] = CHECKPOINTING, groups: int = 0
 ) -> Iterator[Layout]:
     """A layout with each strategy and activation checkpointing that its ranks allow, the fastest
-    first, without offload; `groups_of_host` data ranks share each of several hosts.
+    first, without offload; `groups`: data ranks that share each of several hosts.
 
     `shard_grad_op` moves less over the network than `full_shard`. `hybrid_shard` gathers among half
     of the ranks. `shard_optim` moves half as much again as `ddp`, while nothing is computed.
@@ -100,21 +97,21 @@ def variants(
         names += ["shard_grad_op", "shard_optim", *hybrid, "full_shard"]
     plain = replace(base, offload=False)
     for checkpointing, name in product(checkpointings, names):
-        yield variant(plain, name, checkpointing, groups_of_host)
+        yield variant(plain, name, checkpointing, groups)
         if name == "shard_grad_op" and base.accumulation > 1:
-            yield variant(plain, name, checkpointing, groups_of_host, reduce_each=True)
+            yield variant(plain, name, checkpointing, groups, reduce_each=True)
 
 
 def variant(
     base: Layout,
     strategy: str,
     checkpointing: str,
-    groups_of_host: int = 0,
+    groups: int = 0,
     reduce_each: bool | str = "auto",
 ) -> Layout:
     """A layout with another strategy; what `base` has of the same strategy stays."""
     policy = STRATEGIES[strategy]
-    shard = policy.sizes(base.data_world, 0, groups_of_host).dp_shard
+    shard = policy.sizes(base.data_world, 0, groups).dp_shard
     shard *= base.context if policy.shards_optimizer else 1
     how = replace(base, strategy=strategy, checkpointing=checkpointing, reduce_each=reduce_each)
     if strategy != base.strategy:
@@ -140,10 +137,7 @@ def settings_of(layout: Layout) -> Settings:
 def memory_rows(
     model: Network, vocab: int, optimizer: str, base: Layout, usable: int | None
 ) -> list[MemoryRow]:
-    """A row for each variant of `base` with its micro-batch, the fastest first.
-
-    Only our GPT varies in checkpointing, and in offload, which moves everything over the host's bus.
-    """
+    """A row for each variant of `base`; only our GPT varies in checkpointing and offload."""
     ours = not isinstance(model, CountedSizes)
     has_peaks = not isinstance(model, CountedSizes) or bool(model.peaks)
     base = base if has_peaks else replace(base, checkpointing="none")
@@ -167,9 +161,7 @@ def memory_rows(
 
 
 def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
-    """Every valid layout of our GPT: each `parallel.tensor` (inside a host), `context` and `pipeline`
-    that the recipe's checks accept, with each micro-batch and variant.
-    """
+    """Every layout of our GPT that the recipe's checks accept, in each variant."""
     world, host = machine.world, machine.ranks_of_host
     numbers = [n for n in range(1, world + 1) if world % n == 0]
     # Some optimizers of libraries need whole matrices.
@@ -196,7 +188,7 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
         sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
         for size in [base.micro_batch] if recipe.train.micro_batch else sizes:
             divided = replace(base, micro_batch=size, accumulation=base.share // size)
-            for layout in variants(divided, groups_of_host=groups):
+            for layout in variants(divided, groups=groups):
                 if not layout.policy.grouped or 1 < layout.shard // context < layout.data_world:
                     yield layout
 

@@ -255,7 +255,7 @@ class Collective(NamedTuple):
 
     @property
     def bus_bytes(self) -> float:
-        """Bytes over each link of a ring in all calls, as nccl-tests counts (doc/PERFORMANCE.md)."""
+        """Bytes over each link of a ring in all calls, as nccl-tests counts them."""
         part = (self.ranks - 1) / self.ranks
         passes = {"all_reduce": 2 * part, "send_recv": 1.0}.get(self.name, part)
         return self.calls * self.size * passes

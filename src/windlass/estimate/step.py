@@ -24,18 +24,17 @@ from windlass.estimate.rank import COMPUTE_BYTES, Collective, Layout, Rank, Work
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
 
+# FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
+# flash attention (arXiv 2307.08691): half of 4, and 2.5 times that.
 ATTENTION = (2, 5)
-"""FLOPs for each query, key and number of a head's width, in a causal forward and backward pass of
-flash attention (arXiv 2307.08691): half of 4, and 2.5 times that."""
 UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moments, 12 to clip
 WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
-KERNELS = {True: (12, 24), False: (30, 60)}
-"""Kernels of a block's forward and backward pass, compiled and not."""
+KERNELS = {True: (12, 24), False: (30, 60)}  # of a block's passes, compiled and not
 MANY = 10  # published rows from which a range covers 8 in 10 of them; with fewer it covers all
 NEWTON_SCHULZ = 5  # iterations of Muon
+# Of a number of a product's input, output or (twice) weight in float8: it is read for the scale and
+# for rounding, written, and transposed. Counted, not fitted.
 ROUNDING_BYTES = 7
-"""Of a number of a product's input, output or (twice) weight in a forward and backward pass in
-float8: it is read for the scale and for rounding, written, and transposed. Counted, not fitted."""
 
 
 @dataclass(frozen=True)
@@ -238,10 +237,7 @@ def slowest(
 
 
 def as_gpt(counted: CountedSizes, context: int) -> ModelSettings:
-    """A GPT that multiplies all parameters of a model of `transformers` by each token.
-
-    ShapeUnknown if the configuration lacks layers, heads or width.
-    """
+    """A GPT that multiplies all parameters of a model of `transformers` by each token."""
     network = counted.network
     if missing := [name for name in ("layers", "heads", "width") if not network.get(name)]:
         raise ShapeUnknown(f"the model's configuration has no {' and '.join(missing)}")

@@ -92,10 +92,7 @@ class Subject:
         return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
-        """The sources of a mixture over the run, as `shares_of_run`; none if they are unknown.
-
-        UserError if they end before the run.
-        """
+        """The sources of a mixture over the run, if known. UserError if they end before it."""
         if not self.mixture or isinstance(self.mixture, list):
             return self.mixture or []
         from windlass.data.mixture import Mixture, shares_of_run, stages_of
@@ -109,9 +106,8 @@ class Subject:
     def resolve_steps(self) -> int:
         if self.steps is not None:
             return self.steps
-        size, tokens = self.size, self.tokens_per_sample
-        samples = self.samples_per_epoch
-        return resolve_steps(self.recipe, size.vocab, tokens, samples, size.parameters)
+        size, known = self.size, (self.tokens_per_sample, self.samples_per_epoch)
+        return resolve_steps(self.recipe, size.vocab, *known, size.parameters)
 
 
 def subject_of(
@@ -147,9 +143,8 @@ def subject_of(
     subject = Subject(recipe, ranks, target, precision)
     if run is None:
         return with_sizes(with_prepared_data(subject), activations)
-    train = run.lines("train")
+    train, vocab = run.lines("train"), None
     last, parameters = train[-1] if train else {}, started.get("parameters")
-    vocab = None
     if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
         without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
         vocab = (int(parameters) - without) // (with_one - without)
@@ -284,10 +279,11 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     speed = tokens_per_step / (mean(times[cut : len(times) - cut]) / 1e3)
     steps = f"steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     detail = f"run {name}: {world} x {device or 'unknown device'}, {steps}"
-    return Speed(speed, world, "measured", detail, _costs(ledger, speed), device)
+    return Speed(speed, world, "measured", detail, measured_costs(ledger, speed), device)
 
 
-def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
+def measured_costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
+    """Seconds of an evaluation, a checkpoint and a sample, as far as they were measured."""
     costs: dict[str, float] = {}
     evaluations: dict[int, list[Line]] = {}
     for x in ledger:
@@ -318,9 +314,7 @@ def _costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The median speed of the runs with the same model, kind of device and nearest number of ranks,
-    scaled; None without such runs.
-    """
+    """The median speed of runs with this model and device on the nearest ranks, scaled."""
     same = [run for run in runs if run.exists and run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
     devices, world = ("", subject.device.name.lower()), subject.world

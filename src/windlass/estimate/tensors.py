@@ -7,16 +7,13 @@ import math
 from windlass.estimate.rank import COMPUTE_BYTES, Rank
 from windlass.model.size import loss_chunk
 
-CHUNK = 2**24
-"""Numbers that `windlass.optim.adamw` updates in float32 at a time; a test keeps the two equal."""
+# Tests keep the first, third and fourth equal to the numbers of `windlass.optim`.
+CHUNK = 2**24  # numbers that `adamw` updates in float32 at a time
 CHUNK_COPIES = 28  # bytes of each: weight, gradient, moments, random bits, two of the rounding
-GATHER_BYTES = 2**25
-"""Parameters that `windlass.optim.shard` gathers at a time; a test keeps the two equal."""
-STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}
-"""Numbers that `windlass.optim.muon` orthogonalises at once; a test keeps the two equal."""
+GATHER_BYTES = 2**25  # parameters that `shard` gathers at a time
+STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}  # that `muon` orthogonalises at once
 FLASH_ROWS = 128  # of the sums in the backward pass of flash attention, for each document
-RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}
-"""The generators' states that activation checkpointing saves for each block."""
+RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}  # that checkpointing saves for each block
 
 
 class Tensors:
@@ -41,10 +38,9 @@ class Tensors:
         # Bytes of a number in the input of a block's product, which saves it rounded.
         self.float8 = layout.precision == "float8"
         self.operand = 1 if self.float8 else self.compute
-        self.vocab = -(-rank.vocab // parts)  # V
+        self.vocab, self.kv = -(-rank.vocab // parts), rank.keys  # V, K
         self.n, self.s = rank.tokens, rank.stream_tokens
         self.queries = rank.queries  # D, or the rank's part of it
-        self.kv = rank.keys  # K
         self.stream_width = layout.program.stream or self.full  # bytes of a number
         # A copy of the residual stream [S, D].
         self.stream = self.s * model.width * self.stream_width
@@ -75,7 +71,7 @@ class Tensors:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
-        # The mask that keeps documents apart where flash attention cannot.
+        # The mask that keeps documents apart if flash attention cannot.
         flash = not self.cuda or (self.compute == 2 and not model.dropout)
         masked = layout.documents and not flash
         self.masks = layout.micro_batch * model.context**2 * self.compute if masked else 0
@@ -108,8 +104,8 @@ class Tensors:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU. Without
-        # a kernel attention saves whole T x T matrices (`model.dropout.masked_attention`).
+        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU.
+        # Then attention saves whole T x T matrices (`model.dropout.masked_attention`).
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
         plain = plain or (self.cuda and c == 8)

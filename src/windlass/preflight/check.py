@@ -223,7 +223,7 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
 
 
 def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Space and write speed of the directories by the first rank of each host, and if all see it."""
+    """Space and write speed of the directories, and whether each rank sees a file of rank 0."""
     places = {"run directory": recipe.run_dir, "data directory": Path(recipe.data.dir or "data")}
     # several jobs may check one directory at the same time
     check = ranks.broadcast_object("check", uuid.uuid4().hex)

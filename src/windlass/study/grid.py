@@ -44,7 +44,7 @@ class Cell:
     def of(base: Recipe, assignment: Assignment, directory: str = "") -> Cell:
         """The cell of an assignment; raises UserError if its recipe is invalid."""
         changes = {k: v for k, v in assignment.items() if k not in AXES_ONLY}
-        recipe = base.replace(changes | {"run.base": base.run.base})  # where its paths start
+        recipe = base.replace(changes | {"run.base": base.run.base})  # its paths start there
         usual = base.flat() | ONE
         outside = [k for k in sorted(assignment) if k.startswith((*AXES_ONLY, *NON_SEMANTIC))]
         other = {k: assignment[k] for k in outside if assignment[k] != usual.get(k)}
@@ -65,6 +65,10 @@ class Cell:
     @property
     def world(self) -> int | None:
         return self.assignment.get(WORLD)
+
+    @property
+    def on_hosts(self) -> bool:
+        return NODES in self.assignment
 
     @property
     def nodes(self) -> int:

@@ -89,10 +89,7 @@ class Ladder:
         return replace(self, observations=[one for one in self.observations if one.in_fit]).law
 
     def predict(self, recipe: Recipe, planned: Plan) -> Range:
-        """The validation loss of a recipe by its plan.
-
-        UserError if their losses do not compare, or if the plan lacks size or tokens.
-        """
+        """The validation loss of a recipe by its plan; UserError if their losses do not compare."""
         # The settings behind the losses, with the real paths of files. A prediction is of any part
         # of the same validation data.
         both = list[dict[str, Any]]()

@@ -54,8 +54,8 @@ TERMS, EXPONENTS = (NOTHING, 50.0), (0.01, 3.0)  # the bounds of constants
 CHINCHILLA = _form("E + A / N^α + B / D^β", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3], [4])
 ONE_EXPONENT = _form("E + A / N^α + B / D^α", (0, 0, 0, 0, 0, 1), [0], [1], [2], [3, 4])
 KAPLAN = _form("(A / N^α + B / D)^γ", (0, 0, NOTHING, 0, 1, 0), [0], [1], [3], [5])
+# From arXiv 2203.15556, 2403.08540 (Gadre et al.) and 2001.08361 (Kaplan et al.).
 FORMS = {"chinchilla": CHINCHILLA, "one-exponent": ONE_EXPONENT, "kaplan": KAPLAN}
-"""Of arXiv 2203.15556 (Hoffmann et al.), 2403.08540 (Gadre et al.) and 2001.08361 (Kaplan et al.)"""
 
 
 def effective_tokens(tokens: float, unique: float) -> float:
@@ -279,7 +279,7 @@ class Judged(NamedTuple):
 
 
 def judges(observations: Sequence[Observation]) -> list[Observation]:
-    """The runs that judge the forms: those without `in_fit`; else the largest of three or more sizes;
+    """The runs that judge the forms: those without `in_fit`; else the largest of several sizes;
     else a quarter of the runs, the largest by compute.
     """
     if outside := [one for one in observations if not one.in_fit]:

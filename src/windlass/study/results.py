@@ -36,8 +36,8 @@ RECENT = 10  # logged steps from which the time left is computed
 DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
 FAILED_STATES = ("failed", "diverged")
+# All states; several repeats together have the one that comes first here.
 STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
-"""All states; several repeats together have the one that comes first here."""
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -85,7 +85,7 @@ def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> Validati
 
 
 def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]:
-    """The measure that compares runs, LOSS or BITS (empty: none), and why, unless the losses compare."""
+    """The measure that compares runs, LOSS or BITS (empty: none), and a remark unless LOSS."""
     runs = [one for one in measured if one is not None]
     keys = [k for k in HELD_OUT + VALIDATION if len({repr(one.data.get(k)) for one in runs}) > 1]
     tokens, texts = sorted({one.tokens for one in runs}), sorted({one.text for one in runs} - {""})
@@ -176,7 +176,7 @@ def read_result(
     status: Mapping[str, str],
     cache: dict[Path, tuple[Any, ...]],
 ) -> CellResult:
-    """A cell's result. `status`: a sweep's decision; `cache`: what was read of each run's ledger."""
+    """A cell's result. `status`: a sweep's decision; `cache`: what each run's ledger gave."""
     version: tuple[int, ...] = ()
     with suppress(OSError):
         stat = run.metrics_path.stat()

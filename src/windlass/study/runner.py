@@ -221,21 +221,12 @@ class Sweep:
     def start(self) -> None:
         for note in self.study.notes:
             self.progress.notify(note)
-        self._prepare([c for c in self.cells if self.study.result(c).state in self.open_states])
-        if not (self.study.scaling and self.probes):
-            self.run(self.cells)
-            return
-        for cell in self.cells:
-            self.run([cell])
-            if cell.repeat == 1 and self.study.result(cell).state == "finished":
-                run_probe(self.study, cell, self.progress.notify, self.retry_failed)
-
-    def _prepare(self, cells: Sequence[Cell]) -> None:
+        # Prepare the data of the open cells once. A cell without usable data fails alone.
+        cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
         prepared, problems = set[tuple[object, ...]](), list[UserError]()
         resuming = any(self.study.run_of(cell).exists for cell in cells)
         with StopSignals():
-            for cell in cells:
-                recipe = cell.recipe
+            for recipe in (cell.recipe for cell in cells):
                 try:
                     needed = *data_dirs(recipe), recipe.data.model_dump_json()
                     if needed not in prepared:
@@ -245,6 +236,13 @@ class Sweep:
                     problems.append(error)
         if problems and not prepared:
             raise problems[0]
+        if not (self.study.scaling and self.probes):
+            self.run(self.cells)
+            return
+        for cell in self.cells:
+            self.run([cell])
+            if cell.repeat == 1 and self.study.result(cell).state == "finished":
+                run_probe(self.study, cell, self.progress.notify, self.retry_failed)
 
     def run(self, cells: list[Cell]) -> None:
         """Train these cells until none is open; raises Stopped after a signal and their saves."""
@@ -432,9 +430,7 @@ def _array_job(
     worlds = {cell.world or study.world for cell in cells} - {0}
     if (worlds or study.over_hosts) and (asked.nodes > 1 or asked.per_host):
         option = f"--nodes {asked.nodes}" if asked.nodes > 1 else f"--per-host {asked.per_host}"
-        raise UserError(
-            f"{option}: the study {path} sets hosts and ranks of its cells; leave it out"
-        )
+        raise UserError(f"{option}: {path} sets hosts and ranks of its cells; leave it out")
     if study.over_hosts:
         nodes = cells[0].nodes
         name = f"{name}-{nodes}"

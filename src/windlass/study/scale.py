@@ -91,8 +91,7 @@ def submit_scale(
 ) -> tuple[Study, list[Submitted]]:
     """Create a scaling study over hosts and submit its open cells, a job for each of `nodes`.
 
-    Without `worlds` the ranks are the hosts' GPUs, or one for each host on CPUs. With `dry_run` it
-    writes nothing. `options`: of `scale`. UserError before anything is written.
+    Without `worlds` the ranks are the hosts' GPUs. UserError before anything is written.
     """
     if any(n < 1 for n in nodes):
         raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
@@ -140,10 +139,7 @@ def create_study(
     write: bool = True,
     **options: Any,
 ) -> Study:
-    """Create the scaling study of these options, or add its cells to an existing one.
-
-    `threads`: of a CPU rank, if the cells run on other machines; `options`: fields of `Scaling`.
-    """
+    """Create the scaling study of these options (fields of `Scaling`), or add its cells to one."""
     if path is None:
         first = scaling_of(None, options, preset)
         name = preset or "-".join(filter(None, (recipe.preset, first.mode, first.grow)))

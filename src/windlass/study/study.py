@@ -22,29 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
-from windlass.recipe import (
-    NON_SEMANTIC,
-    Changes,
-    Recipe,
-    as_recipe,
-    plain,
-    presets,
-    study_presets,
-    typed,
-)
-from windlass.recipe.layers import dotted
+from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
+from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run, last_start
-from windlass.study.grid import (
-    NODES,
-    ONE,
-    SEED,
-    WORLD,
-    Assignment,
-    Cell,
-    cells_of,
-    expand,
-    read_axes,
-)
+from windlass.study.grid import ONE, SEED, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
     NO_BEST,
@@ -189,10 +170,8 @@ class Study:
         recipe = Recipe.load(path / "recipe.toml")
         cells = [Cell.of(recipe, cell.assignment, cell.run) for cell in stored.cells]
         if [cell.key for cell in cells] != [cell.key for cell in stored.cells]:
-            raise UserError(
-                f"{path}: the recipes of its cells have changed: recipe.toml was edited, {STUDY} "
-                f"is damaged, or this version of Windlass has other settings; {remedy}"
-            )
+            why = f"recipe.toml or {STUDY} was edited, or this Windlass has other settings"
+            raise UserError(f"{path}: the recipes of its cells have changed: {why}; {remedy}")
         return Study(path, recipe, cells, stored.kind, stored.world, stored.scaling)
 
     def _grown(self, given: Study) -> Study:
@@ -211,9 +190,7 @@ class Study:
         others = [key for key in differ if key not in own and key not in shared]
         if others:
             key = "preset" if "preset" in others else others[0]
-            problem = (
-                f"{self.path} is a study with {key} = {typed(old[key])}, not {typed(new[key])}"
-            )
+            problem = f"{self.path} has {key} = {typed(old[key])}, not {typed(new[key])}"
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
         recipe = self.recipe.replace(shared)
         before = {cell.directory: cell.assignment for cell in self.cells}
@@ -240,11 +217,10 @@ class Study:
             shared[WORLD] = given.world
         notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
         if added := len(cells) - len(self.cells):
-            there = f"beside the existing {len(self.cells)}"
-            notes.append(f"the study grows by {plural(added, 'new cell')} {there}")
-        every, scaling = list(cells.values()), given.scaling or self.scaling
-        world = given.world or self.world
-        return Study(self.path, recipe, every, self.kind, world, scaling, notes)
+            beside = f"beside the existing {len(self.cells)}"
+            notes.append(f"the study grows by {plural(added, 'new cell')} {beside}")
+        options = given.world or self.world, given.scaling or self.scaling
+        return Study(self.path, recipe, list(cells.values()), self.kind, *options, notes)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -268,7 +244,7 @@ class Study:
 
     @property
     def over_hosts(self) -> bool:
-        return NODES in self.keys
+        return self.cells[0].on_hosts
 
     def cell(self, number: int) -> Cell:
         if not 0 <= number < len(self.cells):
@@ -331,8 +307,8 @@ class Study:
     def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
         """The command that trains an assignment in full, and a remark.
 
-        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command repeats
-        the study's changes of its preset, except a number of steps that was cut down for the study.
+        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command has
+        the study's changes of its preset, except a number of steps that was cut down for it.
         """
         source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
         if self.recipe.preset in presets():

@@ -117,7 +117,7 @@ class Bench:
         world: int,
         faults: Mapping[str, str] | None = None,
     ) -> list[Run]:
-        """Train runs one after another in the same `world` processes; `faults`: by run, of `rank.FAULTS`."""
+        """Train runs in the same `world` processes; `faults`: by run, a name in `rank.FAULTS`."""
         if not runs or (world == 1 and not faults):
             return [self.train(run, **settings) for run, settings in runs.items()]
         recipes = [self.write(run, **settings) for run, settings in runs.items()]

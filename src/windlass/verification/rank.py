@@ -27,7 +27,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "own count": (collectives, "count_async", lambda n, _: collectives.Pending(n, None, None)),
     # Norms have seen only this rank's tokens, and nobody adds up their gradients.
     "norms": (collectives, "sum_over_tensor_ranks", lambda *_: None),
-    # The labels are those of the first part of the sequence on every rank.
+    # Every rank has the labels of the first part of the sequence.
     "labels": (TokenPart, "labels", lambda part, whole: whole[:, : len(part.places)]),
     # Each stage clips by its own norm.
     "clipping": (collectives, "sum_over_all_ranks", lambda s, _: s),
