@@ -227,10 +227,7 @@ class LockHeld(Exception):
 
 
 def acquire_lock(path: Path, seconds: float = math.inf) -> IO[str] | None:
-    """Hold a lock file until the returned file is closed or this process ends.
-
-    Returns None if the file system has no locks. Raises LockHeld after `seconds`.
-    """
+    """Hold a lock until the file is closed; None without locks, LockHeld after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

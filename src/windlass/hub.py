@@ -101,11 +101,7 @@ def directory(
     weights: bool = False,
     download: bool = True,
 ) -> Path:
-    """The local directory of a model or tokenizer: `name` itself, or a download from the Hub.
-
-    `key`: the setting that names it. `weights`: with the safetensors files. Without `download` it
-    has to be in the Hub's cache.
-    """
+    """The directory `name`, or a download from the Hub (without `download`: in its cache)."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -1,8 +1,4 @@
-"""The contract of a launcher and its ranks, and the processes and GPUs of this machine. No torch.
-
-Each rank writes its status (step and phase), readable after a SIGKILL, and its failure into the
-launcher's `WATCH_DIR`.
-"""
+"""The contract of a launcher and its ranks; the processes and GPUs of this machine. No torch."""
 
 from __future__ import annotations
 
@@ -52,11 +48,7 @@ def thread_share(ranks: int) -> int:
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs of this process, as CUDA_VISIBLE_DEVICES names them; empty without a driver.
-
-    As in CUDA, the first name that is not a device ends the list, and a process gets at most one
-    MIG instance.
-    """
+    """This process's NVIDIA GPUs, as CUDA reads CUDA_VISIBLE_DEVICES; at most one MIG instance."""
     count = None
     with contextlib.suppress(Exception):  # no driver, no library
         import pynvml
@@ -75,10 +67,7 @@ def visible_gpus() -> list[str]:
 
 
 def nvml_handle(nvml: Any, name: str) -> Any:
-    """NVML's handle of a device by its index, its UUID, or the beginning of its UUID.
-
-    torch gives UUIDs without `GPU-` or `MIG-`. Raises StopIteration for an unknown device.
-    """
+    """NVML's handle by index, or by UUID: whole, its beginning, or as torch gives it."""
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
     for uuid in (name,) if name.startswith(("GPU-", "MIG-")) else (f"GPU-{name}", f"MIG-{name}"):

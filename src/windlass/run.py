@@ -69,10 +69,7 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 
 def last_start(ledger: Iterable[Line]) -> Line:
-    """The event of a run's last start, with the fields of earlier starts that it lacks, or empty.
-
-    A ledger is in the order of the steps and a start may go back, so the last is by attempt.
-    """
+    """The event of the last start by attempt, with the fields of earlier starts that it lacks."""
     starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
     merged: Line = {}
     for line in sorted(starts, key=lambda line: int(line.get("attempt", 0))):

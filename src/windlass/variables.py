@@ -1,8 +1,4 @@
-"""Secrets in environment variables, settings and texts. No torch.
-
-Everything that leaves a run goes through `scrub`: to a tracker, into a report, a model card or
-environment.json.
-"""
+"""Secrets in environment variables, settings and texts. No torch."""
 
 from __future__ import annotations
 

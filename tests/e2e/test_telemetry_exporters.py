@@ -120,13 +120,12 @@ def shown_so_far(top, run):
     before there is one.
     """
     try:
-        records, rows = from_wandb(run)
-        (begin,) = of_kind(records, "run")
-        assert "train/loss" in rows[-1]
         with closing(sqlite3.connect(f"file:{top}/runs/mlflow.db?mode=ro", uri=True)) as store:
             if not store.execute("select count(*) from metrics").fetchone()[0]:
                 return None  # its client would create the tables itself, at the same time as the exporter
         _, stored, curves = from_mlflow(top)
+        records, rows = from_wandb(run)
+        (begin,) = of_kind(records, "run")
         shown = (stored.data.params, curves["train/loss"][-1], stored.info.status)
         return (*shown, config_of(begin), rows[-1]["train/loss"])
     # not written yet

@@ -17,7 +17,6 @@ import tokenizer_fixtures
 from helpers import refused, write_ledger
 from windlass import sample, train
 from windlass.checkpoint.choose import read_lineage, record
-from windlass.data import chat
 from windlass.data.chat import Template
 from windlass.data.locate import (
     byte_tokenizer,
@@ -447,24 +446,6 @@ TALK = [
     {"role": "user", "content": "on the mat"},
     {"role": "assistant", "content": "after the cat"},
 ]
-
-
-@pytest.mark.parametrize("kind", ["gpt", "hf"])
-def test_the_exported_tokenizer_lays_out_a_conversation_as_the_training_did(kind, tmp_path):
-    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": TALK}) + "\n") * 8)
-    talks = {"data__format": "chat", "data__source": str(tmp_path / "talk.jsonl")}
-    if kind == "gpt":
-        run = trained(tmp_path, **talks, data__tokenizer="byte")
-    else:  # its tokenizer has no template of its own
-        base = hf_fixtures.save_tokenizer([WORDS], hf_fixtures.save("llama", tmp_path / "base"))
-        run = fine_tuned(tmp_path, base, **talks)
-    source, (_, tokenizer) = find_source(str(run)), loaded(export(run, tmp_path / "out"))
-    talk = [*TALK[:2], {**TALK[2], "content": "the dog"}, *TALK[3:]]  # without a special token
-    [pieces] = source.template.rows(talk, source.tokenizer)
-    ids, _ = source.tokenizer.encode_marked(pieces)
-    assert tokenizer.apply_chat_template(talk)["input_ids"] == ids
-    asked = tokenizer.apply_chat_template(talk[:2], add_generation_prompt=True)["input_ids"]
-    assert asked == chat.prompt_tokens(talk[:2], source.template, source.tokenizer)
 
 
 EDITED = tokenizer_fixtures.MARKED.replace("<|im_start|>assistant", "<|im_start|>cat")

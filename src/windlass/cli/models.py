@@ -89,9 +89,7 @@ def sample(
     max_tokens: int = Option(256, "--max-tokens", min=1, help="Most tokens to generate."),
     temperature: float = Option(0.8, min=0, help="0 takes the most likely token."),
     top_k: int = Option(0, "--top-k", min=0, help="Sample from the k most likely; 0: from all."),
-    top_p: float = Option(
-        1.0, "--top-p", help="From the fewest tokens with this total probability."
-    ),
+    top_p: float = Option(1.0, help="Sample from the fewest with this total probability."),
     seed: int = Option(None, help="Seed of the texts; default: the seed of the run."),
     chat: bool = Option(False, "--chat", help="Talk, a line a turn; or answer --prompt once."),
     system: str = Option("", help="With --chat: a system message, which begins the conversation."),

@@ -87,10 +87,7 @@ def recipe(
 
 
 def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] | None:
-    """The recipe of a preset of studies, a line about the study, and the ranks of its cells.
-
-    None for any other recipe; 0 ranks if the cells have different numbers.
-    """
+    """The recipe of a preset of studies, a line about it, and its cells' ranks (0: they differ)."""
     from windlass.recipe import study_presets, typed
 
     if not (study := study_presets().get(recipe)) or Path(recipe).exists():

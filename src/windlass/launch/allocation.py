@@ -170,10 +170,7 @@ def plan_launch(
     dry_run: bool,
     program: str = "",
 ) -> tuple[Allocation, list[str]]:
-    """This shell's allocation, and the words that start `command` on its ranks.
-
-    In a job, `program` takes the place of a command's `windlass`.
-    """
+    """The allocation, and words that start `command` with `program` in place of `windlass`."""
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
     chosen = default_launcher(allocation, launcher)
     by_mpi = "mpiexec" in (chosen, chosen and default_launcher(allocation))

@@ -1,10 +1,6 @@
 """Batch scripts, as pure functions of a job and a site, and the jobs of a directory. No torch.
 
-A script requeues its job when the command has exited with 75 because of the time limit's signal. It
-does not after a failure, after two starts in a row without a checkpoint, or when a person or the
-scheduler ended the job, because a scheduler that preempts requeues by itself. If the last attempt
-never came to an end, hosts were lost. The training writes into `$WINDLASS_SAVED` how many seconds
-before the limit it has to be stopped (`job.report_saved`).
+A script requeues its job at the time limit, unless two starts in a row have saved no checkpoint.
 """
 
 from __future__ import annotations
@@ -158,10 +154,7 @@ class Queued(NamedTuple):
 
 
 def queued(directory: Path) -> tuple[str, str]:
-    """The id of a directory's job, and its state in words (empty: over); both empty without a job.
-
-    Among several jobs the first one that is not over counts.
-    """
+    """The id and state in words of a directory's job: the first that is not over, or the last."""
     jobs = [(one.job, one.state) for one in _jobs(directory)]
     return next((job for job in jobs if job[1]), jobs[0] if jobs else ("", ""))
 

@@ -110,10 +110,7 @@ class Job:
 
 
 def stop_lead(save_seconds: float) -> int:
-    """How many seconds before a time limit a stop has to begin, by the time of a save.
-
-    A save may be in progress then, and another one follows.
-    """
+    """Seconds before a time limit at which a stop begins: one save may run, another follows."""
     return max(GRACE_SECONDS, math.ceil(2 * save_seconds) + STOP_MARGIN_SECONDS)
 
 

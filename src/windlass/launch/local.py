@@ -1,8 +1,4 @@
-"""N ranks on this machine: start them, pass signals on, restart them after a failure. No torch.
-
-The first rank to fail ends the run. Rank 0 has the terminal. The other ranks write to files, which
-the launcher shows only for the rank that failed first. Ranks never outlive the launcher.
-"""
+"""N ranks on this machine, which never outlive this process. The first to fail ends the run."""
 
 from __future__ import annotations
 

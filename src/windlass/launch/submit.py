@@ -114,10 +114,7 @@ def make_job(
     asked: Resources,
     save_seconds: float = 0.0,
 ) -> Job:
-    """A job with the resources to train any of these recipes.
-
-    Its signal comes early enough for a save of `save_seconds` (0: unknown).
-    """
+    """A job that trains any of these recipes, with a signal early enough for a save."""
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
     gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
     if not gpus and not on_cpu:
@@ -225,7 +222,7 @@ def submit(
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
         raise UserError(
-            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node or --time, "
+            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node, --time, "
             f"or partition, account, constraint, cpus_per_rank or memory_per_rank in {site_file()}"
         )
     job_id = one.submitted(done.stdout)

@@ -131,11 +131,9 @@ class SLURM(Scheduler):
         return Allocation("slurm", job, expand_hosts(names), expand_counts(tasks))
 
     def step(self, environ: Mapping[str, str]) -> Allocation | None:
-        """The step, if srun started this process as one of several tasks.
-
-        The shell of a batch job has a rank and a number of tasks too, but no step. An interactive
-        shell is a step with one task, whose number is near 2**32.
-        """
+        """The step, if srun started this process as one of several tasks."""
+        # A batch job's shell has a rank and tasks too, but no step. An interactive shell is a step
+        # of one task, whose number is near 2**32.
         number = environ.get("SLURM_STEP_ID", "")
         tasks = _first(environ, *self.RANK["world"].split()) or "1"
         is_step = number.isdigit() and int(number) < INTERACTIVE_STEP
