@@ -204,13 +204,21 @@ class Save:
                     chunks += [[file, *chunk] for chunk in entry["chunks"]]
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their offsets
-        manifest = {"format": "windlass-checkpoint", "version": 3, "step": self.step}
-        manifest |= {"serial": serial, "save_id": self.save_id, "world": self.world}
-        manifest |= {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}
-        manifest |= {"meta": self.meta, "aliases": dict(self.aliases)}
-        manifest |= {"tensors": dict(sorted(tensors.items())), "files": written}
-        base = self.writer.base
-        return to_json(manifest | {"base": base and base.model_dump()})
+        manifest = {
+            "format": "windlass-checkpoint",
+            "version": 3,
+            "step": self.step,
+            "serial": serial,
+            "save_id": self.save_id,
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "world": self.world,
+            "meta": self.meta,
+            "aliases": dict(self.aliases),
+            "tensors": dict(sorted(tensors.items())),
+            "files": written,
+            "base": self.writer.base and self.writer.base.model_dump(),
+        }
+        return to_json(manifest)
 
     def _give_up(self, error: Exception) -> None:
         """Remove a failed save and tell the other ranks, if the disk allows it."""

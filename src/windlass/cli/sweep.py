@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
@@ -86,11 +86,20 @@ def sweep(
         for note in study.notes:
             say(note)
         return show_created(study)
-    number = only if only >= 0 else None
-    options: dict[str, Any] = {"path": dir_, "world": world, "workers": workers, "only": number}
-    options |= {"stop_diverged": stop_diverged, "halving": halving, "launch": launch}
-    options |= {"retry_failed": retry_failed, "progress": progress}
-    study = studies.sweep(recipe, axes or (), set_, **options)
+    study = studies.sweep(
+        recipe,
+        axes or (),
+        set_,
+        path=dir_,
+        world=world,
+        workers=workers,
+        only=only if only >= 0 else None,
+        stop_diverged=stop_diverged,
+        halving=halving,
+        launch=launch,
+        retry_failed=retry_failed,
+        progress=progress,
+    )
     results = study.results()
     if json_:
         print_json([result.row() for result in results])

@@ -9,7 +9,7 @@ import math
 import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.model.size import (
     MASTER_BYTES,
@@ -139,15 +139,28 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         precision = recipe.train.precision
         precision = {"cpu": "fp32", "cuda": "bf16"}[device] if precision == "auto" else precision
     shard = recipe.sizes(world).dp_shard * (p.context if strategy.shards_optimizer else 1)
-    how: dict[str, Any] = {"device": device, "compile": compiles(recipe, device)}
-    how |= {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
-    how |= {"share": batch.share, "reduce_each": p.reduce_each_micro_batch, "sequence": p.sequence}
-    how |= {"tensor": p.tensor, "context": p.context, "pipeline": p.pipeline}
-    how |= {"chunks": p.pipeline_chunks if p.pipeline > 1 else 1}
-    how |= {"average": recipe.train.average.enabled, "master": MASTER_BYTES[recipe.train.master]}
-    how |= {"program": replace(OURS, stream=2)} if recipe.train.stream == "bf16" else {}
-    checkpointing = p.activation_checkpointing
-    return Layout(strategy.name, world, shard, precision, checkpointing, p.offload, **how)
+    return Layout(
+        strategy.name,
+        world,
+        shard,
+        precision,
+        p.activation_checkpointing,
+        p.offload,
+        device=device,
+        micro_batch=batch.micro_batch,
+        accumulation=batch.accumulation,
+        share=batch.share,
+        reduce_each=p.reduce_each_micro_batch,
+        tensor=p.tensor,
+        sequence=p.sequence,
+        context=p.context,
+        pipeline=p.pipeline,
+        chunks=p.pipeline_chunks if p.pipeline > 1 else 1,
+        average=recipe.train.average.enabled,
+        compile=compiles(recipe, device),
+        master=MASTER_BYTES[recipe.train.master],
+        program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,
+    )
 
 
 class Rank:
