@@ -86,6 +86,7 @@ def sweep(
         for note in study.notes:
             say(note)
         return show_created(study)
+    number = only if only >= 0 else None
     study = studies.sweep(
         recipe,
         axes or (),
@@ -93,7 +94,7 @@ def sweep(
         path=dir_,
         world=world,
         workers=workers,
-        only=only if only >= 0 else None,
+        only=number,
         stop_diverged=stop_diverged,
         halving=halving,
         launch=launch,
