@@ -182,7 +182,8 @@ def print_plan(plan: Any, console: Console) -> None:
         head = ("what", "next at step", "in", "left", "last at step", "in")
         _section(console, "Milestones", [], head, cells)
     if size := plan.size.checkpoint_bytes:
-        disk = [("a checkpoint", _scaled(size, "B"))]
+        copied = f"a save copies {_scaled(size, 'B')} in all"
+        disk = [("a checkpoint", _scaled(size, "B")), ("host memory", copied)]
         if plan.checkpoints:
             total = _scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
