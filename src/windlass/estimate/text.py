@@ -182,8 +182,9 @@ def print_plan(plan: Any, console: Console) -> None:
         head = ("what", "next at step", "in", "left", "last at step", "in")
         _section(console, "Milestones", [], head, cells)
     if size := plan.size.checkpoint_bytes:
-        copied = f"a save copies {_scaled(size, 'B')} in all"
-        disk = [("a checkpoint", _scaled(size, "B")), ("host memory", copied)]
+        disk = [
+            ("a checkpoint", f"{_scaled(size, 'B')}, of which a save holds a copy in host memory")
+        ]
         if plan.checkpoints:
             total = _scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
