@@ -359,3 +359,23 @@ def test_other_ranks_and_strategies_continue_it(
     assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=tolerance)
     (last,) = {step.name for step in run.checkpoints_dir.iterdir()} - {"step-00000002"}
     assert at(run).manifest.base == at(first, 2).manifest.base and last == "step-00000004"
+
+
+def test_with_base_archives_a_run_that_goes_on(base: Path) -> None:
+    wanted = recipe(base, "run", **ADAPTERS)
+    train(wanted, stop_at=2)
+    run = train(wanted.replace("checkpoint.with_base=true"))
+    assert at(run, 2).manifest.base is not None and at(run, 4).manifest.base is None
+    shutil.rmtree(base)
+    assert generate(run, "the", max_tokens=2)
+
+
+def test_an_adapter_that_is_trained_further_keeps_its_base(base: Path, tmp_path: Path) -> None:
+    """A resume needs the base, and no longer the directory of the adapter."""
+    adapter = export(train(recipe(base, "source", **ADAPTERS)).path, tmp_path / "old", adapter=True)
+    further = recipe(base, "further", f"model.init_from={adapter}", **ADAPTERS)
+    run = train(further, stop_at=2)
+    shutil.rmtree(adapter)
+    run = train(further)
+    assert at(run, 2).manifest.base == at(run, 4).manifest.base is not None
+    assert not any(name.endswith("base_layer.weight") for name in at(run).names("model/"))

@@ -20,7 +20,7 @@ from helpers import start, wait_for
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import Trackers, point, stream
+from windlass.telemetry.trackers import Trackers, point, stream, track
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -321,3 +321,35 @@ def test_no_secret_is_in_any_file(finished):
     for path in files:
         data = path.read_bytes()
         assert not [secret for secret in (KEY, PASSWORD, TOKEN) if secret.encode() in data], path
+
+
+def a_run(folder: Path) -> Path:
+    run = folder / "runs" / "the-run"
+    run.mkdir(parents=True)
+    (run / "recipe.toml").write_text(Recipe().toml())
+    train(run, 0, 0, 2, "finished")
+    return run
+
+
+@pytest.mark.full
+def test_variables_of_the_trackers_win_over_defaults(tmp_path, monkeypatch):
+    import mlflow
+
+    run, uri = a_run(tmp_path), f"sqlite:///{tmp_path}/mine.db"
+    own = {"WANDB_MODE": "offline", "WANDB_PROJECT": "mine", "WANDB_ENTITY": "us"}
+    own |= {"WANDB_RUN_GROUP": "ours", "WANDB_NAME": "named", "WANDB_TAGS": "a,b"}
+    own |= {"MLFLOW_TRACKING_URI": uri, "MLFLOW_EXPERIMENT_NAME": "mine"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    notes = [*track(run, "wandb"), *track(run, "mlflow")]
+    assert not any(note.warning for note in notes)
+    (begin,) = of_kind(from_wandb(run)[0], "run")
+    shown = begin.project, begin.entity, begin.run_group, begin.display_name, list(begin.tags)
+    assert shown == ("mine", "us", "ours", "named", ["a", "b"])
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    number = client.get_experiment_by_name("mine").experiment_id
+    assert len(client.search_runs([number])) == 1
+    assert not client.get_experiment_by_name("windlass") and not (run.parent / "mlflow.db").exists()
+    other = a_run(tmp_path / "other")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", number)
+    assert not track(other, "mlflow")[0].warning and len(client.search_runs([number])) == 2

@@ -22,6 +22,7 @@ from windlass.evaluation.source import alone, find_source, open_model
 from windlass.model.build import build_model
 from windlass.model.gpt import GPT, Block, initialise
 from windlass.model.size import count, flops_per_token
+from windlass.optim import build
 from windlass.reports.charts import charts
 from windlass.reports.view import RunView
 from windlass.run import STARTS, Run
@@ -224,3 +225,76 @@ def test_every_layout_starts_again_with_smaller_micro_batches(
     assert run.state == "finished" and run.summary["steps"] == 6
     assert len({line["step"] for line in run.lines("train")}) == len(run.lines("train")) == 6
     assert "memory ran out in step" in capfd.readouterr().err
+
+
+def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(
+    corpus, tmp_path, monkeypatch
+):
+    """Else a forward pass that fits in the first step may run out of memory in the second one."""
+    held = []
+
+    class Counted(build.MuonAdamW):
+        def __init__(self, *arguments: Any, **more: Any):
+            super().__init__(*arguments, **more)
+            held.append(self)
+
+    forward = GPT.forward
+
+    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if self.training and held[-1].state and len(tokens) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, tokens, *rest, **more)
+
+    recipe = recipe_of(corpus, tmp_path / "run")
+    small = untouched(recipe, "train.micro_batch=2")
+    monkeypatch.setattr(build, "MuonAdamW", Counted)
+    monkeypatch.setattr(GPT, "forward", limited)
+    run = train(recipe)
+    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2]
+    assert run.state == "finished" and curve(run) == curve(small)
+
+
+def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(
+    corpus, tmp_path, monkeypatch
+):
+    backward, calls = torch.Tensor.backward, []
+
+    def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        backward(self, *rest, **more)
+
+    recipe = recipe_of(corpus, tmp_path / "run").replace(
+        "parallel.strategy=ddp", "train.compile=true"
+    )
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(torch.Tensor, "backward", limited)
+    run = train(recipe)
+    assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
+    assert run.events[0]["compiles"] is True
+    assert resets == [1], (
+        "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
+    )
+
+
+def test_a_single_rank_starts_again_before_the_first_save(corpus, tmp_path, monkeypatch):
+    forward, calls = GPT.forward, []
+
+    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        calls.append(self.training)
+        if self.training and sum(calls) > 3 and len(tokens) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward(self, tokens, *rest, **more)
+
+    more = {"model.dropout": 0, "eval.every": 0, "checkpoint.every": 10}
+    recipe = recipe_of(corpus, tmp_path / "run", **more)
+    whole = untouched(recipe)
+    monkeypatch.setattr(GPT, "forward", limited)
+    run = train(recipe)
+    sizes = [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"]
+    assert sizes == [(0, 4)] and len(run.lines("train")) == len(whole.lines("train"))
+    losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -133,3 +133,11 @@ def test_a_run_ends_early_if_no_evaluation_beats_the_one_before_training(corpus,
     assert [x["step"] for x in lines] == [0, 2, 4] and len({x["loss"] for x in lines}) == 1
     with refused("train.early_stop", "eval.every"):
         recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
+
+
+def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_path):
+    shutil.copytree(whole.path, tmp_path / "run")
+    run = train(by_accuracy(tmp_path / "run"), extend_to=14)
+    scores = accuracies(run)
+    assert set(scores) == set(range(15))
+    assert run.summary["best_step"] == highest(scores) == best_step(run)

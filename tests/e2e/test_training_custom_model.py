@@ -500,3 +500,22 @@ def test_train_starts_local_ranks(tmp_path):
     small = recipe(tmp_path / "run", *PAGE_MODEL, "data.source=shakespeare")
     with refused("world=2", "torchrun"):
         train(small, world=2, callbacks=[Callback()])
+
+
+def test_a_model_and_samples_of_ones_own(tmp_path, page):
+    losses = []
+    watch = each_step(lambda now: losses.append((now.step, now.loss)))
+    run = train(recipe(tmp_path / "run"), page["MyModel"](), page["data"], callbacks=[watch])
+    lines, evaluated = run.lines("train"), run.lines("eval")
+    assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
+    assert evaluated[-1]["loss"] < evaluated[0]["loss"]
+    assert run.lines("sample") == [], "there is no tokenizer, and the model has no cache"
+    assert all("mfu" not in line for line in lines), "its FLOPs are not known"
+
+
+def test_a_dataset_of_torch_is_data(tmp_path):
+    small = recipe(tmp_path / "run", *PAGE_MODEL)
+    run = train(small, data=Rows(small.model.context + 1))
+    assert run.state == "finished"
+    with refused("data", "model.context"):
+        train(small, data=Rows(3), fresh=True)

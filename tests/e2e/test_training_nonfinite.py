@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of
+from small_runs import corpus, curve, recipe_of, stopped
 
 import forked
 from helpers import each_step, refused
@@ -17,7 +17,7 @@ from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.errors import RunFailed
 from windlass.parallel import parallelize
 from windlass.recipe import Recipe
-from windlass.run import Run
+from windlass.run import Run, read_lines
 from windlass.training import network, setup, state, trainer
 from windlass.training.state import SCALE_START
 
@@ -216,3 +216,33 @@ def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path, spoil):
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
+
+
+NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
+
+
+NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
+
+
+def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
+    """The newest commit in the directory is one of the lineage that was left."""
+    recipe, steps = (
+        recipe_of(corpus, tmp_path / "run", **REWIND, **{"checkpoint.keep_last": 10}),
+        [],
+    )
+    stopped(recipe, 9)
+    back = recipe.replace("checkpoint.resume='3'")
+    callbacks = [each_step(lambda now: steps.append(now.step)), spoil(4, NAN)]
+    run = train(back, callbacks=callbacks)
+    assert [step for step, _ in events(run, "rewound", "reason")] == [3]
+    assert steps == [4, *range(4, 13)]
+
+
+def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path, spoil):
+    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
+    for count in (1, 2, 3):
+        assert killed(recipe, count, spoil) == -signal.SIGKILL
+    with refused("returned to step 6 3 times", error=RunFailed):
+        train(recipe, callbacks=[spoil(7, NAN, once=False)])
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len([line for line in lines if line.get("event") == "rewound"]) == 3

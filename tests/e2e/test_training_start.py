@@ -2,8 +2,10 @@
 be silent.
 """
 
+import errno
 import os
 import signal
+import time
 from functools import partial
 from unittest.mock import Mock
 
@@ -12,8 +14,9 @@ import torch
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
-from helpers import best_step, each_step, refused, wait_for
+from helpers import best_step, each_step, kept, refused, wait_for
 from windlass import train
+from windlass.checkpoint import save as save_module
 from windlass.checkpoint.choose import Lineage, write_lineage
 from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed, UserError
@@ -351,3 +354,66 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
     text = capsys.readouterr().out
     assert f"of all data {last['full_loss']:.4f}" in text
     assert "3 evaluations x 1 batch, the last one 2" in text
+
+
+KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}
+
+
+def test_the_end_of_a_run_stays_when_it_is_extended(corpus, tmp_path):
+    """12 is a multiple of `checkpoint.every`, and the last of a run is its end all the same."""
+    recipe = recipe_of(corpus, tmp_path / "run", **KEEP_ONE | FLAT)
+    train(recipe)
+    why = kept(train(recipe, extend_to=24))
+    assert "final" in why[12] and "final" in why[24] and set(why) == {12, 24}
+
+
+@pytest.mark.parametrize("kind", ["muon", "adamw8bit"])
+def test_a_rewind_to_another_optimizers_checkpoint_starts_its_state_over(corpus, tmp_path, kind):
+    """The state since then is of the steps that the rewind leaves out."""
+    wide = {"model.width": 64}  # enough for moments in 8 bits
+    origin = train(recipe_of(corpus, tmp_path / "origin", **wide, **{"train.steps": 6}))
+    more = {"optim.kind": kind, "train.on_nonfinite": "rewind", "train.steps": 8, "eval.every": 0}
+    recipe, spoiled = recipe_of(corpus, tmp_path / "branch", **wide, **more), []
+
+    def spoil(now):
+        if not spoiled:
+            spoiled.append(now.step)
+            with torch.no_grad():
+                next(now.model.parameters()).fill_(float("nan"))
+
+    run = train(recipe, branch_from=f"{origin.path}@3", callbacks=[each_step(spoil)])
+    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [3]
+    saved = open_checkpoint(run.path / "checkpoints" / "step-00000008")
+    steps = [name for name in saved.names("optim/") if name.endswith("/step")]
+    assert all(saved.tensor(name).item() == 5 for name in steps)
+    ends = {"muon": "momentum_buffer", "adamw8bit": "_scale"}
+    assert any(name.endswith(ends[kind]) for name in saved.names("optim/"))
+
+
+def test_a_failed_save_before_the_last_one_does_not_fail_the_run(corpus, tmp_path, monkeypatch):
+    run_save = save_module.Save.run
+
+    def late_failure(save, *rest):
+        if save.step == 11:
+            time.sleep(2)  # the last save waits
+            raise OSError(errno.EIO, "broken")
+        return run_save(save, *rest)
+
+    monkeypatch.setattr(save_module.Save, "run", late_failure)
+    recipe = recipe_of(corpus, tmp_path / "run", **{"checkpoint.every": 11, "eval.every": 0})
+    run = train(recipe)
+    assert run.state == "finished" and (run.checkpoints_dir / "step-00000012").is_dir()
+
+
+def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
+    recipe = recipe_of(corpus, tmp_path / "run", **FLAT | KEEP_ALL)
+    train(recipe)
+    run = train(recipe.replace("telemetry.every=2", "eval.every=5"), extend_to=16)
+    assert (run.recipe.train.steps, run.recipe.telemetry.every, run.recipe.eval.every) == (16, 2, 5)
+    changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
+    assert list(changed) == ["eval.every", "telemetry.every"]
+    seen = RunView(run)
+    assert seen.start["steps"] == seen.step == 16
+    assert [r.what for r in seen.restarts] == ["extended"]
+    again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
+    assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
