@@ -46,21 +46,19 @@ def test_every_format_is_known_and_charts_have_a_title_and_scores_a_direction():
 
 
 @pytest.mark.parametrize(
-    ("name", "score", "place"),
+    ("name", "role"),
     [
-        ("loss", True, False),
-        ("perplexity", False, False),
-        ("f1", True, False),
-        ("my_score", True, False),
-        ("hellaswag/acc_norm", True, False),
-        ("samples_per_s", False, False),
-        ("items", False, False),
-        ("tokens", False, True),
-        ("attempt", False, True),
+        ("loss", "score"),
+        ("perplexity", "derived"),
+        ("my_score", "score"),
+        ("hellaswag/acc_norm", "score"),
+        ("samples_per_s", "other"),
+        ("items", "count"),
+        ("tokens", "place"),
     ],
 )
-def test_the_role_of_a_field_of_an_evaluation(name, score, place):
-    assert measures.is_score(name) == score and measures.is_place(name) == place
+def test_the_role_of_a_field_of_an_evaluation(name, role):
+    assert measures.of_eval(name).role == role
 
 
 def test_a_field_of_lm_eval_keeps_its_task_in_titles():

@@ -60,14 +60,13 @@ def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
         ending = "." + ".".join(parts[start:])
         if same := [field for field in fields if f".{field}".endswith(ending)]:
             return same
-    likely = max(fields, key=lambda field: _likeness(key, field))
-    return [likely] if _likeness(key, likely) >= ALIKE else []
-
-
-def _likeness(key: str, field: str) -> float:
-    """How alike two keys are in their less similar half; a key may lack its section."""
-    pairs = zip(key.rpartition(".")[::2], field.rpartition(".")[::2], strict=True)
-    return min(difflib.SequenceMatcher(None, a, b).ratio() if a else 1.0 for a, b in pairs)
+    alike = dict[str, float]()
+    for field in fields:  # by the less similar half; a key may lack its section
+        pairs = zip(key.rpartition(".")[::2], field.rpartition(".")[::2], strict=True)
+        ratios = [difflib.SequenceMatcher(None, a, b).ratio() if a else 1.0 for a, b in pairs]
+        alike[field] = min(ratios)
+    likely = max(alike, key=lambda field: alike[field])
+    return [likely] if alike[likely] >= ALIKE else []
 
 
 def nearest(key: str, fields: Mapping[str, Any]) -> str:

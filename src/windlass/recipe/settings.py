@@ -184,8 +184,8 @@ class OptimSettings(Section):
     def _kind(cls, value: str) -> str:
         library, _, name = value.rpartition(".")
         if value not in OPTIMIZERS and not (library in OPTIMIZER_LIBRARIES and name):
-            named = ", ".join(OPTIMIZERS)
-            raise ValueError(f"it takes {named}, or a library's optimizer, as torch.optim.SGD")
+            named = f"{', '.join(OPTIMIZERS)}, or an optimizer of a library"
+            raise ValueError(f"it takes {named}, as torch.optim.SGD, pytorch_optimizer.Lion")
         return value
 
 

@@ -24,7 +24,7 @@ from windlass.recipe.strategies import Sizes
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.results import BITS, validation_data
 from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
-from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, is_place, is_score
+from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, of_eval
 from windlass.telemetry.timing import BEGINS, device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
@@ -67,10 +67,10 @@ class Track:
 
     def measures(self) -> list[str]:
         """The columns that measure something, in the order in which they were first written."""
-        return [name for name in self.columns if not is_place(name) and self.has(name)]
+        return [name for name in self.columns if of_eval(name).role != "place" and self.has(name)]
 
     def scores(self) -> list[str]:
-        return [name for name in self.measures() if is_score(name)]
+        return [name for name in self.measures() if of_eval(name).role == "score"]
 
     def thinned(self, rows: int) -> Track:
         """About `rows` of the rows at most: half by the loss, half by the extremes of measures."""

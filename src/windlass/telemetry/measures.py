@@ -401,14 +401,6 @@ def of_eval(name: str) -> Measure:
     return replace(measure, name=name, heading="", words="") if task else measure
 
 
-def is_place(name: str) -> bool:
-    return of_eval(name).role == "place"
-
-
-def is_score(name: str) -> bool:
-    return of_eval(name).role == "score"
-
-
 def lower_is_better(measure: str, lines: Iterable[Mapping[str, Any]] = ()) -> bool:
     """Whether less is better for a value of `checkpoint.best`: `loss`, or `SUITE.NAME`.
 

@@ -163,15 +163,6 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
     return [(line, steps) for line, steps, _ in later or windows]
 
 
-def step_times(ledger: Iterable[Line]) -> dict[str, float]:
-    windows, means = timed(ledger), dict[str, float]()
-    for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
-        if parts := [(line[name], steps) for line, steps in windows if name in line]:
-            count = sum(steps for _, steps in parts)
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in parts) / count
-    return means
-
-
 def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
     """Seconds of all evaluations of the loss, and their samples a second; empty without one."""
     seconds = samples = 0.0
@@ -190,7 +181,11 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": x for name, x in speeds.items() if x is not None}
     means |= {"startup_s": starts[0]["startup_s"]} if starts else {}
-    return means | step_times(ledger) | evaluation_speed(ledger)
+    for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
+        if parts := [(line[name], steps) for line, steps in timed(ledger) if name in line]:
+            count = sum(steps for _, steps in parts)
+            means[f"{name}_mean"] = sum(ms * steps for ms, steps in parts) / count
+    return means | evaluation_speed(ledger)
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
