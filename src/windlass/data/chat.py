@@ -1,8 +1,6 @@
-"""Conversations as tokens, laid out by a chat template, and which tokens have a loss.
-
-The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a
-message stays text: marks protect it while the template is rendered. The template also writes where
-each message's turn begins and ends, so one rendering gives the places of all answers.
+"""Conversations as tokens, laid out by a chat template, and which tokens have a loss. They equal
+`apply_chat_template` of `transformers`, except that a special token's text in a message stays text:
+marks protect it while the template is rendered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk. The
-loader reads in the background, so a block may take its time.
-
-The processes of a host may share a cache directory. It has the blocks of files: a block is a file
-that appears when it is whole. The least recently used blocks are deleted to make room.
+"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk, which
+the processes of a host may share. A block is a file that appears when it is whole.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class DocumentSamples:
 
     - `sizes`: the positions of each row, int64 [samples];
     - `documents`: the number of documents, also of documents that give no sample;
-    - `lengths`: statistics of the whole documents; `left_out`: examples that nothing is learned from.
+    - `lengths`: statistics of whole documents; `left_out`: examples that nothing is learned from.
     """
 
     context: int

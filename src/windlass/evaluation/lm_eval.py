@@ -1,6 +1,5 @@
-"""A model for EleutherAI's evaluation harness (`lm-eval`), which has some thousand tasks.
-
-Every rank gets the same requests, and the ranks divide the forward passes and texts behind them.
+"""A model for EleutherAI's evaluation harness (`lm-eval`). Every rank gets the same requests, and
+the ranks divide the forward passes and texts behind them.
 """
 
 from __future__ import annotations

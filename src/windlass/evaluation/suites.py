@@ -1,7 +1,4 @@
-"""The suites (loss, hellaswag, squad, lm-eval:TASKS) of a recipe, measured on a model.
-
-During training a `Suites` object measures the suites of `eval.suites` on the current model.
-"""
+"""The suites (loss, hellaswag, squad, lm-eval:TASKS) of a recipe, measured on a model."""
 
 from __future__ import annotations
 
