@@ -92,12 +92,6 @@ class Template:
         )
         return replace(self, source="".join([*defaults, source]))
 
-    def describe(self, data: DataSettings, name: str) -> str:
-        """The layout in words; `name`: the tokenizer's, as in the recipe."""
-        if not self.source:
-            return f"{PLAIN_LAYOUT} ({name} has no chat template)"
-        return f"the chat template of {data.chat_template or name}"
-
     def save(self, directory: Path) -> None:
         config = {**self.tokens, "chat_template": self.source}
         text = json.dumps(config, indent=1) + "\n"

@@ -46,9 +46,6 @@ SHAPES = {
         '{"instruction": "...", "input": "...", "output": "..."}',
     ),
 }
-# What Windlass reads beside the keys of a shape.
-MORE_KEYS = {"system", "tools", "chat_template_kwargs"}
-ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context", "answers", "title"}
 
 
 @dataclass(frozen=True)
@@ -146,8 +143,10 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
     for item in items:
         with contextlib.suppress(UserError):
             record, shape = _shape(item, spec)
-            read = {*SHAPES[shape][0], *MORE_KEYS} if shape else QUESTION_KEYS
-            read |= ALPACA_KEYS if shape == "Alpaca" else set()
+            read = {"id", "question", "context", "answers", "title"}
+            if shape:
+                read = {*SHAPES[shape][0], "system", "tools", "chat_template_kwargs"}
+            read |= {"input", "history"} if shape == "Alpaca" else set()
             unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
     return list(unread)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from windlass import hub
 from windlass.data import locate
-from windlass.data.chat import Template
+from windlass.data.chat import PLAIN_LAYOUT, Template
 from windlass.data.corpus import Corpus, Limit, Need, Table, scan_source, with_limits
 from windlass.data.encode import Encoder, write_source
 from windlass.data.examples import example_of
@@ -355,7 +355,10 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             start.template.save(directory / FOLDER)
         layout = ""
         if spec.format == "chat":
-            layout = start.template.describe(recipe.as_written.data, recipe.tokenizer)
+            layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} has no chat template)"
+            if start.template.source:
+                name = recipe.as_written.data.chat_template or recipe.tokenizer
+                layout = f"the chat template of {name}"
         index = index or Index(
             key=locate.source_key(spec, recipe) | {"files": start.files},
             source=source.description if source else describe_source(spec) or {},
