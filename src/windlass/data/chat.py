@@ -231,8 +231,7 @@ class Template:
         extra: Extra = None,
         blocks: bool = False,
     ) -> str:
-        """The conversation, with marks in what is not a special token, and around the generation
-        `blocks`."""
+        """The conversation, with marks in plain texts, and around the generation `blocks`."""
         extra = extra or {}
         if not self.source and (extra.get("tools") or any(m.get("tool_calls") for m in messages)):
             remedy = "set data.tokenizer to a tokenizer that has one"

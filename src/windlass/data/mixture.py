@@ -233,10 +233,7 @@ def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]]
 
 
 class MixedSamples:
-    """The samples of several sources, one source after another.
-
-    With `spread` they are in turn, so that the first samples have each source in proportion.
-    """
+    """The samples of several sources, one source after another; with `spread` in turn."""
 
     def __init__(self, parts: Mapping[str, Samples], *, spread: bool = False):
         self.names, self.parts = list(parts), list(parts.values())

@@ -165,14 +165,7 @@ class DatasetSamples:
 
 
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
-    """A user's data: `Data` as they are, or from a `torch.utils.data.Dataset`, without tokenizer.
-
-    A tuple holds two datasets, for training and validation. A single one is for training, or
-    for validation if it is to be `measured`.
-
-    Reads every item once, for the number of token ids and for a fingerprint, which a resume
-    compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
-    """
+    """A user's `Data`, or its datasets, of which every item is read once for a fingerprint."""
     if isinstance(data, Data | None):
         return data
     pair = data if isinstance(data, tuple) else (None, data) if measured else (data, None)

@@ -410,13 +410,7 @@ def _look(
 def decide(
     directory: Path, change: str, is_other_tokenizer: bool, is_enough: bool, choice: str
 ) -> Todo:
-    """What to do for a directory that has tokens already.
-
-    Args:
-        change: A sentence on a change of the source, or of a file of the tokenizer; may be empty.
-        is_enough: The recipe needs no more tokens of the source.
-        choice: `data.changed` ("stop", "keep", "prepare"); "keep" if a run resumes.
-    """
+    """What to do for a directory that has tokens; `change` is a sentence on a change, or ''."""
     if choice == "prepare" and (change or is_other_tokenizer):
         return "renew"
     if is_other_tokenizer:

@@ -28,10 +28,7 @@ VERSION = (
 
 
 class RemoteFile:
-    """One URL (`https://`, `s3://`, `gs://`, `hf://`). Threads may share it.
-
-    - `size` in bytes, and `version`, which differs for another content of the URL.
-    """
+    """One URL. Threads may share it; another content of the URL has another `version`."""
 
     def __init__(self, url: str, cache: Path, cache_bytes: int, version: str = ""):
         """`cache` has the blocks of any files, `cache_bytes` at most."""

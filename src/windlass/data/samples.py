@@ -269,11 +269,7 @@ class DocumentSamples:
 
 
 class TextSamples(DocumentSamples):
-    """Documents of text: n tokens give n positions.
-
-    The label of a document's last token is `following`, the token that begins the next document. A
-    document over `context` loses its end; with `split` it makes several samples instead.
-    """
+    """Documents of text; one over `context` loses its end, or (`split`) makes several samples."""
 
     def __init__(self, tokens: Tokens, context: int, *, following: int, split: bool = False):
         edges = tokens.documents

@@ -114,11 +114,7 @@ def adapter(
     template: Template | None = None,
     **how: Any,
 ) -> Any:
-    """The model as an `lm_eval.api.model.TemplateLM`; raises `Interrupted` if `poll` asks to stop.
-
-    Texts have the tokens that the harness's own `HFLM` gives them, except that the text of a
-    special token stays text. With a `template` contexts are conversations.
-    """
+    """The model for the harness, with the tokens of its `HFLM`; raises `Interrupted`."""
     from lm_eval.api.model import TemplateLM
 
     class Adapter(TemplateLM):  # type: ignore[misc]
@@ -232,10 +228,7 @@ def f1(prediction: str, reference: str) -> float:
 def score(
     predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """`exact_match` and `f1` in percent over all questions (by id), and `items`.
-
-    Each question counts its best reference, and 0 without a prediction, as in the official script.
-    """
+    """`exact_match` and `f1` in percent over all questions (by id), and `items`."""
     if not references:
         raise UserError("scores need at least one question")
     scores = {"exact_match": 0.0, "f1": 0.0}
