@@ -18,9 +18,8 @@ from windlass.evaluation import likelihood
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods
-from windlass.evaluation.lm_eval import generate_until
 from windlass.evaluation.source import alone
-from windlass.evaluation.suites import evaluate_squad
+from windlass.evaluation.suites import evaluate_squad, generate_until
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks

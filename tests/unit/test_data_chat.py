@@ -403,11 +403,6 @@ def test_a_template_comes_from_the_tokenizers_directory_and_survives_a_file(tmp_
     assert rendered == "26 Jul 2024Be kind."  # on every day
 
 
-def test_the_layout_is_named() -> None:
-    assert "hf:X" in Template("Y").describe(DataSettings(), "hf:X")
-    assert "User:" in Template().describe(DataSettings(), "byte")
-
-
 # -- streams
 
 

@@ -5,7 +5,6 @@ import random
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from data_fixtures import (
     conversations,
@@ -13,7 +12,6 @@ from data_fixtures import (
     jsonl,
     recipe_for,
     reference_split,
-    texts_of,
 )
 from helpers import windlass
 from windlass.data.open import Data, describe, lines, open_data, warnings
@@ -25,25 +23,6 @@ def books(folder: Path, *sizes: int) -> Path:
     for number, size in enumerate(sizes):
         (folder / f"book-{number}.txt").write_text("".join(rng.choices("etaoin shrdlu\n", k=size)))
     return folder
-
-
-@pytest.mark.parametrize("packing", ["packed", "documents"])
-@pytest.mark.parametrize("sizes", [(500, 700, 600, 4000), (4000, 3000, 2200, 1000)])
-def test_few_documents_each_hold_out_their_ends(sizes, packing, tmp_path) -> None:
-    source = books(tmp_path / "books", *sizes)
-    data = open_data(recipe_for(source, tmp_path / "data", packing=packing))
-    texts = [path.read_text() for path in sorted(source.iterdir())]
-    cuts = [size * 9 // 10 for size in sizes]
-    train, val = texts_of(data)
-    assert train == [text[:cut] for text, cut in zip(texts, cuts, strict=True)]
-    assert val == [text[cut:] for text, cut in zip(texts, cuts, strict=True)]
-    facts = describe(data)
-    assert (facts["train"]["items"], facts["val"]["items"], facts["files"]) == (4, 4, 4)
-    if packing == "documents":
-        assert facts["val"]["lengths"]["max"] == max(sizes) // 10
-        assert facts["train"]["lengths"]["max"] == max(cuts) + 1
-    else:
-        assert facts["val"]["label_tokens"] == sum(sizes) // 10 - 1
 
 
 def test_facts_of_texts(tmp_path) -> None:

@@ -9,11 +9,10 @@ from tokenizers import Tokenizer
 import tokenizer_fixtures
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
-from windlass.data.loader import Loader
 from windlass.data.mixture import MixedSamples
 from windlass.data.open import Data, describe, lines, open_data
 from windlass.data.samples import masks_documents
-from windlass.recipe import Recipe, plan_batch
+from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 
 CONTEXT = 64
@@ -86,29 +85,6 @@ def test_the_mask_changes_no_token_no_label_and_no_fingerprint(source, tmp_path)
     assert (ours.tokens == wanted.tokens).all() and (ours.labels == wanted.labels).all()
     assert wanted.documents is None and not masks_documents(plain.train)
     assert masks_documents(opened(source, tmp_path, document_mask=True).train)
-
-
-@pytest.mark.parametrize("order", ["shuffled", "shards-shuffled", "sequential"])
-def test_any_number_of_ranks_reads_the_same_documents(source, tmp_path, order):
-    samples = opened(source, tmp_path).train
-
-    def read(world: int, micro: int) -> list[list[int]]:
-        plan, found = plan_batch(8, micro, world, CONTEXT), []
-        loaders = [Loader(samples, plan, rank, 7, order) for rank in range(world)]
-        for _ in range(12):
-            batches = [next(loader) for loader in loaders]
-            micros = sorted((m for b in batches for m in b.micro), key=lambda m: m.k)
-            found.append(
-                [
-                    np.concatenate(x).tolist()
-                    for x in zip(*(m.batch[:4] for m in micros), strict=True)
-                ]
-            )
-        for loader in loaders:
-            loader.close()
-        return found
-
-    assert read(1, 8) == read(2, 2) == read(4, 1)
 
 
 @pytest.mark.parametrize("kind", ["llama2", "llama3"])

@@ -492,9 +492,10 @@ def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path, m
         for part in parts
     ]
     assert {q.hash for q in eval_questions(recipe)} == {hash for own in held for hash in own}
-    data = recipe.data.model_copy(update={"val_shards": 1})
-    with refused("data.val_shards", "eval.squad_file"):
-        eval_questions(recipe.model_copy(update={"data": data}))
+    for key in ("val_shards", "max_tokens"):
+        data = recipe.data.model_copy(update={key: 1})
+        with refused(f"data.{key}", "eval.squad_file"):
+            eval_questions(recipe.model_copy(update={"data": data}))
 
 
 def test_the_real_file_is_read_whole(data_files: Path) -> None:

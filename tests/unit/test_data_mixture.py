@@ -3,7 +3,6 @@ the same sequence for every world, and prepared data that is held out for each s
 """
 
 import itertools
-import json
 import threading
 from fractions import Fraction
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import conversations, documents, jsonl, read_documents
+from data_fixtures import conversations, documents, jsonl
 from windlass.data import mixture as module
 from windlass.data.loader import Loader
 from windlass.data.mixture import (
@@ -302,25 +301,6 @@ def test_the_fingerprint_covers_every_source_and_no_weight(texts, tmp_path):
     weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"epochs": 3})], tmp_path / "data")
     assert open_samples(weights, find_prepared(weights)).fingerprint == one
     assert find_prepared(recipe_of([("a", a), ("b", a.parent)], tmp_path / "data")) is None
-
-
-def test_no_source_trains_on_validation_texts_of_another(texts, tmp_path):
-    a, b, c, _ = texts
-    copied = jsonl(
-        tmp_path / "d.jsonl", [json.loads(line)["text"] for line in a.read_text().splitlines()]
-    )
-    with copied.open("a") as file:
-        file.write(c.read_text())
-    sources = [("a", a), ("b", b, {"eval_source": str(c)}), ("d", copied)]
-    data = open_data(recipe_of(sources, tmp_path / "data"))
-    sets = [
-        [set(map(tuple, read_documents(parts))) for parts in division if parts]
-        for division in (data.division.train, data.division.val)
-    ]
-    train, val = (set().union(*parts) for parts in sets)
-    assert not train & val and len(train | val) == 450
-    of_a, _, of_d = map(len, sets[1])  # held out by their hashes, in the order of the sources
-    assert of_d > of_a > 5 and data.division.shared == 150 - (of_d - of_a)
 
 
 @pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])

@@ -14,10 +14,8 @@ from sample_fixtures import examples, opened
 
 from data_fixtures import conversations, documents, jsonl, recipe_for, text_hash
 from helpers import refused, windlass
-from windlass.data.loader import Loader
 from windlass.data.open import describe, lines, open_data
 from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
-from windlass.recipe import plan_batch
 
 
 def best_fit_decreasing(sizes, context):
@@ -81,29 +79,6 @@ def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
 def test_positions_restart_in_each_document():
     numbers = np.array([[0, 0, 0, 1, 2, 2], [0, 1, 1, 1, 1, 1]])
     assert positions_of(numbers).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_loader_gives_the_same_rows_to_any_number_of_ranks(tmp_path, world):
-    packed, steps = BestFitSamples(opened(examples(300), tmp_path, 64)[0], 64), 5
-
-    def read(world, micro, first=0):
-        found = []
-        plan = plan_batch(8, micro, world, 64)
-        loaders = [Loader(packed, plan, rank, 7, first_step=first) for rank in range(world)]
-        for _ in range(steps):
-            batches = [next(loader) for loader in loaders]
-            micros = sorted((m for b in batches for m in b.micro), key=lambda m: m.k)
-            fields = zip(*(m.batch[:4] for m in micros), strict=True)
-            found.append([np.concatenate(parts).tolist() for parts in fields])
-            used = sum(int((np.diff(d) == 0).sum() + 1) for d in found[-1][3])
-            assert 0 < sum(batch.real_tokens for batch in batches) <= used + 8 * 64
-        for loader in loaders:
-            loader.close()
-        return found
-
-    assert read(world, 0) == read(1, 1)
-    assert read(world, 2, first=2)[:3] == read(1, 8)[2:]
 
 
 def test_documents_longer_than_a_row_are_split_and_lose_nothing(tmp_path):

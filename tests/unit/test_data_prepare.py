@@ -532,21 +532,6 @@ def test_a_source_that_changed_stops_a_new_run_with_both_choices(tmp_path):
     assert open_data(recipe).prepared.changed == []
 
 
-def test_a_changed_source_that_is_not_prepared_far_enough_cannot_be_kept(tmp_path):
-    source = jsonl(tmp_path / "x.jsonl", documents(300, longest=60))
-    recipe = recipe_for(source, tmp_path / "data")
-    prepare(recipe.replace("data.max_tokens=3000"))
-    jsonl(source, documents(300, seed=9, longest=60))
-    with refused("x.jsonl has changed", 'data.changed="prepare"') as caught:
-        open_data(recipe.replace("data.changed=keep"))
-    del caught
-    data = open_data(recipe.replace("data.changed=prepare"))
-    wanted = reference_split(documents(300, seed=9, longest=60), 0.1)
-    assert texts_of(data) == tuple(map(list, wanted))
-    names = {p.name for p in data.prepared.directories[0].glob("shard-*")}
-    assert len(names) == 2 * len(data.prepared.corpora[0].index.shards)
-
-
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
 def test_a_learned_tokenizer_is_learned_again_from_a_changed_source(tmp_path, tokenizer):
     source, held = tmp_path / "x.txt", tmp_path / "v.txt"

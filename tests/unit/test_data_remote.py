@@ -12,11 +12,8 @@ import pytest
 
 from data_fixtures import recipe_for
 from windlass.data import remote
-from windlass.data.corpus import Stream
-from windlass.data.locate import byte_tokenizer
 from windlass.data.open import open_data
 from windlass.data.remote import RemoteFile, list_urls
-from windlass.data.shards import Index, Shard
 from windlass.errors import RunFailed, UserError
 
 BLOCK = 1000
@@ -250,24 +247,6 @@ def test_remote_shards_are_the_local_ones(server, tmp_path):
     server.files["train-1.bin"] = draw.integers(0, 257, 4000).astype("<u2").tobytes()
     with pytest.raises(UserError, match="has changed since it was prepared"):
         open_data(recipe).train.read(everything)
-
-
-def test_a_remote_shard_stays_open_beside_many_local_ones(server, tmp_path, monkeypatch):
-    monkeypatch.setattr("windlass.data.corpus.OPEN_FILES", 2)
-    server.files["a.bin"] = bytes(8)
-    shards = [Shard(file=server.url("a.bin"), tokens=4, sha256="", dtype="uint16")]
-    for number in range(4):
-        file = f"{number}.bin"
-        (tmp_path / file).write_bytes(bytes(8))
-        shards.append(Shard(file=file, tokens=4, sha256="", dtype="uint16"))
-    about = byte_tokenizer().describe()
-    index = Index(key={}, source={}, tokenizer=about, shard_tokens=4, shards=shards)
-    stream = Stream(tmp_path, index, 100)
-    stream.read(0, 4)
-    remote_file = stream._open[server.url("a.bin")]
-    stream.read(0, 20)
-    assert stream._open[server.url("a.bin")] is remote_file
-    assert list(stream._open)[1:] == ["2.bin", "3.bin"]
 
 
 def test_urls_of_a_pattern(server, tmp_path):

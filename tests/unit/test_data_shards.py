@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import documents, jsonl, recipe_for, text_hash
+from data_fixtures import documents, jsonl, recipe_for
 from helpers import refused
 from windlass.data import shards
 from windlass.data.corpus import Corpus, Stream
@@ -314,19 +314,6 @@ def test_too_small_a_vocabulary_and_too_few_tokens_are_refused(tmp_path):
     source = jsonl(tmp_path / "short.jsonl", ["short", "texts", "only"])
     with refused("14 tokens", "33"):
         open_data(recipe_for(source, tmp_path / "short", context=32))
-
-
-def test_documents_as_rows(tmp_path):
-    texts = [t for t in documents(150) if t]
-    source = jsonl(tmp_path / "x.jsonl", texts)
-    data = open_data(recipe_for(source, tmp_path / "data", packing="documents", context=32))
-    assert len(data.train) + len(data.val) == len(texts)
-    third = data.tokenizer.decode(data.train.read(np.array([2])).tokens[0])
-    trained = [t for t in texts if text_hash(t) >= 2**64 // 10]
-    assert third.startswith("<|endoftext|>" + trained[2][:10])
-    (tmp_path / "one.txt").write_text("one text " * 99)
-    with refused("data.packing", '"packed"'):
-        open_data(recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="documents"))
 
 
 # -- shards that others wrote

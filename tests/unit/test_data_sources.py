@@ -6,17 +6,14 @@ import json
 import os
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from helpers import refused
 from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
 from windlass import hub
-from windlass.data.locate import wanted_sources
 from windlass.data.sources import changes, describe_source, download, expand, form_of
 from windlass.errors import RunFailed, UserError
-from windlass.recipe import Recipe
 
 
 def test_files_that_a_directory_leaves_out_are_named(tmp_path):
@@ -204,16 +201,6 @@ def test_a_download_is_made_once_and_checked(web, tmp_path):
     target.write_bytes(b"damaged")
     fetch(2)
     assert download(f"{web}/{'b' * 300}.txt", good, tmp_path, notes.append).suffix == ".txt"
-
-
-def test_downloads_are_in_the_directory_of_the_data(tmp_path):
-    url = "https://example.org/x.txt"
-    for settings, place in (
-        ({"data": {"source": url, "dir": str(tmp_path)}}, tmp_path),
-        ({"data": {"source": url}}, Path("data")),
-    ):
-        (member,) = wanted_sources(Recipe.model_validate(settings))
-        assert member.train[0].downloads == place / ".downloads"
 
 
 def test_downloads_that_fail(web, tmp_path):

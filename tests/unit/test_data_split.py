@@ -407,13 +407,3 @@ def test_byte_pairs_are_learned_from_what_trains(tmp_path, kind, monkeypatch):
         files = [(tmp_path / f"{n:03}.txt").read_text() for n in range(count)]
         wanted = files[:2] if kind == "eval_source" else reference_split(files, 0.1)[0]
     assert "".join(seen) == "".join(wanted)
-
-
-@pytest.mark.parametrize("max_tokens", [0, 2_000])
-def test_a_small_fraction_holds_out_one_of_the_first_documents(tmp_path, max_tokens):
-    """The one with the smallest hash, whatever the limit."""
-    texts = [f"document {number} {'word ' * (number % 7)}" for number in range(300)]
-    limit = {"max_tokens": max_tokens, "val_fraction": 1e-7, "context": 4}
-    train, val = split_of(texts, tmp_path, **limit)
-    assert val == [min(texts[:100], key=text_hash)] and val[0] not in train
-    assert len(train) == 299 if not max_tokens else 50 < len(train) < 200

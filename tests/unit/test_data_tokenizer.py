@@ -16,7 +16,6 @@ from helpers import refused
 from windlass.data import locate
 from windlass.data.chat import Template
 from windlass.data.locate import (
-    SourceSpec,
     byte_tokenizer,
     char_tokenizer,
     hf_tokenizer,
@@ -25,9 +24,6 @@ from windlass.data.locate import (
     named_tokenizer,
     train_bpe,
 )
-from windlass.data.prepare import training_texts
-from windlass.data.records import Item
-from windlass.data.sources import Source
 from windlass.data.tokenizer import END_OF_TEXT, STRETCH, Tokenizer, stretches
 from windlass.interop.export import save_tokenizer
 
@@ -178,19 +174,6 @@ def test_byte_pairs_learn_in_bounded_memory(monkeypatch):
     assert train_bpe(texts(), 300).vocab == 300 and 5 < len(read) < 20
     repeated = ["the same words " * 10] * 50
     assert train_bpe(iter(repeated), 270).encode("the same").size <= 4
-
-
-def test_byte_pairs_are_learned_from_the_first_characters_of_a_corpus():
-    read = []
-
-    def items():
-        for number in range(10_000):
-            read.append(number)
-            yield Item("", f"{number} {'x' * 100}")
-
-    source = Source(SourceSpec("x", "x", "text"), {}, items)
-    parts = list(training_texts(source, 0.1, set(), 20_000))
-    assert len(read) < 500 and 15_000 < sum(map(len, parts)) < 20_000
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "exported", *tokenizer_fixtures.KINDS])

@@ -23,13 +23,8 @@ from windlass.data.chat import Template, prompt_tokens, text_tokens
 from windlass.data.locate import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
-from windlass.evaluation.lm_eval import (
-    Interrupted,
-    adapter,
-    generate_until,
-    run_harness,
-)
 from windlass.evaluation.source import alone
+from windlass.evaluation.suites import Interrupted, adapter, generate_until, run_harness
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize
@@ -198,7 +193,7 @@ def test_a_generated_text_ends_at_every_token_of_stop() -> None:
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
 def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: Any) -> None:
-    from windlass.evaluation import lm_eval
+    from windlass.evaluation import suites
 
     parity(tmp_path)
     folder = tokenizer_fixtures.save("chatml", tmp_path / "tokenizer")
@@ -209,7 +204,7 @@ def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: A
         rows.extend(asked)
         return [SimpleNamespace(sum=-float(i % 3), greedy=False) for i in range(len(asked))]
 
-    monkeypatch.setattr(lm_eval, "log_likelihoods", scores)
+    monkeypatch.setattr(suites, "log_likelihoods", scores)
     own = {"lm_eval_tasks": str(tmp_path), "lm_eval_limit": 2, "lm_eval_few_shot": 0}
     settings = EvalSettings.model_validate(own | {"lm_eval_chat": True})
     place = (tokenizer, ALONE, tokenizer.ends, settings, template)
@@ -291,7 +286,7 @@ def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_
         seen.extend((list(row.context), list(row.ending)) for row in rows)
         return [SimpleNamespace(sum=0.0, greedy=True) for _ in rows]
 
-    monkeypatch.setattr("windlass.evaluation.lm_eval.log_likelihoods", record)
+    monkeypatch.setattr("windlass.evaluation.suites.log_likelihoods", record)
     lm = adapter(SimpleNamespace(context=window), ours, ALONE, ours.ends)
     pairs = [SimpleNamespace(args=pair) for pair in REQUESTS]
     texts = [SimpleNamespace(args=(a + b,)) for a, b in REQUESTS]

@@ -1,8 +1,6 @@
-"""Conversations as tokens, laid out by a chat template, and which tokens have a loss.
-
-The tokens equal `apply_chat_template` of `transformers`, except that a special token's text in a
-message stays text: marks protect it while the template is rendered. The template also writes where
-each message's turn begins and ends, so one rendering gives the places of all answers.
+"""Conversations as tokens, laid out by a chat template, and which tokens have a loss. They equal
+`apply_chat_template` of `transformers`, except that a special token's text in a message stays text:
+marks protect it while the template is rendered.
 """
 
 from __future__ import annotations
@@ -93,12 +91,6 @@ class Template:
             for name, value in data.chat_template_kwargs.items()
         )
         return replace(self, source="".join([*defaults, source]))
-
-    def describe(self, data: DataSettings, name: str) -> str:
-        """The layout in words; `name`: the tokenizer's, as in the recipe."""
-        if not self.source:
-            return f"{PLAIN_LAYOUT} ({name} has no chat template)"
-        return f"the chat template of {data.chat_template or name}"
 
     def save(self, directory: Path) -> None:
         config = {**self.tokens, "chat_template": self.source}
@@ -239,8 +231,7 @@ class Template:
         extra: Extra = None,
         blocks: bool = False,
     ) -> str:
-        """The conversation, with marks in what is not a special token, and around the generation
-        `blocks`."""
+        """The conversation, with marks in plain texts, and around the generation `blocks`."""
         extra = extra or {}
         if not self.source and (extra.get("tools") or any(m.get("tool_calls") for m in messages)):
             remedy = "set data.tokenizer to a tokenizer that has one"

@@ -1,8 +1,6 @@
-"""Conversations and questions as tokens with marks: a marked token has a loss.
-
-A conversation is written in one of SHAPES, which each item shows by its keys. It becomes messages
-for a chat template, or a prompt and a completion if both are plain texts. A question is an item of
-SQuAD v1.1: question, context, answer.
+"""Conversations and questions as tokens with marks: a marked token has a loss. A conversation is
+written in one of SHAPES; it becomes messages for a chat template, or a prompt and a completion. A
+question is an item of SQuAD v1.1.
 """
 
 from __future__ import annotations
@@ -48,9 +46,6 @@ SHAPES = {
         '{"instruction": "...", "input": "...", "output": "..."}',
     ),
 }
-# What Windlass reads beside the keys of a shape.
-MORE_KEYS = {"system", "tools", "chat_template_kwargs"}
-ALPACA_KEYS, QUESTION_KEYS = {"input", "history"}, {"id", "question", "context", "answers", "title"}
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,8 @@ class Conversation:
         return list(self.pair or (m["content"] for m in self.messages if m["content"]))
 
     def trained(self, answers: str) -> list[int]:
-        """The places of the answers with a loss, by `data.answers`: in a completion of several turns
-        the assistant's (TRL learns all turns)."""
+        """The places of the answers with a loss, by `data.answers`. In a completion of several turns
+        TRL learns all turns, and Windlass the assistant's."""
         first = self.prompt if answers == "auto" else 0
         places = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
         places = places[-1:] if answers == "last" else places
@@ -148,8 +143,10 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
     for item in items:
         with contextlib.suppress(UserError):
             record, shape = _shape(item, spec)
-            read = {*SHAPES[shape][0], *MORE_KEYS} if shape else QUESTION_KEYS
-            read |= ALPACA_KEYS if shape == "Alpaca" else set()
+            read = {"id", "question", "context", "answers", "title"}
+            if shape:
+                read = {*SHAPES[shape][0], "system", "tools", "chat_template_kwargs"}
+            read |= {"input", "history"} if shape == "Alpaca" else set()
             unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
     return list(unread)
 

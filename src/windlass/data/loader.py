@@ -1,7 +1,5 @@
-"""Batches for the loop: read ahead in the background, each rank its slices of the global batch.
-
-Arithmetic alone decides which samples a step and a micro-batch have (`data/order.py`, `BatchPlan`);
-the thread here only reads them early.
+"""Batches for the loop: read ahead in a thread, each rank its slices of the global batch.
+Arithmetic alone decides which samples a step and a micro-batch have (`data/order.py`, `BatchPlan`).
 """
 
 from __future__ import annotations

@@ -160,10 +160,7 @@ def gpt2_tokenizer(directory: str = "") -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """Byte pairs learned from short texts (Sennrich et al., arXiv 1508.07909); id 0 ends a text.
-
-    For a bounded memory only the first `BPE_WORD_BYTES` of distinct words are used.
-    """
+    """Byte pairs learned from texts (Sennrich et al., arXiv 1508.07909) in bounded memory."""
     from tokenizers import trainers
 
     def first_texts() -> Iterator[str]:

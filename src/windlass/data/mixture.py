@@ -1,13 +1,8 @@
 """Which source of a mixture each sample comes from: a pure function of the sample's number.
 
-The sequence of samples is divided into blocks, as in levanter's `data/mixture.py`. A block has a
-whole number of samples of each source, in a random-looking order. Two things differ from levanter:
-
-- The counts follow from the exact shares of all samples so far. At the end of each block a source
-  has its share rounded up or down, so a source of weight 1e-6 gets its samples, too.
-- A stage, or the end of a source, may cut a block. The samples before the cut do not change.
-
-Each source has its own epochs, in its own order.
+The sequence has blocks, as in levanter's `data/mixture.py`, each with a whole number of samples of
+each source in a random-looking order. At the end of each block a source has its exact share of all
+samples so far, rounded up or down. A stage or the end of a source may cut a block.
 """
 
 from __future__ import annotations
@@ -199,7 +194,7 @@ class Mixture:
     def read(
         self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
     ) -> np.ndarray:
-        """The samples of each source in the first steps, without `skipped` ones, int64 [sources]."""
+        """The samples of each source in the first steps without `skipped` ones, int64 [sources]."""
         end, reached = next_sample(step, global_batch, skipped), 0
         total = self.counts(end)
         for start, stop in sorted(skipped):
@@ -238,10 +233,7 @@ def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]]
 
 
 class MixedSamples:
-    """The samples of several sources, one source after another.
-
-    With `spread` they are in turn, so that the first samples have each source in proportion.
-    """
+    """The samples of several sources, one source after another; with `spread` in turn."""
 
     def __init__(self, parts: Mapping[str, Samples], *, spread: bool = False):
         self.names, self.parts = list(parts), list(parts.values())

@@ -165,14 +165,7 @@ class DatasetSamples:
 
 
 def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
-    """A user's data: `Data` as they are, or from a `torch.utils.data.Dataset`, without tokenizer.
-
-    A tuple holds two datasets, for training and validation. A single one is for training, or
-    for validation if it is to be `measured`.
-
-    Reads every item once, for the number of token ids and for a fingerprint, which a resume
-    compares. Raises UserError for an iterable dataset, and for an item of another shape or type.
-    """
+    """A user's `Data`, or its datasets, of which every item is read once for a fingerprint."""
     if isinstance(data, Data | None):
         return data
     pair = data if isinstance(data, tuple) else (None, data) if measured else (data, None)
@@ -327,7 +320,6 @@ def warnings(facts: Facts) -> list[str]:
 def lines(facts: Facts, context: int) -> dict[str, str]:
     """The facts in words, a line each, without facts that do not apply."""
     shown: dict[str, str] = {}
-    unit = facts.get("items", "samples")
     if "source" in facts:
         source, files = facts["source"], facts["files"]
         names = ", ".join(source) if isinstance(source, list) else source
@@ -340,54 +332,44 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         shown["sources"] = _table([head, *numbers])
     if mixture := facts.get("mixture"):
         shown["mixture"] = mixture_table(mixture)
+    units = facts.get("items", "samples")
+    unit, packed, cuts = units.removesuffix("s"), list[str](), list[str]()
     for name, title in (("train", "training"), ("val", "validation")):
-        shown[title] = _in_words(facts[name], facts) if name in facts else "none"
+        if (split := facts.get(name)) is None:
+            shown[title] = "none"
+            continue
+        items = split.get("items") if "source" in facts else split["samples"]
+        parts = [plural(items, unit)] if items else []
+        if tokens := split.get("tokens"):
+            parts.append(f"{tokens:,} tokens")
+            if (labels := split.get("label_tokens")) and units not in ("documents", "samples"):
+                parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
+        shown[title] = ", ".join(parts)
+        if "fill" in split:
+            full = f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled"
+            packed.append(f"{full}, {split['items_per_sample']:.3g} {units} in each")
+        parts = []  # what it lost to the context
+        if cut := split.get("cut", 0):
+            lost, every = split["cut_tokens"], plural(split["items"], unit)
+            fraction = lost / (split["tokens"] + lost)
+            parts.append(f"{cut:,} of {every} cut, {lost:,} tokens lost ({fraction:.1%})")
+        if left_out := split.get("left_out", 0):
+            parts.append(f"{plural(left_out, unit)} left out: they have nothing left to learn")
+        cuts += [", ".join(parts)] * bool(parts)
     kind = f"{facts['tokenizer']}, " if "tokenizer" in facts else ""
     shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
     if "template" in facts:
         shown["template"] = facts["template"]
-    train = facts.get("train", {})
-    if sizes := train.get("lengths"):
-        shown["lengths"] = (
-            f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}, "
-            f"99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
-        )
-    if attended := train.get("attended"):
+    if sizes := facts.get("train", {}).get("lengths"):
+        below = f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}"
+        shown["lengths"] = f"{below}, 99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
+    if attended := facts.get("train", {}).get("attended"):
         shown["attention"] = f"within documents, over {attended:,.0f} of {context:,} in the mean"
-    splits = [facts[name] for name in ("train", "val") if name in facts]
-    if packed := [
-        f"{split['samples']:,} rows, {100 * split['fill']:.1f} % filled, "
-        f"{split['items_per_sample']:.3g} {unit} in each"
-        for split in splits
-        if "fill" in split
-    ]:
+    if packed:
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
-    cuts = list[str]()  # what each split lost to the context
-    for split in splits:
-        parts = []
-        if cut := split.get("cut", 0):
-            lost, items = split["cut_tokens"], plural(split["items"], unit.removesuffix("s"))
-            fraction = lost / (split["tokens"] + lost)
-            parts.append(f"{cut:,} of {items} cut, {lost:,} tokens lost ({fraction:.1%})")
-        if left_out := split.get("left_out", 0):
-            items = plural(left_out, unit.removesuffix("s"))
-            parts.append(f"{items} left out: they have nothing left to learn")
-        cuts += [", ".join(parts)] * bool(parts)
     if cuts:
         shown["cut"] = f"at model.context = {context:,}: {'; validation: '.join(cuts)}"
     return shown
-
-
-def _in_words(split: Facts, facts: Facts) -> str:
-    items = split.get("items") if "source" in facts else split["samples"]
-    unit = facts.get("items", "samples").removesuffix("s")
-    parts = [plural(items, unit)] if items else []
-    tokens, labels = split.get("tokens"), split.get("label_tokens")
-    if tokens:
-        parts.append(f"{tokens:,} tokens")
-        if labels and facts.get("items", "documents") != "documents":
-            parts.append(f"{labels:,} of them ({labels / tokens:.0%}) count in the loss")
-    return ", ".join(parts)
 
 
 def repeated(mixture: Iterable[Facts]) -> list[str]:

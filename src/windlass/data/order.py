@@ -1,9 +1,6 @@
-"""Which sample is seen when: a pure function of seed, epoch and place, in constant memory.
-
-The global sequence of samples runs through the epochs: sample number `n` is place `n %
-samples_per_epoch` of epoch `n // samples_per_epoch`. Ranks, micro-batches and workers do not enter
-here, so none of them changes the order. The hash is our own arithmetic on 64-bit integers, so that
-no release of a library changes it either.
+"""Which sample is seen when: a pure function of seed, epoch and place, in constant memory. Sample
+number `n` is place `n % samples_per_epoch` of epoch `n // samples_per_epoch`. The hash is our own
+arithmetic on 64-bit integers, so that no release of a library changes it.
 """
 
 from __future__ import annotations
@@ -52,8 +49,8 @@ class Order:
     """The order of one epoch (from 0): `order[place]` is the sample's number, or an array of them.
 
     `kind` is `shuffled` (in each epoch again), `shards-shuffled` (shards in file order in epoch 0,
-    then in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and of
-    each shard. The sources of a mixture have a `seed` each.
+    then in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and
+    of each shard. The sources of a mixture have a `seed` each.
     """
 
     def __init__(

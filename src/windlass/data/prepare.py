@@ -20,7 +20,7 @@ import numpy as np
 
 from windlass import hub
 from windlass.data import locate
-from windlass.data.chat import Template
+from windlass.data.chat import PLAIN_LAYOUT, Template
 from windlass.data.corpus import Corpus, Limit, Need, Table, scan_source, with_limits
 from windlass.data.encode import Encoder, write_source
 from windlass.data.examples import example_of
@@ -355,7 +355,10 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             start.template.save(directory / FOLDER)
         layout = ""
         if spec.format == "chat":
-            layout = start.template.describe(recipe.as_written.data, recipe.tokenizer)
+            layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} has no chat template)"
+            if start.template.source:
+                name = recipe.as_written.data.chat_template or recipe.tokenizer
+                layout = f"the chat template of {name}"
         index = index or Index(
             key=locate.source_key(spec, recipe) | {"files": start.files},
             source=source.description if source else describe_source(spec) or {},
@@ -407,13 +410,7 @@ def _look(
 def decide(
     directory: Path, change: str, is_other_tokenizer: bool, is_enough: bool, choice: str
 ) -> Todo:
-    """What to do for a directory that has tokens already.
-
-    Args:
-        change: A sentence on a change of the source, or of a file of the tokenizer; may be empty.
-        is_enough: The recipe needs no more tokens of the source.
-        choice: `data.changed` ("stop", "keep", "prepare"); "keep" if a run resumes.
-    """
+    """What to do for a directory that has tokens; `change` is a sentence on a change, or ''."""
     if choice == "prepare" and (change or is_other_tokenizer):
         return "renew"
     if is_other_tokenizer:

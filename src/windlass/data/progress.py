@@ -25,7 +25,18 @@ class Progress:
         """Show a stage, the fraction of it that is done (0: unknown), and the tokens written."""
         text = f"{stage}, {tokens:,} tokens" if tokens else stage
         if sys.stderr.isatty():
-            self._bar = self._bar or self._start_bar(text)
+            if self._bar is None:
+                from rich import console, progress
+                from rich.table import Column
+
+                # The bar takes the columns that the text leaves; a long text wraps.
+                column = Column(overflow="fold")
+                described = progress.TextColumn("{task.description}", table_column=column)
+                columns = described, progress.BarColumn(None), progress.TaskProgressColumn()
+                terminal = console.Console(stderr=True)
+                self._bar = progress.Progress(*columns, console=terminal, transient=True)
+                self._bar.start()
+                self._bar.add_task(text)
             total = 1.0 if fraction else None
             self._bar.update(0, description=text, total=total, completed=fraction)
         elif time.monotonic() >= self._next_line:
@@ -36,16 +47,3 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-
-    @staticmethod
-    def _start_bar(text: str) -> Any:
-        from rich import console, progress
-        from rich.table import Column
-
-        # The bar takes the columns that the text leaves; a long text wraps.
-        column = progress.TextColumn("{task.description}", table_column=Column(overflow="fold"))
-        columns = column, progress.BarColumn(None), progress.TaskProgressColumn()
-        bar = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
-        bar.start()
-        bar.add_task(text)
-        return bar

@@ -1,7 +1,5 @@
-"""The items in local files: texts, JSON, CSV, Parquet, compressed or not.
-
-Memory is bounded for every kind of file: a text comes in blocks, JSON and CSV item by item, Parquet
-in batches of rows.
+"""The items in local files: texts in blocks, JSON and CSV item by item, Parquet in batches of rows,
+so that memory is bounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk. The
-loader reads in the background, so a block may take its time.
-
-The processes of a host may share a cache directory. It has the blocks of files: a block is a file
-that appears when it is whole. The least recently used blocks are deleted to make room.
+"""Files of other machines, read by ranges through fsspec, with a bounded cache on this disk, which
+the processes of a host may share. A block is a file that appears when it is whole.
 """
 
 from __future__ import annotations
@@ -31,10 +28,7 @@ VERSION = (
 
 
 class RemoteFile:
-    """One URL (`https://`, `s3://`, `gs://`, `hf://`). Threads may share it.
-
-    - `size` in bytes, and `version`, which differs for another content of the URL.
-    """
+    """One URL. Threads may share it; another content of the URL has another `version`."""
 
     def __init__(self, url: str, cache: Path, cache_bytes: int, version: str = ""):
         """`cache` has the blocks of any files, `cache_bytes` at most."""

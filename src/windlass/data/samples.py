@@ -225,7 +225,7 @@ class DocumentSamples:
 
     - `sizes`: the positions of each row, int64 [samples];
     - `documents`: the number of documents, also of documents that give no sample;
-    - `lengths`: statistics of the whole documents; `left_out`: examples that nothing is learned from.
+    - `lengths`: statistics of whole documents; `left_out`: examples that nothing is learned from.
     """
 
     context: int
@@ -269,11 +269,7 @@ class DocumentSamples:
 
 
 class TextSamples(DocumentSamples):
-    """Documents of text: n tokens give n positions.
-
-    The label of a document's last token is `following`, the token that begins the next document. A
-    document over `context` loses its end; with `split` it makes several samples instead.
-    """
+    """Documents of text; one over `context` loses its end, or (`split`) makes several samples."""
 
     def __init__(self, tokens: Tokens, context: int, *, following: int, split: bool = False):
         edges = tokens.documents

@@ -1,13 +1,6 @@
-"""The files of a data directory: its index, the writer of its token shards, and checks of both.
-
-A data directory has the tokens of one source by one tokenizer:
-
-- `index.json`: the source, the tokenizer and the shards that are committed;
-- `shard-00000.bin` ...: token ids, little endian, 16 or 32 bits by the size of the vocabulary;
-- `shard-00000.documents` ...: a row of the table for each document that starts in the shard;
-- `shard-00000.mask` ...: with questions or conversations, a bit for each token: 1 if it counts in
-  the loss;
-- `tokenizer/`, `left-out.txt` (items that could not be read), `verified.json`.
+"""The files of a data directory: `index.json` with what is committed; for each shard of tokens
+(`shard-00000.bin`, little endian) its documents (`.documents`) and, for examples, a bit for each
+token that counts in the loss (`.mask`); `tokenizer/`, `left-out.txt`, `verified.json`.
 """
 
 from __future__ import annotations
@@ -44,11 +37,11 @@ if TYPE_CHECKING:
 
 FORMAT = 6
 INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
-# A document, or a part of a long one (then `more` is 1 but in the last part): its first token in the
+# A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
 TEXT_ROW = np.dtype([("start", "<u8"), ("text", "<u8"), ("characters", "<u4"), ("more", "<u4")])
-# A question or conversation: also the hash that decides whether it is held out, the last tokens that
-# a cut keeps, the first ones that it must keep, and the tokens that count in the loss.
+# A question or conversation: also the hash that decides whether it is held out, the last tokens
+# that a cut keeps, the first ones that it must keep, and the tokens that count in the loss.
 EXAMPLE_ROW = np.dtype(
     [*TEXT_ROW.descr, ("group", "<u8"), ("tail", "<u4"), ("reach", "<u4"), ("marked", "<u4")]
 )
@@ -248,8 +241,11 @@ class ShardWriter:
             self.tokens += len(part)
             if self.tokens % size == 0:
                 is_end = done == len(row.tokens) and row.marks is None and not row.more
+                self._commit()
                 place = (row.item + 1, 0) if is_end else (row.item, self._written)
-                self._commit(place, is_cut=done < len(row.tokens))
+                self.index.resume = (*place, self.index.left_out)
+                self.index.is_cut = done < len(row.tokens)
+                self.index = self.index.save(self.directory)
 
     def _outputs(self) -> list[HashedFile]:
         """The files of the shard being filled: tokens, table, and the mask."""
@@ -259,9 +255,8 @@ class ShardWriter:
                 self._open.append(HashedFile(self._files.enter_context(Files().replacing(path))))
         return self._open
 
-    def _commit(self, place: tuple[int, int] | None = None, is_cut: bool = False) -> None:
-        """Complete the shard being filled; `place` and `is_cut` are of the next one; None: it is
-        short."""
+    def _commit(self) -> None:
+        """Complete the shard being filled."""
         raw, table, *mask = self._open
         if mask:
             mask[0].write(np.packbits(self._bits, bitorder="little").tobytes())
@@ -278,9 +273,6 @@ class ShardWriter:
         self._open, self._documents, self._bits = [], 0, np.zeros(0, bool)
         self._files.close()
         self.index.shards.append(shard)
-        if place is not None:
-            self.index.resume, self.index.is_cut = (*place, self.index.left_out), is_cut
-            self.index = self.index.save(self.directory)
 
     def finish(self, complete: bool) -> Index:
         if self._open:

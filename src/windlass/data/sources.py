@@ -1,7 +1,5 @@
 """The items behind `data.source`: files, `https://`, data sets of `datasets`, Python's own modules.
-
-`open_source` finds a source and says which files it does not read. `Source.items` reads from any
-document on, because a preparation that was killed resumes in the middle.
+`Source.items` reads from any document on, so that a preparation resumes in the middle.
 """
 
 from __future__ import annotations

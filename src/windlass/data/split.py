@@ -1,14 +1,12 @@
-"""The division into training and validation data, computed from the prepared tokens.
+"""The division into training and validation data, computed from the prepared tokens. A recipe reads
+the first documents of a source (`Limit`), and these rules look at them alone:
 
-- A document is held out if the hash of its text is below `data.val_fraction`. So copies of a text
-  are on one side, and neither the order of documents nor limits, tokenizer or ranks change a choice.
-  If none of the first FEW documents is, the one with the smallest hash is, too.
+- A document is held out if the hash of its text is below `data.val_fraction`, so that copies of a
+  text are on one side. If none of the first FEW is, the one with the smallest hash is, too.
 - A text of over LONG_TEXT characters, and every text of a source with fewer than FEW documents,
   gives its last `data.val_fraction` characters, as nanoGPT cuts a text.
-- If a source has fewer than FEW questions or conversations, a fraction with the smallest hashes is
-  held out.
+- If a source has fewer than FEW examples, a fraction with the smallest hashes is held out.
 - A training text that the separate validation data also has is left out.
-- A recipe reads the first documents of a source (`Limit`); the rules look at these alone.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ class Part:
 
     corpus: Corpus
     ranges: np.ndarray  # int64 [n, 2]: first token and end of each range in the source's tokens
-    # The documents' first tokens in the row, and its end, int64 [documents + 1]; for shards of other
-    # tools, which do not name their documents, only the end.
+    # The documents' first tokens in the row, and its end, int64 [documents + 1]; for shards of
+    # other tools, which do not name their documents, only the end.
     edges: np.ndarray
     numbers: np.ndarray  # of the documents in their source, int64 [documents]
     text: str = ""  # a hash of the texts, equal for every tokenizer; empty: unknown
@@ -305,20 +303,19 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     data, separate, questions = recipe.data, suite_sources(recipe), list[Question]()
     setting = "data.eval_source" if separate else "data.source"
     setting = "eval.squad_file" if recipe.eval.squad_file else setting
-    split = "validation" if separate else "train"
-    divided = [(s, part.val_fraction) for part in squad_parts(data) for s in part.sources]
-    sources = dict.fromkeys(separate, 0.0) or dict(divided)
+    divided = {s: part.val_fraction for part in squad_parts(data) for s in part.sources}
+    sources = dict.fromkeys(separate, 0.0) or divided
     limits = [key for key in ("val_shards", "max_tokens") if getattr(data, key)]
     if limits and not separate:
         problem = f"data.{limits[0]} counts tokens, and the suite needs whole questions"
         raise UserError(f"{problem}; set it to 0, or set data.eval_source or eval.squad_file")
+    how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
     for source, fraction in sources.items():
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} has no questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
-        how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
-        spec = SourceSpec(source, source, "squad", split=split, **how)
-        asked = list[Question]()
+        split = "validation" if separate else "train"
+        spec, asked = SourceSpec(source, source, "squad", split=split, **how), list[Question]()
         for item in open_source(spec, lambda _: None).items():
             try:
                 asked.append(cast(Question, example_of(item, spec)))

@@ -334,8 +334,8 @@ class Tokenizer:
 
 
 def stretches(text: str) -> Iterator[str]:
-    """A text in parts of at most STRETCH characters, cut where `encode` gives the same ids; a run of
-    STRETCH characters without such a place is cut anyway."""
+    """A text in parts of at most STRETCH characters, cut at places that change no ids, if there are
+    any."""
     start = 0
     while len(text) - start > STRETCH:
         stop = cut_place(text, start, start + STRETCH)

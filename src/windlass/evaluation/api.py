@@ -182,11 +182,7 @@ def measure(
 def measured_on(
     suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
 ) -> dict[str, Any]:
-    """Everything except the model that the scores of a suite depend on.
-
-    `settings`; and, by suite, `files` (path → SHA-256), `data` (the fingerprint of the prepared
-    data) or `lm_eval` (the harness's version).
-    """
+    """Everything except the model that the scores of a suite depend on, by kind."""
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
     settings["train.precision"] = resolve_precision(recipe.train.precision, device)

@@ -1,9 +1,8 @@
-"""Text from a model: batched, with a KV cache, streamed, on any number of ranks; the verb `sample`.
+"""Text from a model: batched, with a KV cache, streamed, on any number of ranks.
 
-The chosen token is a pure function of (seed, index of the text, place of the token). Except for
-rounding of the logits it depends neither on the rest of the batch nor on the rank. No row is
-padded. All rows of a batch are at the same column, and a row with a longer prompt takes its
-prompt's next token while others choose one.
+The chosen token is a pure function of (seed, index of the text, place of the token), except for
+rounding. No row is padded: all rows of a batch are at the same column, and a row with a longer
+prompt takes its prompt's next token while others choose one.
 
 Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 """
@@ -93,7 +92,7 @@ def uniform(seed: int, index: int, place: int) -> float:
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, draws: Sequence[float]) -> Tensor:
-    """The next token of each row [B] from logits [B, V] and one number in [0, 1) a row: the token at
+    """The next token of each row [B] from logits [B, V] and a number in [0, 1) a row: the token at
     which the cumulated probability after temperature, top-k and top-p passes the draw."""
     if sampling.temperature == 0:
         return logits.argmax(-1)

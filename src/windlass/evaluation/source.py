@@ -30,7 +30,7 @@ from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
 
-# The settings of every saved model; `suites.py` adds the settings of a measurement.
+# The settings of every saved model; `api.py` adds the settings of a measurement.
 IN_FLOAT32 = {"train.master": "fp32"}  # bf16 weights are read into float32, unless overridden
 AS_READ = {"train.compile": False}  # lengths vary from pass to pass
 

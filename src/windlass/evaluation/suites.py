@@ -1,6 +1,5 @@
-"""The suites (loss, hellaswag, squad, lm-eval:TASKS) of a recipe, measured on a model.
-
-During training a `Suites` object measures the suites of `eval.suites` on the current model.
+"""The suites of a recipe, measured on a model: loss, HellaSwag, SQuAD, and tasks of EleutherAI's
+harness (`lm-eval`), which gives every rank the same requests.
 """
 
 from __future__ import annotations
@@ -8,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import random
 import re
 import string
 import time
@@ -19,24 +19,188 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from windlass.data.chat import Template, stop_tokens
+from windlass import hub
+from windlass.data.chat import Template, stop_tokens, text_tokens
 from windlass.data.examples import Question, question_prompt
 from windlass.data.samples import Samples, Subset
 from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, require
 from windlass.evaluation import likelihood
-from windlass.evaluation.generate import Sampling, generate_divided, window
-from windlass.evaluation.likelihood import evaluate_hellaswag, evaluate_loss
-from windlass.evaluation.lm_eval import run_harness
+from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
+from windlass.evaluation.likelihood import (
+    Continuation,
+    evaluate_hellaswag,
+    evaluate_loss,
+    log_likelihoods,
+)
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe
-from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE
+from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE, EvalSettings
+
+MAX_TOKENS = 256  # to generate if a task does not say
+
+
+class Interrupted(Exception):
+    """`poll` asked to stop; the harness itself cannot stop."""
+
+
+def run_harness(
+    tasks: str,
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    settings: EvalSettings,
+    template: Template | None = None,
+    task_manager: Any = None,
+    **how: Any,
+) -> dict[str, Any] | None:
+    """The scores `TASK/METRIC` of tasks, joined by `+`; `template` is for `lm_eval_chat`."""
+    hub.prepare()
+    require("lm_eval", f"the suite lm-eval:{tasks}")
+    from lm_eval import simple_evaluate
+
+    if (folder := settings.lm_eval_tasks) and not Path(folder).expanduser().is_dir():
+        raise UserError(f"eval.lm_eval_tasks: {folder} is not a directory with task files")
+    if folder:
+        from lm_eval.tasks import TaskManager
+
+        task_manager = TaskManager(include_path=str(Path(folder).expanduser()))
+    limit = settings.lm_eval_limit
+    chat = template if settings.lm_eval_chat else None
+    # The harness seeds the generators; they are restored, so that the training does not change.
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [ranks.device] if ranks.device.type == "cuda" else []
+    try:
+        with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
+            report = simple_evaluate(
+                model=adapter(model, tokenizer, ranks, stop, chat, **how),
+                tasks=[name for name in tasks.split("+") if name],
+                num_fewshot=None if settings.lm_eval_few_shot < 0 else settings.lm_eval_few_shot,
+                limit=(int(limit) if limit >= 1 else limit) or None,
+                apply_chat_template=settings.lm_eval_chat,
+                task_manager=task_manager,
+                log_samples=False,
+            )
+    except Interrupted:
+        return None
+    except KeyError as error:  # the harness's error for an unknown task
+        raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    numbers = {
+        f"{task}/{metric.removesuffix(',none')}": float(value)
+        for task, metrics in (report["results"] if report else {}).items()
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
+    }
+    # Under a launcher the harness returns results to each node's first process only.
+    return dict(ranks.broadcast_object("lm-eval results", numbers))
+
+
+def adapter(
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    template: Template | None = None,
+    **how: Any,
+) -> Any:
+    """The model for the harness, with the tokens of its `HFLM`; raises `Interrupted`."""
+    from lm_eval.api.model import TemplateLM
+
+    class Adapter(TemplateLM):  # type: ignore[misc]
+        tokenizer_name = tokenizer.fingerprint  # of the harness's cache
+        eot_token_id = prompt_ids(model, tokenizer, "")[-1]  # before a text without a context
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
+            if add_special_tokens is False:
+                return tokenizer.encode(string).tolist()
+            return text_tokens(string, tokenizer)[0] if template else tokenizer.prompt(string)
+
+        def chat_template(self, chat_template: Any = False) -> str:
+            return template.source if template else ""
+
+        def apply_chat_template(
+            self, chat_history: list[dict[str, Any]], add_generation_prompt: bool = True
+        ) -> str:
+            assert template is not None
+            return template.text(chat_history, tokenizer, ask=add_generation_prompt)
+
+        def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Any]:
+            # An ending lacks tokens if its text merges with the context's last one.
+            rows = [
+                Continuation(a, b or self.tok_encode(pair[1], False)) for pair, a, b in requests
+            ]
+            scores = log_likelihoods(model, rows, ranks, **how) if rows else []
+            if scores is None:
+                raise Interrupted
+            return [(score.sum, score.greedy) for score in scores]
+
+        def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            sums, context = list[float](), unwrap(model).context
+            for request in requests:
+                ids = self.tok_encode(request.args[0])
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, context, 1)
+                rows = [(request.args, *make_disjoint_window(window)) for window in windows]
+                sums.append(sum(value for value, _greedy in self._loglikelihood_tokens(rows)))
+            return sums
+
+        def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
+            arguments = [request.args for request in requests]
+            return generate_until(model, tokenizer, ranks, stop, arguments, template, **how)
+
+    return Adapter()
+
+
+def generate_until(
+    model: Any,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    stop: frozenset[int],
+    requests: Sequence[tuple[str, Any]],
+    template: Template | None = None,
+    **how: Any,
+) -> list[str]:
+    """A text for each request (context and settings), on every rank."""
+    samplings = list[Sampling]()
+    for _, settings in requests:
+        # the likeliest tokens unless `do_sample` is set
+        options = settings if settings.get("do_sample") else {"temperature": 0.0}
+        count, top_k = settings.get("max_gen_toks", MAX_TOKENS), int(options.get("top_k", 0))
+        temperature, top_p = (float(options.get(key, 1.0)) for key in ("temperature", "top_p"))
+        samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
+    texts = [context for context, _ in requests]
+    if template is None:
+        ids = [prompt_ids(model, tokenizer, text) for text in texts]
+    else:
+        ids = [text_tokens(text, tokenizer)[0] for text in texts]
+    answers: dict[int, str] = {}
+    for sampling in dict.fromkeys(samplings):
+        room = max(1, window(unwrap(model)) - sampling.max_tokens)
+        prompts = {n: ids[n][-room:] for n, other in enumerate(samplings) if other == sampling}
+        numbers, prompt_of = list(prompts), prompts.__getitem__
+        part = generate_divided(model, tokenizer, ranks, sampling, numbers, prompt_of, **how)
+        if part is None:
+            raise Interrupted
+        answers |= part
+    for number, (_, settings) in enumerate(requests):  # a text ends before its first stop text
+        text, until = answers[number], settings.get("until") or []
+        stops = [until] if isinstance(until, str) else until
+        places = [text.find(stop) for stop in stops if stop and stop in text]
+        answers[number] = text[: min(places, default=len(text))]
+    return [answers[number] for number in range(len(requests))]
+
 
 MAX_ANSWER_CHARACTERS = 160  # one of a thousand answers in SQuAD is longer
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -64,10 +228,7 @@ def f1(prediction: str, reference: str) -> float:
 def score(
     predictions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """`exact_match` and `f1` in percent over all questions (by id), and `items`.
-
-    Each question counts its best reference, and 0 without a prediction, as in the official script.
-    """
+    """`exact_match` and `f1` in percent over all questions (by id), and `items`."""
     if not references:
         raise UserError("scores need at least one question")
     scores = {"exact_match": 0.0, "f1": 0.0}
