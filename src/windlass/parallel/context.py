@@ -179,7 +179,7 @@ class DividedGPT(GPT):
         positions, within = super().prepare(tokens, labels, 0, None).positions, None
         if documents is not None:
             rate = self.settings.dropout if self.training else 0.0
-            positions, within = documents.positions, documents.within(self.blocks, rate)
+            positions, within = documents.positions, documents.within(list(self.blocks), rate)
         part = self.part(tokens.shape[1], labels is not None, tokens.device, within)
         labels = None if labels is None else part.labels(labels)
         return Pass(part.tokens(tokens), labels, part.tokens(positions), part)
