@@ -52,9 +52,7 @@ def sweep(
     axes: list[str] = Argument(None, metavar="KEY=A,B,C", help="Axes; see below."),
     *,
     set_: Settings,
-    dir_: Path | None = Option(
-        None, "--dir", help="The study's directory; default: studies/PRESET-HASH."
-    ),
+    dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
@@ -101,9 +99,8 @@ def sweep(
         retry_failed=retry_failed,
         progress=progress,
     )
-    results = study.results()
     if json_:
-        print_json([result.row() for result in results])
+        print_json([result.row() for result in study.results()])
     progress.show_end(study)
     if not json_:
         show_study(study)
