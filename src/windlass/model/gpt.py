@@ -258,9 +258,8 @@ class GPT(nn.Module):
         assert stop <= self.context, f"{stop} tokens, context {self.context}"
         if documents is None:
             return Pass(tokens, labels, torch.arange(start, stop, device=tokens.device), None)
-        within = documents.within(
-            list(self.blocks), self.settings.dropout if self.training else 0.0
-        )
+        rate = self.settings.dropout if self.training else 0.0
+        within = documents.within(list(self.blocks), rate)
         return Pass(tokens, labels, documents.positions, within(0, stop))
 
     def begin(self, here: Pass) -> tuple[Tensor, Tensor | None]:
