@@ -692,7 +692,7 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     recipe = Recipe.load("quickstart", ["parallel.device=cpu"])
     cpu = Study.create(recipe, ["parallel.world=1,2"], tmp_path / "cpu")
     pbs = {"scheduler": "pbs", "site": Site(), "dry_run": True}
-    [(_, script, _)] = submit_study(cpu, **pbs, asked=Resources(2))
+    [(_, script, _)] = submit_study(cpu, **pbs)
     assert any(line.startswith("-l select=1:ncpus=2:") for line in header(script))
     assert "--launch" not in script and "mpiprocs=2" in script
     for cell in cpu.cells:
