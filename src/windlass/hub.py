@@ -106,7 +106,7 @@ def directory(
     if path.is_dir():
         return path
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise UserError(f"{key}: there is no directory {name}")
+        raise UserError(f"{key}: {name} is not a directory")
     if download:
         prepare()
     with explained(f"{key}: {name}{'@' + revision if revision else ''}"):

@@ -105,7 +105,7 @@ class Run:
         """The run at `path`. Raises UserError if there is none."""
         run = Run(path)
         if not run.exists:
-            problem = f"{path} is not a run directory: it has no recipe.toml"
+            problem = f"{path} is not a run directory: it lacks recipe.toml"
             raise UserError(f"{problem}; runs lie in runs/ by default")
         return run
 
@@ -188,7 +188,7 @@ class Run:
     def alive(self) -> bool:
         """Whether a process trains in the directory now."""
         locked = lock_held(self.lock_path)
-        if locked is not None:  # None: the lock is another host's, or there are no locks
+        if locked is not None:  # None: the lock is another host's, or this system lacks locks
             return locked
         with contextlib.suppress(OSError):
             return time.time() - self.heartbeat_path.stat().st_mtime < ALIVE_SECONDS

@@ -134,7 +134,7 @@ def learned_tokenizer(
                 for item in source.items():
                     characters |= set().union(*texts_of(item, source.spec))
             if not characters:
-                raise UserError(f"data.source: there is no text in {names}")
+                raise UserError(f"data.source: {names} hold no text")
             alone = len(train) == 1 and all(source.single_text for source in (*train, *val))
             tokenizer = locate.char_tokenizer(characters, with_eot=not alone)
         tokenizer.save(directory)
@@ -355,7 +355,7 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             start.template.save(directory / FOLDER)
         layout = ""
         if spec.format == "chat":
-            layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} has no chat template)"
+            layout = f"{PLAIN_LAYOUT} ({recipe.tokenizer} lacks a chat template)"
             if start.template.source:
                 name = recipe.as_written.data.chat_template or recipe.tokenizer
                 layout = f"the chat template of {name}"

@@ -257,7 +257,7 @@ def divide(
     val = [[_part(p, p.val, p.cut) for p in group] for group in groups]
     if members[0].train and not any(part.tokens for parts in train for part in parts):
         names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
-        reason = "the validation data has it all" if shared else "there is no text"
+        reason = "the validation data has it all" if shared else "it holds no text"
         raise UserError(f"data.source: nothing is left for training in {names}: {reason}")
     return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
 
@@ -312,7 +312,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
     for source, fraction in sources.items():
         if source.partition(":")[0] != "squad":
-            problem = f"{setting}: {source!r} has no questions"
+            problem = f"{setting}: {source!r} lacks questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
         split = "validation" if separate else "train"
         spec, asked = SourceSpec(source, source, "squad", split=split, **how), list[Question]()

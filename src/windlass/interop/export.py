@@ -72,7 +72,7 @@ def export(
         overrides: Settings of its recipe to change, as `checkpoint.base=DIR`.
 
     Raises:
-        UserError: The directory is not empty, there is no adapter, or the Hub rejects it.
+        UserError: The directory is not empty, the run lacks an adapter, or the Hub rejects it.
     """
     if dtype not in ("auto", *DTYPES):
         raise UserError(f"{argument('dtype', dtype)}: write auto, {', '.join(DTYPES)}")
@@ -82,9 +82,9 @@ def export(
     if source.checkpoint is None and (adapter or not source.adapter):
         raise UserError(f"{run} is a directory of transformers already")
     if source.tokenizer is None and not source.own_model:
-        raise UserError(f"{run} has no tokenizer: give it to train as Data(tokenizer=...)")
+        raise UserError(f"{run} lacks a tokenizer: give it to train as Data(tokenizer=...)")
     if adapter and not source.recipe.model.lora.rank:
-        problem = f"{run} has no adapter (model.lora.rank is 0)"
+        problem = f"{run} lacks an adapter (model.lora.rank is 0)"
         raise UserError(f"{problem}: leave {argument('adapter')} out")
     checkpoint = source.open_checkpoint() if source.checkpoint else None
     whole_hf = source.recipe.model.kind == "hf" and not (source.own_model or adapter)
@@ -287,7 +287,7 @@ def save_weights(
     """Tensors as safetensors files of about FILE_BYTES or less; an index for several files."""
     from huggingface_hub import save_torch_state_dict
 
-    # The format has no views of another tensor's storage.
+    # The format cannot hold views of another tensor's storage.
     copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors}
     wanted = getattr(torch, DTYPES[dtype])
     copies = {n: c.to(wanted) if c.is_floating_point() else c for n, c in copies.items()}

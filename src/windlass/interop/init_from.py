@@ -131,7 +131,7 @@ def fill_from_hf(model: GPT, directory: Path, seed: int) -> None:
             reject(f"{name} is not 1, and the model norms queries and keys without weights")
     for name in convert.dropped(model.settings, there):
         if convert.from_hf(model.settings, name, read).any():
-            reject(f"the bias for {name} is not zero, and the model has no bias there")
+            reject(f"the bias for {name} is not zero, and the model lacks a bias there")
     for name, parameter in model.named_parameters():
         value, shape = convert.from_hf(model.settings, name, read), whole_shape(parameter)
         if value.shape[0] < shape[0] and name in ("embedding.weight", "head.weight"):

@@ -221,9 +221,12 @@ def submit(
     done = run_program(one.submit(job.script), job.directory)
     if done.returncode:
         why = (done.stderr or done.stdout).strip()
+        places = (
+            f"the keys of {site_file()} or --site FILE (partition, account, memory_per_rank, …)"
+        )
         raise UserError(
-            f"{one.SUBMIT} fails for {job.script}: {why}. Change --nodes, --gpus-per-node, --time, "
-            f"or partition, account, constraint, cpus_per_rank or memory_per_rank in {site_file()}"
+            f"{one.SUBMIT} fails for {job.script}: {why}. "
+            f"Change --nodes, --gpus-per-node, --time, or {places}"
         )
     job_id = one.submitted(done.stdout)
     record = {"scheduler": scheduler, "job": job_id, "array": list(job.array)}

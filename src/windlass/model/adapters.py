@@ -68,7 +68,7 @@ def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
     except ValueError as error:
         names = ", ".join(sorted({n.rpartition(".")[2] for n, k in kinds.items() if k in LINEAR}))
         problem = f"model.lora.targets: {first_line(error)}"
-        raise UserError(f"{problem} This model's layers are named {names}") from None
+        raise UserError(f"{problem} This model's layers: {names}") from None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     for name in whole:
@@ -88,7 +88,9 @@ def modules_to_save(model: nn.Module, lora: LoraSettings) -> list[str]:
     for pattern in lora.modules_to_save:
         if not any(re.fullmatch(any_of([pattern]), name) for name in names):
             last = sorted({name.rpartition(".")[2] for name in names if not name[-1:].isdigit()})
-            problem = f"model.lora.modules_to_save: no module with weights is named {pattern}"
+            problem = (
+                f"model.lora.modules_to_save: {pattern} is not the name of a module with weights"
+            )
             raise UserError(f"{problem}; this model's are named {', '.join(filter(None, last))}")
     outermost = list[str]()
     for name in names if lora.modules_to_save else ():

@@ -150,7 +150,7 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
         if not names:
             near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3)
             shown = ", ".join(list(dict.fromkeys([*near, *parameters]))[:4])
-            problem = f"model.freeze: no parameter is named {pattern}"
+            problem = f"model.freeze: {pattern} is not the name of a parameter"
             raise UserError(f"{problem}; some of the {len(parameters)} names are {shown}")
         for name in names:
             parameters[name].requires_grad_(False)
@@ -178,7 +178,7 @@ def sizes_of(model: nn.Module) -> CountedSizes:
         network["apart"] = ", ".join(apart)
     if added := getattr(model, "added", 0):
         network["added"] = added
-    vocab = int(getattr(model, "vocab", 0))  # a user's own model may lack it
+    vocab = int(getattr(model, "vocab", 0))  # a user's model may lack it
     in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
     trained = sum(n for n, trained in sizes if trained)
     table = getattr(model, "positions", None) if isinstance(model, GPT) else None

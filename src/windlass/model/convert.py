@@ -203,7 +203,7 @@ def architecture(m: ModelSettings) -> str:
     }
     kind = min(differs, key=lambda kind: len(differs[kind]))
     if wrong := [f"model.{key} = {json.dumps(getattr(m, key))}" for key in differs[kind]]:
-        problem = f"transformers has no such model; {CLASSES[kind]} differs in {', '.join(wrong)}"
+        problem = f"transformers lacks such a model; {CLASSES[kind]} differs in {', '.join(wrong)}"
         raise UserError(problem)
     return kind
 
@@ -295,7 +295,7 @@ def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -
     A shorter context, extra rows of the embedding and `dropped` biases fit.
     """
     if m.multipliers != Multipliers():
-        problem = f"model.init_from: the weights of {where} have no multipliers of muP"
+        problem = f"model.init_from: the weights of {where} lack multipliers of muP"
         raise UserError(f"{problem}: drop model.mup, or start from a run")
     own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
     fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}

@@ -167,7 +167,7 @@ def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
 
 
 def takes_documents(model: nn.Module) -> bool:
-    """Whether a model's forward pass keeps documents apart; a user's own module may not."""
+    """Whether a model's forward pass keeps documents apart; a user's module may not."""
     network = model.module if isinstance(model, DistributedDataParallel) else model
     return "documents" in inspect.signature(type(network).forward).parameters
 

@@ -355,7 +355,7 @@ def open_hf(directory: Path, settings: ModelSettings, vocab: int = 0) -> HfModel
         for name in linear:
             blocks.set_submodule(name, Linear4bit(blocks.get_submodule(name)))  # type: ignore
         if not linear:
-            problem = f"{settings.name} has no linear layers to hold in 4 bits"
+            problem = f"{settings.name} lacks linear layers to hold in 4 bits"
             raise UserError(f'model.lora.base: {problem}; write "fp32"')
         for name in whole:
             if any(isinstance(part, Linear4bit) for part in model.get_submodule(name).modules()):
@@ -384,7 +384,7 @@ def use_liger(model: HfModel, device: torch.device, stack: ExitStack) -> None:
     kind, text = model.config.model_type, model.config.get_text_config()
     activation = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "")
     if kind not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN or activation not in ACTIVATIONS:
-        problem = f"Liger has no kernels for {kind} with the activation {activation}"
+        problem = f"Liger lacks kernels for {kind} with the activation {activation}"
         raise UserError(f'{NAME}: {problem}; write "torch"')
     files = {sys.modules[type(part).__module__] for part in model.model.modules()}
     before = [(file, dict(vars(file))) for file in files]

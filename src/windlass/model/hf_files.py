@@ -99,7 +99,7 @@ def fill_from_files(
         if there != shape:
             problem = f"{key} has the shape {there}, but the configuration says {shape}"
             raise UserError(f"{files.directory}: {problem}")
-        if not shape:  # a scalar has no slices
+        if not shape:  # a scalar cannot be sliced
             tensor.copy_(files.files[key].get_tensor(key))
             continue
         local, offsets = tensor.data, (0,) * tensor.dim()
@@ -164,7 +164,7 @@ def fill_from_seed(
         for parameter, value in zip(own.values(), values, strict=True):
             assign(parameter, value)
     if left:
-        problem = f"the architecture has no initial value for {min(left)}"
+        problem = f"the architecture lacks an initial value for {min(left)}"
         raise UserError(f"model.from_scratch: {problem}")
 
 

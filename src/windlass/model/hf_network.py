@@ -142,7 +142,7 @@ def head_form(model: Any) -> tuple[float, float] | None:
 
 
 def attention_within_documents(model: Any, settings: ModelSettings) -> str:
-    """The attention for rows of documents on a GPU; flex attention has no dropout."""
+    """The attention for rows of documents on a GPU; flex attention lacks dropout."""
     current = str(model.config._attn_implementation)
     text = model.config.get_text_config()
     dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
@@ -159,7 +159,7 @@ def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[...
     if wanted == "auto":
         wanted = 0.0 if settings.lora.rank or function is None else own
     if wanted and function is None:
-        problem = f"{type(model).__name__} has no balancing loss of routers"
+        problem = f"{type(model).__name__} lacks a balancing loss of routers"
         raise UserError(f"model.router_loss = {wanted}: {problem}; write 0")
     return (wanted, function) if wanted else None
 
@@ -190,7 +190,7 @@ def check(model: Any, ranks: int) -> dict[str, str]:
     styles = {name: patterns.get(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), "") for name in names}
     plan = {name: style for name, style in styles.items() if style not in ("", *WITHOUT_EFFECT)}
     if not plan:
-        reject(f"{kind} has no tp_plan")
+        reject(f"{kind} lacks a tp_plan")
     for name, style in plan.items():
         fits = style in STYLES if isinstance(modules.get(name), nn.Linear) else style == SHARED
         if name not in modules or not fits:

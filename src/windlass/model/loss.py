@@ -76,7 +76,7 @@ class SourceSums:
 
 
 def takes_sources(model: Any) -> bool:
-    """Whether a model's `forward` takes SourceSums; a user's own module need not."""
+    """Whether a model's `forward` takes SourceSums; a user's module need not."""
     return "by_source" in inspect.signature(model.forward).parameters
 
 
@@ -255,7 +255,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, len(labels), chunk):
                 part = slice(start, start + chunk)
                 unmasked = (labels[part] != IGNORE_INDEX).unsqueeze(1)
-                # A NaN in a masked row has no effect.
+                # A NaN in a masked row changes nothing.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 if tail is not None:
                     losses = tail(d := F.linear(rows, head, shift), labels[part], cap, *objective)

@@ -344,7 +344,7 @@ def listen_at(env: DistEnv) -> int | None:
         listening = socket.create_server((address, env.port), backlog=max(64, env.world))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            where = f"port {env.port} of {env.addr}, where the ranks were to meet, is in use"
+            where = f"port {env.port} of {env.addr}, the meeting point of the ranks, is in use"
             raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
         return None
     return listening.detach()

@@ -192,7 +192,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
 
 
 def lower_stream(model: nn.Module) -> None:
-    """Keep the residual stream in bf16, as the arithmetic; UserError for a user's own model."""
+    """Keep the residual stream in bf16, as the arithmetic; UserError for a user's model."""
     if isinstance(model, GPT):
         model.low_stream = True
     elif isinstance(model, HfModel):  # its blocks add to the tensor that the first one gets

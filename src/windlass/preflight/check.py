@@ -41,7 +41,7 @@ BUFFERS = 3  # of the message's size, that `collectives` and the backend hold
 
 
 def matrix_products(device: torch.device) -> dict[str, float]:
-    dtypes, size = [torch.float32], 1024  # and on a GPU bf16 (fp16 if it has no bf16)
+    dtypes, size = [torch.float32], 1024  # and on a GPU bf16 (fp16 if it lacks bf16)
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         dtypes, size = [*dtypes, torch.bfloat16 if has_bf16 else torch.float16], 8192
@@ -257,7 +257,7 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
-    """The sizes to measure in bytes: up to `max_bytes`, or those that fit into all memories."""
+    """The sizes to measure in bytes: up to `max_bytes`, if they fit into all memories."""
     default, free = CPU_SIZES, math.inf
     if ranks.device.type == "cuda":
         default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES

@@ -127,7 +127,7 @@ def gpu(one: Mapping[str, Any]) -> Iterator[Finding]:
 def code_for(
     name: str, capability: tuple[int, int], built_for: Sequence[str], torch: str, cuda: str
 ) -> tuple[str, str]:
-    """A sentence about a device, and the remedy if torch has no code for it, else empty.
+    """A sentence about a device, and the remedy if torch lacks code for it, else empty.
 
     `built_for` is torch.cuda.get_arch_list(). A device runs code for an earlier minor number of its
     generation, and compiles PTX (`compute_`) of any earlier one.

@@ -263,7 +263,7 @@ class CheckpointSettings(Section):
     best: str = Field("loss", pattern=BEST)
     """Measure of the best checkpoint: the lowest validation `loss`, or `loss.average_loss` of the
     averaged weights; or the highest `squad.f1`, `squad.exact_match`, `hellaswag.acc`,
-    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your own suite."""
+    `hellaswag.acc_norm`, `hellaswag.acc_per_token` or `own:SUITE.MEASURE` of your suite."""
     keep_best: bool = True
     """Keep the best checkpoint."""
     resume: str = Field("latest", pattern=r"^(latest|best|\d+)$")

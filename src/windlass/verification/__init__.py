@@ -49,7 +49,7 @@ def verify(
 
     most = world or (torch.cuda.device_count() if torch.cuda.is_available() else 4)
     if unknown := sorted(set(only) - set(PROOFS)):
-        raise UserError(f"no proof is named {unknown[0]}; {did_you_mean(unknown[0], PROOFS)}")
+        raise UserError(f"{unknown[0]} is not a proof; {did_you_mean(unknown[0], PROOFS)}")
     results = []
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
         folder = Path(directory or temporary)

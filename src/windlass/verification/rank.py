@@ -38,7 +38,7 @@ def run_rank(task: dict[str, Any]) -> None:
     """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
 
     The task may have `faults`: for each recipe the name of an error to inject, or "";
-    `kill_after`, a step; `module`: give `train` the model as a user's own module.
+    `kill_after`, a step; `module`: give `train` the model as a user's module.
     """
     faults = task.get("faults") or [""] * len(task["recipes"])
     for path, fault in zip(task["recipes"], faults, strict=True):
