@@ -101,7 +101,7 @@ def refusal(**more) -> str:
 
 def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_path):
     hf_fixtures.save("llama", tmp_path / "llama", vocab=VOCAB, attention_dropout=0.1)
-    reasons = {"bloom": "no tp_plan", "gpt2": "no tp_plan", "mixtral": "experts"}
+    reasons = {"bloom": "lacks a tp_plan", "gpt2": "lacks a tp_plan", "mixtral": "experts"}
     reasons |= {"phi3": "rowwise_split_input", "olmo2": "colwise_gather_output"}
     for kind, reason in {**reasons, "llama": "dropout in the attention"}.items():
         if kind != "llama":

@@ -40,7 +40,7 @@ def changes(recipe) -> dict[str, float]:
 @pytest.mark.parametrize("case", ["muP", "standard", "undivided rate"])
 def test_changes_are_equal_at_all_widths_with_mup_alone(tmp_path, monkeypatch, case):
     if case == "undivided rate":
-        monkeypatch.setattr(build, "_matrices", lambda model, parameters: [])
+        monkeypatch.setattr(build, "blocks_of", lambda model: [])
     corpus, sizes = write_corpus(tmp_path / "text.txt", 4000), list[dict[str, float]]()
     for width in WIDTHS:
         changed = {"model.width": width, "model.heads": 2, "model.dropout": 0.0}

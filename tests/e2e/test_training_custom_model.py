@@ -166,7 +166,7 @@ class Buffered(torch.nn.Module):
         self.register_buffer("late", torch.zeros(()))
 
     def blocks(self):
-        return list(self.inner.blocks)
+        return self.inner.blocks()
 
     def forward(self, tokens, labels):
         hidden = self.inner.embedding(tokens).transpose(1, 2)
