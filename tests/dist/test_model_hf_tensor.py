@@ -116,7 +116,7 @@ def test_what_cannot_be_divided_is_refused_when_the_model_is_built(models, tmp_p
     )
     adapters = {"model__lora__rank": 2, "tensor": 2}
     more = {"context": 2, "pipeline": 2}
-    with pytest.raises(UserError, match=r"(?s)parallel\.tensor.*model\.lora"):
+    with pytest.raises(UserError, match=r"(?s)parallel\.tensor.*adapters"):
         settings("fp64", "ddp", **keys(models / "llama", **adapters))
     with pytest.raises(UserError, match=r"(?s)parallel\.context.*parallel\.pipeline"):
         settings("fp64", "ddp", **keys(models / "llama", **more))
