@@ -275,6 +275,4 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]
     local = call("scale", "quickstart", "--worlds", "1,2", *gpus, "--dry-run", code=2)[1]
     assert "--dry-run" in local and "--nodes" in local  # nothing was trained
-    local = call("scale", "quickstart", "--worlds", "1,2", "--max-size", "1G", code=2)[1]
-    assert "options of jobs need --nodes" in local
     assert "--no-probe" in call(*words, *gpus, *slurm, "--no-probe", code=2)[1]
