@@ -127,7 +127,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
 def test_a_wrong_place_is_answered_with_the_setting_that_names_it(tmp_path, key, settings):
     corpus = write_corpus(tmp_path / "text.txt", words=200)
     data = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
-    with refused(f"{key}: ", "no directory ./nowhere"):
+    with refused(f"{key}: ", "./nowhere is not a directory"):
         prepare(Recipe.from_dict({**data, **settings}))
 
 

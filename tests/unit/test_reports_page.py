@@ -261,7 +261,7 @@ def test_the_verb(one, tmp_path, call, monkeypatch):
         (cell / "recipe.toml").unlink()
     (tmp_path / "file").write_text("in the way")
     for sources, word in (
-        ((tmp_path,), "no recipe.toml"),
+        ((tmp_path,), "recipe.toml"),
         ((study,), "sweep first"),
         ((one.run.path, "--out", "file/report"), "--out"),
     ):
