@@ -170,7 +170,7 @@ class Manifest(BaseModel):
 
     @property
     def reason(self) -> str:
-        """Why it was saved (see retention.py)."""
+        """Why it was saved (see choose.py)."""
         return str(self.meta.get("reason", ""))
 
     @property

@@ -448,9 +448,8 @@ class Writer:
                 self._known = {path: known for path, known in present.items() if path.name in names}
             serials = [known.serial for known in self._known.values()]
             with contextlib.suppress(UserError):  # the lineage counts deleted checkpoints, too
-                serials += (
-                    [lineage.serial] if (lineage := read_lineage(self.directory.parent)) else []
-                )
+                if lineage := read_lineage(self.directory.parent):
+                    serials.append(lineage.serial)
             content = save.run(1 + max(serials, default=0))  # rank 0's number counts
             if content is not None:
                 save.total_bytes = content.bytes

@@ -105,9 +105,16 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
         sets.append(mixed or opened.get(""))
     train, val = sets
     kinds = {member.data.format for member in members}
-    numbers = division.fingerprint(tokenizer), tokenizer.vocab
-    template = prepared.template if kinds != {"text"} else None
-    return Data(train, val, tokenizer, *numbers, template, prepared, division)  # type: ignore[arg-type]
+    return Data(
+        train,  # type: ignore[arg-type]
+        val,
+        tokenizer,
+        division.fingerprint(tokenizer),
+        tokenizer.vocab,
+        prepared.template if kinds != {"text"} else None,
+        prepared,
+        division,
+    )
 
 
 def _samples(

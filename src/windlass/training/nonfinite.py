@@ -1,6 +1,7 @@
 """Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies. A
 CPU looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's
-fused optimizers) and counts bad steps; the host reads the counts when it logs or saves."""
+fused optimizers) and counts bad steps; the host reads the counts when it logs or saves. After a
+step that ran out of memory the run starts again with smaller micro-batches."""
 
 from __future__ import annotations
 

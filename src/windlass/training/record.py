@@ -70,10 +70,16 @@ class Recorder:
         seconds = self.goodput.seconds
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        device, every = ranks.device, settings.sample_seconds
-        place: dict[str, Any] = {"rank": ranks.rank, "world": ranks.world, "device": device}
-        place |= {"attempt": attempt, "phases": seconds}
-        self.sampler = DeviceSampler(run.devices_dir, every=every, **place)
+        device = ranks.device
+        self.sampler = DeviceSampler(
+            run.devices_dir,
+            rank=ranks.rank,
+            world=ranks.world,
+            device=device,
+            every=settings.sample_seconds,
+            attempt=attempt,
+            phases=seconds,
+        )
         stack.callback(self.sampler.stop)
         names = settings.trackers if ranks.main else []
         self.trackers = Trackers(run.path, names, settings.flush_seconds)
@@ -210,14 +216,25 @@ class Recorder:
         seconds = max(times["step_ms"], 1e-6) / 1e3
         samples_per_s, tokens_per_s, padded_per_s = (count / steps / seconds for count in counts)
         self.logged = now
-        line: dict[str, Any] = {"loss": loss, "lr": lr, "grad_norm": grad_norm}
-        line |= self.totals() | {"epoch": self.epoch} | times
-        line |= {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / world}
-        line |= {"padded_tokens_per_s": padded_per_s} if padded_per_s != tokens_per_s else {}
-        line |= {"samples_per_s": samples_per_s, "samples_per_s_per_device": samples_per_s / world}
-        line |= {"steps_per_s": 1 / seconds}
-        line |= {"mfu": mfu(tokens_per_s, flops, self.peak_flops, world)} if flops else {}
-        line |= {} if loss_scale is None else {"loss_scale": float(loss_scale)}
+        line: dict[str, Any] = {
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            **self.totals(),
+            "epoch": self.epoch,
+            **times,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / world,
+            "samples_per_s": samples_per_s,
+            "samples_per_s_per_device": samples_per_s / world,
+            "steps_per_s": 1 / seconds,
+        }
+        if padded_per_s != tokens_per_s:
+            line["padded_tokens_per_s"] = padded_per_s
+        if flops:
+            line["mfu"] = mfu(tokens_per_s, flops, self.peak_flops, world)
+        if loss_scale is not None:
+            line["loss_scale"] = float(loss_scale)
         line = self.ledger.write("train", state.step, **line, **sources)
         if self.ranks.device.type == "cuda":
             line["gpu_mem_mb"] = torch.cuda.memory_allocated(self.ranks.device) / 1e6
@@ -271,15 +288,28 @@ class Recorder:
         losses = [x["loss"] for x in lines if x["kind"] == "eval" and x["suite"] == LOSS]
         per_epoch = state.step * self.horizon.samples_per_epoch / state.samples or None
         whole_run = state.samples / (seconds["total"] - seconds["startup"])
-        line: dict[str, Any] = {"steps": self.horizon.steps, **self.totals(), "epochs": self.epoch}
-        line |= {"steps_per_epoch": per_epoch, "final_loss": (trained or [None])[-1]}
-        line |= {"final_eval_loss": (losses or [None])[-1]}
-        line |= {"best_eval_loss": scores_by_step(lines, LOSS).best, "best_measure": measure}
-        line |= {"best_step": scores.best_step, "best_score": scores.best}
-        line |= {"runtime_s": seconds["total"], "samples_per_s_whole_run": whole_run}
-        line |= {"wall_time": seconds, "device_hours": device_hours(raw), "world": self.ranks.world}
-        line |= {"parameters": start["parameters"], "trained": start["trained"]}
-        line |= {"updates_skipped": state.updates_skipped, "attempts": self.ledger.attempt + 1}
-        line |= {"train_loss_mean": state.loss_sum / state.losses} if state.losses else {}
+        line: dict[str, Any] = {
+            "steps": self.horizon.steps,
+            **self.totals(),
+            "epochs": self.epoch,
+            "steps_per_epoch": per_epoch,
+            "final_loss": (trained or [None])[-1],
+            "final_eval_loss": (losses or [None])[-1],
+            "best_eval_loss": scores_by_step(lines, LOSS).best,
+            "best_measure": measure,
+            "best_step": scores.best_step,
+            "best_score": scores.best,
+            "runtime_s": seconds["total"],
+            "samples_per_s_whole_run": whole_run,
+            "wall_time": seconds,
+            "device_hours": device_hours(raw),
+            "world": self.ranks.world,
+            "parameters": start["parameters"],
+            "trained": start["trained"],
+            "updates_skipped": state.updates_skipped,
+            "attempts": self.ledger.attempt + 1,
+        }
+        if state.losses:
+            line["train_loss_mean"] = state.loss_sum / state.losses
         line |= averages(lines) | summarise_devices(self.run)
         self.ledger.write("summary", state.step, **line)

@@ -352,17 +352,28 @@ def report_start(
         if text:
             console.warning(text)
     sizes, branched = network.sizes, plan.branch_from
-    event: dict[str, Any] = {"world": ranks.world, "strategy": ranks.strategy.name}
-    event |= {"mesh": asdict(ranks.mesh.sizes), "precision": network.precision}
-    event |= {"compiles": network.compiled, "device": recorder.device_name}
-    event |= {"optimizer_groups": network.groups, "network": sizes.network or None}
-    event |= {"parameters": sizes.total, "trained": sizes.trained}
-    event |= {"threads": torch.get_num_threads(), "steps": horizon.steps}
-    event |= {"micro_batch": batch.micro_batch, "accumulation": batch.accumulation}
-    event |= {"global_batch": batch.global_batch, "data": facts}
-    event |= {"samples_per_epoch": horizon.samples_per_epoch}
-    event |= {"extended_from": plan.extends_from or None}
-    event |= {"branched_from": str(branched.absolute())} if branched else {}
+    event: dict[str, Any] = {
+        "world": ranks.world,
+        "strategy": ranks.strategy.name,
+        "mesh": asdict(ranks.mesh.sizes),
+        "precision": network.precision,
+        "compiles": network.compiled,
+        "device": recorder.device_name,
+        "optimizer_groups": network.groups,
+        "network": sizes.network or None,
+        "parameters": sizes.total,
+        "trained": sizes.trained,
+        "threads": torch.get_num_threads(),
+        "steps": horizon.steps,
+        "micro_batch": batch.micro_batch,
+        "accumulation": batch.accumulation,
+        "global_batch": batch.global_batch,
+        "data": facts,
+        "samples_per_epoch": horizon.samples_per_epoch,
+        "extended_from": plan.extends_from or None,
+    }
+    if branched:
+        event["branched_from"] = str(branched.absolute())
     name = "branched" if branched else "resumed" if plan.resuming and state.step else "started"
     recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
     if ranks.main and is_new_size(plan.run, batch.micro_batch):
