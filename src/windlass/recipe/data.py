@@ -138,8 +138,6 @@ class DataSettings(Section):
     """Directory of downloads, and of the tokens of each source; empty: `data`."""
     workers: int = Field(0, ge=0)
     """Threads or processes that tokenize in parallel; 0: one per core."""
-    prefetch: int = Field(2, ge=0)
-    """Steps whose batches are read ahead, in the background."""
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""
