@@ -45,7 +45,7 @@ def by_source(join, recipe):
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         batch, samples = recipe.batch(ranks.world), mixed()
-        mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1), (0, 0, 0))], 1)
+        mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1))], 1)
         trainer.losses = LossSum(trainer.state, ranks, mixture)
         how = {"seed": 1, "mixture": mixture}
         loader, fields = Loader(samples, batch, ranks.mesh.data_rank, **how), []
@@ -97,7 +97,7 @@ def test_the_losses_are_those_of_the_rows_one_by_one():
         with join(recipe) as ranks:
             model, trainer = built(ranks, recipe)
             samples = mixed()
-            mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1), (0, 0, 0))], 1)
+            mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1))], 1)
             trainer.losses = LossSum(trainer.state, ranks, mixture)
             batch = samples.read(mixture.indices(np.arange(BATCH))).map(torch.from_numpy)
             with torch.no_grad():

@@ -382,7 +382,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
 def repeated(mixture: Iterable[Facts]) -> list[str]:
     """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
     why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
-    advice = f"{why}: lower its weight, or set its epochs"
+    advice = f"{why}: lower its weight"
     return [
         f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and {advice}"
         for row in mixture

@@ -28,8 +28,6 @@ class MixSource(Section):
     """One source, as `data.source`."""
     weight: Weight = 1.0
     """Share of the samples, relative to the other weights."""
-    epochs: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Epochs of the source at most; then the others have its share. 0: no limit."""
     eval_source: str = ""
     """Validation corpus of the source; empty: held out from it."""
     format: Literal["text", "squad", "chat"] | None = None
@@ -190,5 +188,5 @@ class DataSettings(Section):
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
             return self
-        own = self.mix[number].model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        own = self.mix[number].model_dump(exclude={"name", "weight"}, exclude_none=True)
         return self.model_copy(update=own | {"mix": []})
