@@ -178,13 +178,11 @@ class Mixture:
         self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
     ) -> np.ndarray:
         """The samples of each source in the first steps without `skipped` ones, int64 [sources]."""
-        end, reached = next_sample(step, global_batch, skipped), 0
-        total = self.counts(end)
-        for start, stop in sorted(skipped):
-            if reached < stop <= end:
-                total = total - self.counts(stop) + self.counts(max(start, reached))
-                reached = stop
-        return total
+        end = next_sample(step, global_batch, skipped)
+        ranges = [np.arange(start, min(stop, end)) for start, stop in skipped]
+        left_out = np.unique(np.concatenate([np.zeros(0, np.int64), *ranges]))
+        sources, _ = self.places(left_out)
+        return self.counts(end) - np.bincount(sources, minlength=len(self.samples.parts))
 
 
 def shares_of_run(
