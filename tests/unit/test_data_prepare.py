@@ -4,6 +4,7 @@ was interrupted or extended.
 
 import contextlib
 import errno
+import itertools
 import json
 import random
 import re
@@ -571,10 +572,12 @@ def test_a_kill_while_a_tokenizer_is_saved(tmp_path, monkeypatch):
 
 def counts(data):
     """Of each source the documents, the tokens for training, and those held out."""
-    return {
-        Path(r["source"]).name: (r["documents"], r["train"], r["val"])
-        for r in describe(data)["sources"]
-    }
+    used = {}
+    for part in itertools.chain(*data.division.train):
+        val = [own for own in itertools.chain(*data.division.val) if own.corpus is part.corpus]
+        own = part.corpus.index.documents, part.tokens, sum(other.tokens for other in val)
+        used[Path(part.corpus.spec.name).name] = own
+    return used
 
 
 def three_sources(folder):
