@@ -34,10 +34,6 @@ from windlass.recipe.load import own_tokenizer
 GPT2_FILES, GPT2_NAME = ("encoder.json", "vocab.bpe"), "openai-community/gpt2"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
-OLDER_FILES = (
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("vocab.json", "merges.txt", "vocab.txt"),
-)
 # The end of a text in common tokenizers, for a tokenizer without a configuration.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 # Distinct words from which byte pairs are learned: the library needs about 100 times their bytes.
@@ -114,7 +110,7 @@ def tokenizer_files(recipe: Recipe) -> dict[str, str]:
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
     if place:
         path = Path(place).expanduser()
-        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
+        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES)
         if path.is_file():
             files += [path, *(path.parent / name for name in LAYOUT_FILES)]
         files += [path / name for name in names]
@@ -192,18 +188,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     if not file.is_file():
-        hub.prepare()
-        try:
-            if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
-                # transformers would make an empty one for GPT-2
-                raise FileNotFoundError(f"{path} lacks the files of a tokenizer")
-            from transformers import AutoTokenizer
-
-            whole: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id, ends)
-        except Exception as error:  # of any kind, from the libraries behind it
-            problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
-            raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
+        remedy = f"AutoTokenizer.from_pretrained({place!r}).save_pretrained(DIR) writes one"
+        raise UserError(f"data.tokenizer: {place} has no {JSON_FILE}; {remedy}; or name another")
     inner, eos = _read_json(file), list[int]()
     for config in CONFIG_FILES:
         token = read_json(folder / config).get("eos_token") or ""
