@@ -103,18 +103,15 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     notify(f"{text}; its weights are not used, so this may be intended")
 
 
-def tokenizer_files(recipe: Recipe) -> dict[str, str]:
-    """The SHA-256 of the local files of tokenizer and template, by their paths as written."""
-    data, home = recipe.data, f"{recipe.home}/"
-    kind, _, place = data.tokenizer.partition(":")
+def tokenizer_files(recipe: Recipe) -> list[str]:
+    """The SHA-256 of the local files of tokenizer and template."""
+    data, kind = recipe.data, recipe.data.tokenizer.partition(":")[0]
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
-    if place:
+    if place := data.tokenizer.partition(":")[2]:
         path = Path(place).expanduser()
-        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES)
-        if path.is_file():
-            files += [path, *(path.parent / name for name in LAYOUT_FILES)]
-        files += [path / name for name in names]
-    return {str(file).removeprefix(home): sha256_of(file) for file in files if file.is_file()}
+        names = GPT2_FILES if kind == "gpt2" else (path.name, JSON_FILE, *LAYOUT_FILES)
+        files += [(path.parent if path.is_file() else path) / name for name in names]
+    return [sha256_of(file) for file in files if file.is_file()]
 
 
 def byte_tokenizer() -> Tokenizer:
