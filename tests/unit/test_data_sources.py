@@ -103,19 +103,10 @@ def test_there_is_no_such_source(tmp_path):
 def test_the_key_of_a_source_has_what_determines_its_items():
     plain = spec_of("a.txt")
     assert plain.key == {"name": "a.txt", "format": "text"} and plain.slug == "a"
-    same = {"place": "/home/a.txt", "split": "test", "revision": "x", "streaming": True}
-    assert replace(plain, **same, setting="data.eval_source", answers="last").key == plain.key
+    same = replace(plain, place="/home/a.txt", streaming=True, setting="data.eval_source")
+    assert same.key == plain.key
     for change in ({"separator": "|"}, {"text_key": "t"}, {"on_bad_item": "skip"}):
         assert replace(plain, **change).key == plain.key | change
-    there = spec_of("hf:org/name", split="test", revision="abc", separator="|", streaming=True)
-    assert there.key == {
-        "name": "hf:org/name",
-        "format": "text",
-        "split": "test",
-        "revision": "abc",
-    }
-    talk = spec_of("t.jsonl", format="chat", answers="last", text_key="t")
-    assert talk.key == {"name": "t.jsonl", "format": "chat", "answers": "last"}
     assert "python" in spec_of("stdlib").key
     slugs = {"hf:allenai/c4:en": "c4-en", "squad:a/dev-v1.1.json": "dev-v1", ".": "corpus"}
     assert {source: spec_of(source).slug for source in slugs} == slugs

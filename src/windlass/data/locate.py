@@ -266,24 +266,12 @@ class SourceSpec:
     @property
     def key(self) -> dict[str, Any]:
         """The settings that determine the items and do not have their default."""
-        kind, is_text = self.kind, self.format == "text"
-        has_texts = is_text and kind in ("files", "https")
-        applies = {
-            "text_key": has_texts or (is_text and kind == "hf"),
-            "split": kind == "hf" or self.place == "squad",
-            "revision": kind == "hf",
-            "sha256": kind == "https",
-            "separator": has_texts,
-            "special_tokens": has_texts or kind in ("stdlib", "hf") or self.format == "chat",
-            "columns": not is_text,
-            "answers": self.format == "chat",
-            "on_bad_item": kind not in ("stdlib", "shards"),
-        }
         key: dict[str, Any] = {"name": self.name, "format": self.format}
-        for name, is_used in applies.items():
-            if is_used and getattr(self, name) != getattr(SourceSpec, name):
+        names = ("text_key", "split", "revision", "sha256", "separator", "special_tokens")
+        for name in (*names, "columns", "answers", "on_bad_item"):
+            if getattr(self, name) != getattr(SourceSpec, name):
                 key[name] = getattr(self, name)
-        return key | ({"python": platform.python_version()} if kind == "stdlib" else {})
+        return key | ({"python": platform.python_version()} if self.kind == "stdlib" else {})
 
     @property
     def slug(self) -> str:
