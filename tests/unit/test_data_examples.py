@@ -210,7 +210,7 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout):
     [
         (
             [SHAREGPT[1], {"frm": "gpt", "value": "x"}],
-            ("turn 2 has no", "'frm', 'value'", '{"from": "human"'),
+            ("turn 2 has no", "'frm', 'value'"),
         ),
         ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
         ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),

@@ -33,17 +33,12 @@ ROLE_ALIASES = {
 }
 # The prompt of a question; its answer follows after a space, then the end-of-text token.
 QUESTION, ANSWER = "Question: {question} Context: {context}", " Answer:"
-# Ways to write a conversation: the keys that show each, and an example for messages.
-TURNS = '{"role": "user", "content": "..."}, {"role": "assistant", ...}'
-FROM = '{"from": "human", "value": "..."}, {"from": "gpt", ...}'
+# Ways to write a conversation, and the keys that show each.
 SHAPES = {
-    "messages": (["messages"], f'{{"messages": [{TURNS}]}}'),
-    "ShareGPT": (["conversations"], f'{{"conversations": [{FROM}]}}'),
-    "prompt and completion": (["prompt", "completion"], '{"prompt": "...", "completion": "..."}'),
-    "Alpaca": (
-        ["instruction", "output"],
-        '{"instruction": "...", "input": "...", "output": "..."}',
-    ),
+    "messages": ["messages"],
+    "ShareGPT": ["conversations"],
+    "prompt and completion": ["prompt", "completion"],
+    "Alpaca": ["instruction", "output"],
 }
 
 
@@ -143,15 +138,13 @@ def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
     record = {k: v for k, v in record.items() if k not in dict(spec.columns).values()} | named
     if spec.format == "squad":
         return record, ""
-    for name, (keys, _) in SHAPES.items():
+    for name, keys in SHAPES.items():
         if all(record.get(key) is not None for key in keys):
             return record, name
     problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
-    examples = "\n".join(f"  {example}" for _, example in SHAPES.values())
+    shapes = ", ".join(f"{' and '.join(keys)} ({name})" for name, keys in SHAPES.items())
     remedy = "data.columns renames others, as data.columns.instruction=question"
-    raise UserError(
-        f"{item.place}: {problem}, and a conversation is one of\n{examples}\n({remedy})"
-    )
+    raise UserError(f"{item.place}: {problem}, and a conversation has {shapes}; {remedy}")
 
 
 def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
@@ -172,13 +165,13 @@ def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
         return Question(name, question.strip(), context, answers, group)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        advice = f"; the item has the shape {shape}: {SHAPES[shape][1]}" if shape else ""
+        advice = f"; the item has the shape {shape}" if shape else ""
         raise UserError(f"{item.place}: {problem}{advice}") from None
 
 
 def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     """A conversation; ValueError, KeyError, TypeError or AttributeError if it is not one."""
-    turns, prompt = record[SHAPES[shape][0][0]], 0
+    turns, prompt = record[SHAPES[shape][0]], 0
     if shape == "Alpaca":
         request = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
         turns = [
