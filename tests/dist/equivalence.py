@@ -120,7 +120,7 @@ def train(ranks, recipe, trainer, steps=range(STEPS), divisor: float = 1.0):
     """Losses and gradient norms of some steps; `divisor` falsifies the count of valid tokens."""
     batch, data = recipe.batch(ranks.world), rows()
     horizon, losses, norms = Horizon(STEPS, len(data), BATCH), [], []
-    how = {"seed": 1, "kind": "sequential", "device": ranks.device, "prefetch": 1}
+    how = {"seed": 1, "kind": "sequential", "device": ranks.device}
     loader = Loader(data, batch, ranks.mesh.data_rank, **how, first_step=steps.start)
     for number, micro_batches in zip(steps, loader, strict=False):
         valid = int(micro_batches.valid_tokens * divisor)

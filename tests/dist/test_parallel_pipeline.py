@@ -29,7 +29,7 @@ def norm_of_one_stage(join, recipe):
         model, trainer = built(ranks, recipe)
         names = dict(unwrap(model).named_parameters())
         own = len(counted(model)), len(names)
-        batch = next(Loader(rows(), recipe.batch(2), 0, seed=1, kind="sequential", prefetch=0))
+        batch = next(Loader(rows(), recipe.batch(2), 0, seed=1, kind="sequential"))
         grads = {}
         trainer.optimizer.step = lambda: grads.update(
             {name: p.grad.clone() for name, p in names.items()}

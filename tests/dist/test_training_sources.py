@@ -45,9 +45,9 @@ def by_source(join, recipe):
     with join(recipe) as ranks:
         model, trainer = built(ranks, recipe)
         batch, samples = recipe.batch(ranks.world), mixed()
-        mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1), (0, 0, 0))], 1)
+        mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1))], 1)
         trainer.losses = LossSum(trainer.state, ranks, mixture)
-        how = {"seed": 1, "prefetch": 0, "mixture": mixture}
+        how = {"seed": 1, "mixture": mixture}
         loader, fields = Loader(samples, batch, ranks.mesh.data_rank, **how), []
         for step, micro_batches in zip(range(1, 6), loader, strict=False):
             result = trainer.step(micro_batches, 1.0)
@@ -97,7 +97,7 @@ def test_the_losses_are_those_of_the_rows_one_by_one():
         with join(recipe) as ranks:
             model, trainer = built(ranks, recipe)
             samples = mixed()
-            mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1), (0, 0, 0))], 1)
+            mixture = Mixture(samples, [Stage(0, (0.6, 0.3, 0.1))], 1)
             trainer.losses = LossSum(trainer.state, ranks, mixture)
             batch = samples.read(mixture.indices(np.arange(BATCH))).map(torch.from_numpy)
             with torch.no_grad():
@@ -110,9 +110,7 @@ def test_the_losses_are_those_of_the_rows_one_by_one():
                 here = (batch.sources == source).unsqueeze(1) & (batch.labels >= 0)
                 if here.any():
                     expected[f"source.{name}.loss"] = float(losses[here].mean())
-            loader = Loader(
-                samples, recipe.batch(1), 0, seed=1, prefetch=0, mixture=mixture, kind="shuffled"
-            )
+            loader = Loader(samples, recipe.batch(1), 0, seed=1, mixture=mixture, kind="shuffled")
             result = trainer.step(next(loader), 1.0)
             trainer.state.step += 1
             trainer.losses.add(result.loss)

@@ -10,7 +10,6 @@ import pytest
 import hf_fixtures
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import Recipe, train
-from windlass.data.locate import hf_tokenizer
 from windlass.data.open import open_data
 from windlass.data.prepare import prepare
 
@@ -111,7 +110,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
     hf_fixtures.config("llama").save_pretrained(tmp_path)
     data = {"source": str(corpus), "dir": str(tmp_path / "data")}
     recipe = Recipe.model_validate({"model": {"kind": "hf", "name": str(tmp_path)}, "data": data})
-    with refused("data.tokenizer", "name one"):
+    with refused("data.tokenizer", "tokenizer.json", "name another"):
         prepare(recipe)
     assert prepare(recipe.replace("data.tokenizer=byte")).tokenizer.vocab == 257
 
@@ -143,10 +142,3 @@ def test_characters_learned_by_another_run_stay_characters(tmp_path: Path) -> No
     other.write_text("\N{SNOWMAN} and so on " * 99)
     with refused("\N{SNOWMAN}"):
         prepare(second.replace(f"data.source={other}", f"data.dir={tmp_path / 'no'}"))
-
-
-def test_a_directory_without_the_files_of_a_tokenizer_has_none(tmp_path):
-    """`transformers` would make an empty one for GPT-2."""
-    hf_fixtures.save("gpt2", tmp_path / "bare")
-    with refused("files of a tokenizer"):
-        hf_tokenizer(str(tmp_path / "bare"))

@@ -14,14 +14,12 @@ from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
 from windlass.data import sources, split
 from windlass.data.chat import Template
-from windlass.data.encode import Encoder
 from windlass.data.examples import (
     Question,
     encode_example,
     example_of,
     hash64,
     question_prompt,
-    unread_keys,
 )
 from windlass.data.locate import (
     SourceSpec,
@@ -121,12 +119,6 @@ def test_fields_beside_a_conversation_are_read() -> None:
     )
     weighted = [TALK[1], {**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "content": "B"}]
     assert learned(encode({"messages": weighted, **beside})) == " B<|endoftext|>"
-    history = {"instruction": "two?", "output": ["2", "two"], "history": [["one?", "1"]]}
-    turns = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")]
-    same = {"messages": [{"role": role, "content": text} for role, text in turns]}
-    assert encode(history).tokens.tolist() == encode(same).tokens.tolist()
-    with refused("talk.jsonl, line 7", "Alpaca"):
-        encode({**history, "history": [["one?"]]})
     switch = Template(
         "{% if loud %}LOUD{% endif %}" + "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -135,7 +127,7 @@ def test_fields_beside_a_conversation_are_read() -> None:
     assert BYTES.decode(encode({"messages": TALK, "tools": ""}, switch).tokens).startswith("Be")
 
 
-def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
+def test_columns_rename_keys() -> None:
     record = {"question": "Who?", "answer": "A cat.", "label": True, "id": 3, "none": None}
     with refused("'question', 'answer'", "data.columns.instruction"):
         encode(record)
@@ -143,14 +135,6 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     found = encode(record, columns=columns)
     same = encode({"instruction": "Who?", "output": "A cat."})
     assert found.tokens.tolist() == same.tokens.tolist()
-    spec = SourceSpec("x", "x", "chat", columns=columns)
-    assert unread_keys([item(record), item("bad")], spec) == ["label", "id"]
-    talk = {"messages": TALK, "system": "x", "tools": [], "chat_template_kwargs": {}}
-    assert unread_keys([item(talk)], CHAT) == []
-    assert unread_keys([item({**talk, "history": [["a", "b"]]})], CHAT) == ["history"]
-    assert unread_keys([squad_item("A cat.", "cat")], SQUAD) == []
-    remark = Encoder(spec, BYTES, Template()).remark
-    assert "label, id" in remark([item(record)]) and not remark([item({"messages": TALK})])
 
 
 def test_everything_may_have_a_loss_and_pairs_may_have_special_tokens(tmp_path: Path) -> None:
@@ -207,8 +191,8 @@ def test_which_answers_have_a_loss_is_a_setting(layout: Any) -> None:
         assert "?" not in text and found.text == encode(talk).text
 
 
-@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
-def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout):
+    key = {"weight": 0}
     template, tokenizer, end = layout
     first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
     empty = [*TWO[:3], {**TWO[3], "content": " "}]
@@ -226,13 +210,11 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
     [
         (
             [SHAREGPT[1], {"frm": "gpt", "value": "x"}],
-            ("turn 2 has no", "'frm', 'value'", '{"from": "human"'),
+            ("turn 2 has no", "'frm', 'value'"),
         ),
         ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
         ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
-        ([{**SHAREGPT[1], "train": True}, SHAREGPT[2]], ("turn 1", "user", "train")),
         ([SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}], ("turn 2", "0.5", "0 or 1")),
-        ([SHAREGPT[1], {**SHAREGPT[2], "train": "no"}], ("turn 2", "'no'", "true or false")),
         (SHAREGPT[:2], ("no answer",)),
         ("text", ("a list of turns, not text",)),
         ([], ("a list of turns",)),
@@ -458,7 +440,7 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
     with refused("data.eval_source", "squad:FILE.json"):
         asked({"data": {**mine["data"], "eval_source": str(corpus)}})
     write(file, [article("Land", 1), article("Land", 1)])
-    with refused("two questions", "Land-0"):
+    with refused("eval.squad_file", "Land-0"):
         asked({}, squad_file=str(file))
     entry = squad_item("A cat.", "cat", title="t")
     source = sources.Source(SQUAD, {}, lambda: iter([entry, Item("bad", {})]))
@@ -470,20 +452,12 @@ def test_the_suite_asks_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.M
         asked({"data": {**of_the_hub, "on_bad_item": "stop"}})
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path, mixed: bool) -> None:
+def test_the_suite_asks_what_training_holds_out_of_each_source(tmp_path: Path) -> None:
     files = [
         write(tmp_path / f"{s}.json", [article(f"{s}{a}", 3) for a in range(60)]) for s in "ab"
     ]
     names: list[str] = [f"squad:{file}" for file in files]
     recipe = recipe_for(names, tmp_path / "data", format="squad", context=512)
-    if mixed:
-        mix = [
-            {"name": "a", "source": names[0], "weight": 1, "format": "squad"},
-            {"name": "b", "source": names[1], "weight": 1, "format": "squad", "val_fraction": 0.3},
-        ]
-        how = recipe.data.model_dump(include={"dir", "shard_tokens"})
-        recipe = recipe_for("", how.pop("dir"), context=512, mix=mix, **how)
     division = open_data(recipe).division
     assert division is not None
     held = [

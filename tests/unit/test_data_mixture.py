@@ -52,10 +52,6 @@ def mixture(*stages, sizes=(700, 90, 40), seed=3, **options):
     return Mixture(samples, stages, seed, **options)
 
 
-def stage(start, weights, limits=None):
-    return Stage(start, weights, limits or (0,) * len(weights))
-
-
 weights = st.lists(
     st.one_of(st.floats(0, 1), st.sampled_from([1e-6, 1e-3, 1.0])), min_size=1, max_size=8
 ).filter(any)
@@ -85,16 +81,13 @@ def by_hand(stages, sizes, stop, seed=3):
     while len(sequence) < stop:
         start = len(sequence)
         now = [s for s in stages if s.start <= start][-1]
-        ended = [0 < limit <= n for limit, n in zip(now.limits, done, strict=True)]
-        live = [0.0 if end else w for w, end in zip(now.weights, ended, strict=True)]
-        for counts in block_counts(live):
+        for counts in block_counts(now.weights):
             begin, cut = len(sequence), False
             for source in module.layout(seed, begin, counts)[0].tolist():
                 sequence.append((source, done[source]))
                 done[source] += 1
-                switch = any(s.start == len(sequence) for s in stages)
-                if switch or done[source] == now.limits[source]:
-                    cut = True
+                cut = any(s.start == len(sequence) for s in stages)
+                if cut:
                     break
             if cut or len(sequence) >= stop:
                 break
@@ -104,10 +97,9 @@ def by_hand(stages, sizes, stop, seed=3):
 @pytest.mark.parametrize(
     "stages",
     [
-        [stage(0, (0.7, 0.2, 0.1))],
-        [stage(0, (0.7, 0.2, 0.1)), stage(5000, (0.1, 0.0, 0.9)), stage(5001, (1, 1, 1))],
-        [stage(0, (0.7, 0.2, 0.1), (0, 180, 20))],
-        [stage(0, (0.0, 0.5, 0.5), (0, 4096, 100)), stage(4096, (1, 1, 0), (0, 4096, 100))],
+        [Stage(0, (0.7, 0.2, 0.1))],
+        [Stage(0, (0.7, 0.2, 0.1)), Stage(5000, (0.1, 0.0, 0.9)), Stage(5001, (1, 1, 1))],
+        [Stage(0, (0.0, 0.5, 0.5)), Stage(4096, (1, 1, 0))],
     ],
 )
 def test_the_sequence_is_that_of_counting_one_sample_at_a_time(stages):
@@ -122,14 +114,14 @@ def test_the_sequence_is_that_of_counting_one_sample_at_a_time(stages):
 
 
 def test_each_source_has_its_epochs_in_its_own_order():
-    mixed = mixture(stage(0, (0.6, 0.3, 0.1)))
+    mixed = mixture(Stage(0, (0.6, 0.3, 0.1)))
     rows = mixed.samples.read(mixed.indices(np.arange(6000))).tokens
     for source, size in enumerate((700, 90, 40)):
         seen = rows[rows[:, 0] == source, 1]
         for begin in range(0, len(seen) - size, size):
             epoch = seen[begin : begin + size]
             assert sorted(epoch) == list(range(size)) and list(epoch) != sorted(epoch)
-    in_order = mixture(stage(0, (0.6, 0.3, 0.1)), kind="sequential")
+    in_order = mixture(Stage(0, (0.6, 0.3, 0.1)), kind="sequential")
     rows = in_order.samples.read(in_order.indices(np.arange(3000))).tokens
     seen = rows[rows[:, 0] == 1, 1]
     assert seen.tolist() == [n % 90 for n in range(len(seen))]
@@ -137,32 +129,18 @@ def test_each_source_has_its_epochs_in_its_own_order():
 
 @pytest.mark.parametrize("switch", [1, 2000, 2048, 5000])
 def test_a_later_stage_changes_no_earlier_sample(switch):
-    one = mixture(stage(0, (0.7, 0.2, 0.1))).indices(np.arange(8000))
-    other = mixture(stage(0, (0.7, 0.2, 0.1)), stage(switch, (0.1, 0.2, 0.7)))
+    one = mixture(Stage(0, (0.7, 0.2, 0.1))).indices(np.arange(8000))
+    other = mixture(Stage(0, (0.7, 0.2, 0.1)), Stage(switch, (0.1, 0.2, 0.7)))
     assert (other.indices(np.arange(8000))[:switch] == one[:switch]).all()
     assert (other.indices(np.arange(8000))[switch:] != one[switch:]).any()
 
 
-def test_limits_are_exact_and_their_share_goes_to_the_others():
-    mixed = mixture(stage(0, (0.5, 0.3, 0.2), (0, 180, 40)))
-    sources, own = mixed.places(np.arange(20_000))
-    assert np.bincount(sources)[1:].tolist() == [180, 40]
-    assert sorted(own[sources == 1]) == list(range(180))
-    last = np.flatnonzero(sources == 2)[-1]
-    between = sources[last + 1 : last + 1 + 200]  # until source 1 ends: shares 5/8 and 3/8
-    assert 0.2 < (between == 1).mean() < 0.55
-    ends = mixture(stage(0, (0.0, 0.3, 0.2), (0, 180, 40)))
-    with pytest.raises(UserError, match=r"data.mix: .* after 13 steps.* has 20:.*epochs"):
-        ends.check(20, 16)
-    ends.check(13, 16)
-
-
 def test_a_branch_continues_every_source_where_it_was():
-    old, new = [stage(0, (0.7, 0.2, 0.1))], [stage(0, (0.2, 0.2, 0.6))]
+    old, new = [Stage(0, (0.7, 0.2, 0.1))], [Stage(0, (0.2, 0.2, 0.6))]
     assert continue_stages(old, old, 3000) == old
     assert continue_stages([], new, 0) == new
     branched = continue_stages(old, new, 3000)
-    assert branched == [*old, stage(3000, (0.2, 0.2, 0.6))]
+    assert branched == [*old, Stage(3000, (0.2, 0.2, 0.6))]
     assert continue_stages(branched, new, 5000) == branched  # a resume of the branch
     before, after = mixture(*old), mixture(*branched)
     assert (before.indices(np.arange(3000)) == after.indices(np.arange(3000))).all()
@@ -176,7 +154,7 @@ def test_a_branch_continues_every_source_where_it_was():
 
 def test_a_longer_run_moves_only_stages_to_come():
     data = recipe_of([("a", "x"), ("b", "y")], stages=[{"from": "50 %", "weights": {"a": 0}}]).data
-    short, long = (stages_of(data, Horizon(steps, 10, 8), (10, 10)) for steps in (100, 200))
+    short, long = (stages_of(data, Horizon(steps, 10, 8)) for steps in (100, 200))
     assert [s.start for s in short] == [0, 400] and [s.start for s in long] == [0, 800]
     assert continue_stages(short, long, 320) == long
     moved = continue_stages(short, long, 600)
@@ -186,7 +164,7 @@ def test_a_longer_run_moves_only_stages_to_come():
 
 
 def test_samples_that_a_rewind_left_out_are_not_counted():
-    mixed = mixture(stage(0, (0.7, 0.2, 0.1)))
+    mixed = mixture(Stage(0, (0.7, 0.2, 0.1)))
     sources, _ = mixed.places(np.arange(4000))
     left_out = [(1000, 1600), (1500, 1700)]
     kept = np.concatenate([sources[:1000], sources[1700:]])
@@ -196,7 +174,7 @@ def test_samples_that_a_rewind_left_out_are_not_counted():
 
 
 def test_every_world_and_micro_batch_reads_the_same_samples():
-    stages = [stage(0, (0.7, 0.2, 0.1)), stage(100, (0.1, 0.2, 0.7))]
+    stages = [Stage(0, (0.7, 0.2, 0.1)), Stage(100, (0.1, 0.2, 0.7))]
     expected = mixture(*stages).indices(np.arange(10 * 24)).reshape(10, 24)
     samples = mixture(*stages).samples
     for world, micro in ((1, 24), (1, 5 - 1), (2, 4), (4, 2)):
@@ -214,7 +192,7 @@ def test_every_world_and_micro_batch_reads_the_same_samples():
 
 
 def test_threads_may_share_a_mixture():
-    mixed, stop, results = mixture(stage(0, (0.5, 0.4, 0.1))), 200_000, {}
+    mixed, stop, results = mixture(Stage(0, (0.5, 0.4, 0.1))), 200_000, {}
 
     def read(begin):
         results[begin] = mixed.places(np.arange(begin, stop, 4))[1]
@@ -224,7 +202,7 @@ def test_threads_may_share_a_mixture():
         thread.start()
     for thread in threads:
         thread.join()
-    alone = mixture(stage(0, (0.5, 0.4, 0.1)))
+    alone = mixture(Stage(0, (0.5, 0.4, 0.1)))
     for begin in range(4):
         assert (results[begin] == alone.places(np.arange(begin, stop, 4))[1]).all()
 
@@ -298,7 +276,7 @@ def test_the_fingerprint_covers_every_source_and_no_weight(texts, tmp_path):
     assert one != fingerprint(("a", a), ("b", b, {"val_fraction": 0.2}))
     # each source has one directory, whatever the mixture
     assert len([path for path in (tmp_path / "data").iterdir() if path.is_dir()]) == 3
-    weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"epochs": 3})], tmp_path / "data")
+    weights = recipe_of([("a", a, {"weight": 0.2}), ("b", b, {"weight": 3})], tmp_path / "data")
     assert open_samples(weights, find_prepared(weights)).fingerprint == one
     assert find_prepared(recipe_of([("a", a), ("b", a.parent)], tmp_path / "data")) is None
 
@@ -336,7 +314,7 @@ def test_conversations_beside_text(texts, tmp_path, packing):
             documents_of = 0 if own.documents is None else own.documents[0]
             assert (batch.documents[at, :size] == documents_of).all()
             assert (batch.documents[at, size:] == batch.documents[at, size - 1]).all()
-    mixed, plan = Mixture(data.train, [stage(0, (1, 1, 1))], 3), plan_batch(24, 6, 1, 16)
+    mixed, plan = Mixture(data.train, [Stage(0, (1, 1, 1))], 3), plan_batch(24, 6, 1, 16)
     with Loader(data.train, plan, 0, 3, mixture=mixed, length_buckets=True) as loader:
         batch = next(loader)
     read = mixed.indices(np.arange(24))

@@ -53,7 +53,7 @@ def test_long_tailed_lengths_fill_the_rows_and_any_rows_are_a_fair_sample():
 @pytest.mark.parametrize("tails", [False, True])
 def test_each_item_is_whole_and_alone_in_its_part_of_a_row(tmp_path, tails):
     rows, _ = opened(examples(60, longest=90, tails=tails), tmp_path, 64)
-    assert rows.lengths["cut"]
+    assert rows.cut
     packed = BestFitSamples(rows, 64)
     batch = packed.read(np.arange(len(packed)))
     assert batch.documents is not None and batch.positions is not None

@@ -291,11 +291,11 @@ def test_a_wrong_tokenizer_is_refused(prepared, tmp_path):
     recipe = recipe_for(tmp_path / "x.jsonl", tmp_path / "other", tokenizer=f"hf:{file.parent}")
     first = open_data(recipe)
     train_bpe(documents(20, seed=4), 266).save(tmp_path / "mine")
-    with refused("data.tokenizer", str(file), 'data.changed="prepare"'):
+    with refused("data.tokenizer", 'data.changed="prepare"'):
         open_data(recipe)
     assert open_data(recipe, tokenizer=first.tokenizer).fingerprint == first.fingerprint
     kept = open_data(recipe.replace("data.changed=keep"))
-    assert kept.fingerprint == first.fingerprint and str(file) in kept.prepared.changed[0]
+    assert kept.fingerprint == first.fingerprint and "data.tokenizer" in kept.prepared.changed[0]
     again = open_data(recipe.replace("data.changed=prepare", f"data.dir={tmp_path / 'third'}"))
     other = tmp_path / "copied"
     shutil.copytree(tmp_path / "other", other)

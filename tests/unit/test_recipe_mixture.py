@@ -17,7 +17,7 @@ weight = 0.9
 [[data.mix]]
 name = "books"
 source = "books.txt"
-epochs = 4
+max_tokens = 4000
 
 [[data.stages]]
 from = "80 %"
@@ -49,8 +49,8 @@ def test_overrides_name_a_section_and_change_no_other(file):
     recipe = Recipe.load(file, ["data.mix.web.weight=0.3", "data.stages.0.weights.web=0"])
     assert [part.weight for part in recipe.data.mix] == [0.3, 1.0]
     assert recipe.data.stages[0].weights == {"books": 0.5, "web": 0.0}
-    assert recipe.replace({"data.mix.books.epochs": 2}).data.mix[1].epochs == 2
-    assert recipe.data.mix[1].epochs == 4 and Recipe.load(file).data.mix[0].weight == 0.9
+    assert recipe.replace({"data.mix.books.max_tokens": 2}).data.mix[1].max_tokens == 2
+    assert recipe.data.mix[1].max_tokens == 4000 and Recipe.load(file).data.mix[0].weight == 0.9
     alone = ["data.source=other.txt", "data.mix=[]", "data.stages=[]"]
     assert Recipe.load(file, alone).data.sources == ["other.txt"]
     with refused("data.mix.wb.weight", "there are: web, books"):

@@ -5,10 +5,9 @@ question is an item of SQuAD v1.1.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,17 +33,12 @@ ROLE_ALIASES = {
 }
 # The prompt of a question; its answer follows after a space, then the end-of-text token.
 QUESTION, ANSWER = "Question: {question} Context: {context}", " Answer:"
-# Ways to write a conversation: the keys that show each, and an example for messages.
-TURNS = '{"role": "user", "content": "..."}, {"role": "assistant", ...}'
-FROM = '{"from": "human", "value": "..."}, {"from": "gpt", ...}'
+# Ways to write a conversation, and the keys that show each.
 SHAPES = {
-    "messages": (["messages"], f'{{"messages": [{TURNS}]}}'),
-    "ShareGPT": (["conversations"], f'{{"conversations": [{FROM}]}}'),
-    "prompt and completion": (["prompt", "completion"], '{"prompt": "...", "completion": "..."}'),
-    "Alpaca": (
-        ["instruction", "output"],
-        '{"instruction": "...", "input": "...", "output": "..."}',
-    ),
+    "messages": ["messages"],
+    "ShareGPT": ["conversations"],
+    "prompt and completion": ["prompt", "completion"],
+    "Alpaca": ["instruction", "output"],
 }
 
 
@@ -137,20 +131,6 @@ def encode_example(
     return rows
 
 
-def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
-    """The keys of items that have a value and are not read."""
-    unread = dict[str, None]()
-    for item in items:
-        with contextlib.suppress(UserError):
-            record, shape = _shape(item, spec)
-            read = {"id", "question", "context", "answers", "title"}
-            if shape:
-                read = {*SHAPES[shape][0], "system", "tools", "chat_template_kwargs"}
-            read |= {"input", "history"} if shape == "Alpaca" else set()
-            unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
-    return list(unread)
-
-
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
     """The record of an item as `data.columns` renames it, and its shape; '' for a question."""
     record = record_of(item)
@@ -158,15 +138,13 @@ def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
     record = {k: v for k, v in record.items() if k not in dict(spec.columns).values()} | named
     if spec.format == "squad":
         return record, ""
-    for name, (keys, _) in SHAPES.items():
+    for name, keys in SHAPES.items():
         if all(record.get(key) is not None for key in keys):
             return record, name
     problem = f"the item has {', '.join(map(repr, list(record)[:12])) or 'no keys'}"
-    examples = "\n".join(f"  {example}" for _, example in SHAPES.values())
+    shapes = ", ".join(f"{' and '.join(keys)} ({name})" for name, keys in SHAPES.items())
     remedy = "data.columns renames others, as data.columns.instruction=question"
-    raise UserError(
-        f"{item.place}: {problem}, and a conversation is one of\n{examples}\n({remedy})"
-    )
+    raise UserError(f"{item.place}: {problem}, and a conversation has {shapes}; {remedy}")
 
 
 def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
@@ -187,21 +165,19 @@ def example_of(item: Item, spec: SourceSpec) -> Conversation | Question:
         return Question(name, question.strip(), context, answers, group)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-        advice = f"; the item has the shape {shape}: {SHAPES[shape][1]}" if shape else ""
+        advice = f"; the item has the shape {shape}" if shape else ""
         raise UserError(f"{item.place}: {problem}{advice}") from None
 
 
 def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     """A conversation; ValueError, KeyError, TypeError or AttributeError if it is not one."""
-    turns, prompt = record[SHAPES[shape][0][0]], 0
+    turns, prompt = record[SHAPES[shape][0]], 0
     if shape == "Alpaca":
         request = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        answers = record["output"]
-        answer = answers[0] if answers and isinstance(answers, list) else answers
-        turns = []
-        for asked, replied in (*(record.get("history") or ()), (request, answer)):
-            turns.append({"role": "user", "content": asked})
-            turns.append({"role": "assistant", "content": replied})
+        turns = [
+            {"role": "user", "content": request},
+            {"role": "assistant", "content": record["output"]},
+        ]
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -216,7 +192,7 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         message = _message(turn, f"turn {place + 1}")
         messages.append(message)
         is_empty = not message.get("tool_calls") and not message["content"].strip()
-        if is_empty or 0 in (turn.get("weight"), turn.get("train")):
+        if is_empty or turn.get("weight") == 0:
             untrained.add(place)
     if (system := record.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}, "system"))
@@ -249,12 +225,9 @@ def _message(turn: Any, where: str) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not calls:
         raise ValueError(f"{where}: a content is text, not {kind_of(content)}")
-    for key in ("weight", "train"):
-        if turn.get(key) not in (None, 0, 1):
-            raise ValueError(f"{where} has {key} {turn[key]!r}; it is 0 or 1, or true or false")
-        if role != "assistant" and turn.get(key):
-            raise ValueError(f"{where} is the {role}'s: omit weight and train")
-    left_out = ("from", "value", "weight", "train")
+    if turn.get("weight") not in (None, 0, 1):
+        raise ValueError(f"{where} has weight {turn['weight']!r}; it is 0 or 1")
+    left_out = ("from", "value", "weight")
     message = {k: v for k, v in turn.items() if v is not None and k not in left_out}
     if calls:
         message["tool_calls"] = []

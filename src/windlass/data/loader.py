@@ -22,7 +22,7 @@ from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
 
 CLOSE_SECONDS = 0.2  # for the thread, which may be in a slow source; then it is abandoned
-ORDER_SAMPLES = 512  # their places in the order are computed at once
+PREFETCH = 2  # steps that are read ahead
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Loader(Iterator[StepBatch]):
         seed: int,
         kind: str = "shuffled",  # `data.order`
         device: torch.device | str = "cpu",  # to CUDA from pinned memory, without waiting
-        prefetch: int = 2,  # steps read ahead; 0: read when asked
         first_step: int = 0,  # steps already done
         skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of sample numbers to omit
         length_buckets: bool = False,  # sort a step's samples by length: less padding
@@ -69,16 +68,14 @@ class Loader(Iterator[StepBatch]):
         self.seed, self.kind, self.mixture = seed, kind, mixture
         self.skipped = tuple(skipped)
         self.length_buckets = length_buckets and hasattr(samples, "length")
-        self._next, self._stop = first_step + 1, threading.Event()
-        self._order: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._ready, self._prefetch = deque[StepBatch | BaseException](), prefetch
+        self._ready = deque[StepBatch | BaseException]()
         self._changed = threading.Condition()  # of `_ready`, or closed
-        if prefetch:
-            self._thread = threading.Thread(
-                target=self._read_ahead, args=(self._next,), name="windlass-loader", daemon=True
-            )
-            self._thread.start()
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(first_step + 1,), name="windlass-loader", daemon=True
+        )
+        self._thread.start()
 
     def __next__(self) -> StepBatch:
         return cast(StepBatch, self.poll(None))
@@ -90,20 +87,14 @@ class Loader(Iterator[StepBatch]):
         if self._stop.is_set():
             raise ValueError("the loader is closed")
         started = time.perf_counter()
-        batch: StepBatch | BaseException | None
-        if self._prefetch:
-            with self._changed:
-                if not self._changed.wait_for(lambda: self._ready, timeout):
-                    return None
-                batch = self._ready.popleft()
-                if len(self._ready) < self._prefetch:
-                    self._changed.notify()
-        else:
-            batch = self._read(self._next)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ready, timeout):
+                return None
+            batch = self._ready.popleft()
+            self._changed.notify()
         if not isinstance(batch, StepBatch):
             self._error = batch
-            raise batch or ValueError("the loader is closed")
-        self._next += 1
+            raise batch
         micro = batch.micro
         if self.device.type != "cpu":
             micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in micro]
@@ -112,10 +103,9 @@ class Loader(Iterator[StepBatch]):
     def close(self, patience: float | None = CLOSE_SECONDS) -> None:
         """Stop reading ahead, and wait up to `patience` seconds (None: as long as it takes)."""
         self._stop.set()
-        if self._prefetch:
-            with self._changed:
-                self._changed.notify()
-            self._thread.join(patience)
+        with self._changed:
+            self._changed.notify()
+        self._thread.join(patience)
 
     def __enter__(self) -> Loader:
         return self
@@ -125,22 +115,12 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        if step not in self._order:
-            # Several small steps take as long as one. A mixture may end after this one.
-            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
-            steps = range(step, step + max(1, more))
-            all_numbers = [
-                step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps
-            ]
-            joined, n = np.concatenate(all_numbers), len(self.samples)
+        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
+        if self.mixture:
+            indices = self.mixture.indices(numbers)
+        else:
             shards = getattr(self.samples, "shard_samples", None)
-            if self.mixture:
-                order = self.mixture.indices(joined)
-            else:
-                order = sample_indices(joined, n, self.kind, self.seed, shards)
-            parts = np.split(order, np.cumsum([len(part) for part in all_numbers[:-1]]))
-            self._order = dict(zip(steps, zip(all_numbers, parts, strict=True), strict=True))
-        numbers, indices = self._order.pop(step)  # of the step's samples
+            indices = sample_indices(numbers, len(self.samples), self.kind, self.seed, shards)
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
@@ -169,7 +149,7 @@ class Loader(Iterator[StepBatch]):
                 step += 1
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self._stop.is_set() or len(self._ready) < self._prefetch
+                        lambda: self._stop.is_set() or len(self._ready) < PREFETCH
                     )
         except BaseException as error:
             self._put(error)

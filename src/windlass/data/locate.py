@@ -34,10 +34,6 @@ from windlass.recipe.load import own_tokenizer
 GPT2_FILES, GPT2_NAME = ("encoder.json", "vocab.bpe"), "openai-community/gpt2"
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 LAYOUT_FILES = (*CONFIG_FILES, "chat_template.jinja")
-OLDER_FILES = (
-    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
-    *("vocab.json", "merges.txt", "vocab.txt"),
-)
 # The end of a text in common tokenizers, for a tokenizer without a configuration.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 # Distinct words from which byte pairs are learned: the library needs about 100 times their bytes.
@@ -107,18 +103,15 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     notify(f"{text}; its weights are not used, so this may be intended")
 
 
-def tokenizer_files(recipe: Recipe) -> dict[str, str]:
-    """The SHA-256 of the local files of tokenizer and template, by their paths as written."""
-    data, home = recipe.data, f"{recipe.home}/"
-    kind, _, place = data.tokenizer.partition(":")
+def tokenizer_files(recipe: Recipe) -> list[str]:
+    """The SHA-256 of the local files of tokenizer and template."""
+    data, kind = recipe.data, recipe.data.tokenizer.partition(":")[0]
     files = [Path(data.chat_template).expanduser()] if data.chat_template else []
-    if place:
+    if place := data.tokenizer.partition(":")[2]:
         path = Path(place).expanduser()
-        names = GPT2_FILES if kind == "gpt2" else (JSON_FILE, *LAYOUT_FILES, *OLDER_FILES)
-        if path.is_file():
-            files += [path, *(path.parent / name for name in LAYOUT_FILES)]
-        files += [path / name for name in names]
-    return {str(file).removeprefix(home): sha256_of(file) for file in files if file.is_file()}
+        names = GPT2_FILES if kind == "gpt2" else (path.name, JSON_FILE, *LAYOUT_FILES)
+        files += [(path.parent if path.is_file() else path) / name for name in names]
+    return [sha256_of(file) for file in files if file.is_file()]
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -192,18 +185,8 @@ def hf_tokenizer(place: str, key: str = "data.tokenizer") -> Tokenizer:
     ends = read_json(folder / "generation_config.json").get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     if not file.is_file():
-        hub.prepare()
-        try:
-            if path.is_dir() and not any((path / name).is_file() for name in OLDER_FILES):
-                # transformers would make an empty one for GPT-2
-                raise FileNotFoundError(f"{path} lacks the files of a tokenizer")
-            from transformers import AutoTokenizer
-
-            whole: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            return Tokenizer("hf", whole.backend_tokenizer, whole.eos_token_id, ends)
-        except Exception as error:  # of any kind, from the libraries behind it
-            problem = f"{place} has no {JSON_FILE} nor another tokenizer's files"
-            raise UserError(f"data.tokenizer: {problem}; name one: {first_line(error)}") from None
+        remedy = f"AutoTokenizer.from_pretrained({place!r}).save_pretrained(DIR) writes one"
+        raise UserError(f"data.tokenizer: {place} has no {JSON_FILE}; {remedy}; or name another")
     inner, eos = _read_json(file), list[int]()
     for config in CONFIG_FILES:
         token = read_json(folder / config).get("eos_token") or ""
@@ -283,24 +266,12 @@ class SourceSpec:
     @property
     def key(self) -> dict[str, Any]:
         """The settings that determine the items and do not have their default."""
-        kind, is_text = self.kind, self.format == "text"
-        has_texts = is_text and kind in ("files", "https")
-        applies = {
-            "text_key": has_texts or (is_text and kind == "hf"),
-            "split": kind == "hf" or self.place == "squad",
-            "revision": kind == "hf",
-            "sha256": kind == "https",
-            "separator": has_texts,
-            "special_tokens": has_texts or kind in ("stdlib", "hf") or self.format == "chat",
-            "columns": not is_text,
-            "answers": self.format == "chat",
-            "on_bad_item": kind not in ("stdlib", "shards"),
-        }
         key: dict[str, Any] = {"name": self.name, "format": self.format}
-        for name, is_used in applies.items():
-            if is_used and getattr(self, name) != getattr(SourceSpec, name):
+        names = ("text_key", "split", "revision", "sha256", "separator", "special_tokens")
+        for name in (*names, "columns", "answers", "on_bad_item"):
+            if getattr(self, name) != getattr(SourceSpec, name):
                 key[name] = getattr(self, name)
-        return key | ({"python": platform.python_version()} if kind == "stdlib" else {})
+        return key | ({"python": platform.python_version()} if self.kind == "stdlib" else {})
 
     @property
     def slug(self) -> str:
@@ -379,8 +350,6 @@ def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
     key, data = tokenizer_key(recipe) | {"source": spec.key}, recipe.as_written.data
     if spec.format == "chat" and data.chat_template:
         key["chat_template"] = data.chat_template
-    if spec.format == "chat" and data.chat_template_kwargs:
-        key["chat_template_kwargs"] = data.chat_template_kwargs
     if spec.name.startswith("shards:") and data.shards_dtype != "auto":
         key["dtype"] = data.shards_dtype
     return key

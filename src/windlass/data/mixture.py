@@ -2,7 +2,7 @@
 
 The sequence has blocks, as in levanter's `data/mixture.py`, each with a whole number of samples of
 each source in a random-looking order. At the end of each block a source has its exact share of all
-samples so far, rounded up or down. A stage or the end of a source may cut a block.
+samples so far, rounded up or down. A stage may cut a block.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import numpy as np
 
 from windlass.data.order import permute, sample_indices, step_samples
 from windlass.data.samples import Batch, Samples, masks_documents, positions_of, real_tokens
-from windlass.errors import UserError
 from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
 
-BLOCK = 512  # samples, if nothing cuts it
+BLOCK = 512  # samples, if no stage cuts it
 MANY_EPOCHS = 4  # more repetitions of text are worth much less than new text (arXiv 2305.16264)
 
 
@@ -32,7 +31,6 @@ class Stage(NamedTuple):
 
     start: int
     weights: tuple[float, ...]  # of each source, of any sum
-    limits: tuple[int, ...]  # samples of each source in the whole run; 0: no limit
 
 
 class Block(NamedTuple):
@@ -80,44 +78,32 @@ def block_counts(weights: Sequence[float]) -> Iterator[tuple[int, ...]]:
 
 
 def blocks_of(stages: Sequence[Stage], seed: int) -> Iterator[Block]:
-    """The blocks of a mixture, in order; ends if every source of positive weight has ended."""
+    """The blocks of a mixture, in order, without end."""
     start, done = 0, (0,) * len(stages[0].weights)
     while True:
-        _, weights, limits = [stage for stage in stages if stage.start <= start][-1]
-        left = [limit - n if limit else math.inf for limit, n in zip(limits, done, strict=True)]
-        live = [w if n > 0 else 0.0 for w, n in zip(weights, left, strict=True)]
-        if not any(live):
-            return
+        weights = [stage.weights for stage in stages if stage.start <= start][-1]
         switch = min((s.start for s in stages if s.start > start), default=math.inf)
-        for counts in block_counts(live):
+        for counts in block_counts(weights):
             length, read = int(min(BLOCK, switch - start)), counts
-            ending = [i for i, n in enumerate(counts) if live[i] and left[i] <= n]
-            if ending or length < BLOCK:
-                sources, numbers = layout(seed, start, counts)
-                last = [np.flatnonzero((sources == i) & (numbers == left[i] - 1)) for i in ending]
-                length = min(length, *(int(place[0]) + 1 for place in last), BLOCK)
+            if length < BLOCK:
+                sources, _ = layout(seed, start, counts)
                 read = tuple(np.bincount(sources[:length], minlength=len(counts)).tolist())
             yield Block(start, length, done, counts)
             start += length
             done = tuple(n + more for n, more in zip(done, read, strict=True))
-            left = [n - more for n, more in zip(left, read, strict=True)]
-            if start == switch or any(w and n <= 0 for w, n in zip(live, left, strict=True)):
+            if start == switch:
                 break
 
 
-def stages_of(data: DataSettings, horizon: Horizon, sizes: Sequence[int]) -> list[Stage]:
-    """The stages of a recipe's mixture, for a run and sources of these samples."""
-    limits = tuple(
-        max(1, int(Fraction(str(part.epochs)) * size)) if part.epochs else 0
-        for part, size in zip(data.mix, sizes, strict=True)
-    )
+def stages_of(data: DataSettings, horizon: Horizon) -> list[Stage]:
+    """The stages of a recipe's mixture, for a run."""
     weights = {part.name: part.weight for part in data.mix}
-    stages = [Stage(0, tuple(weights.values()), limits)]
+    stages = [Stage(0, tuple(weights.values()))]
     size = horizon.samples_per_step
     places = [size * horizon.steps_in(stage.start) for stage in data.stages]
     for start, stage in sorted(zip(places, data.stages, strict=True), key=lambda pair: pair[0]):
         weights |= stage.weights
-        stages.append(Stage(start, tuple(weights.values()), limits))
+        stages.append(Stage(start, tuple(weights.values())))
     return stages
 
 
@@ -128,7 +114,7 @@ def continue_stages(past: Sequence[Stage], planned: Sequence[Stage], at: int) ->
         return list(planned)
     stages = [stage for stage in past if stage.start < at]
     current = [stage for stage in planned if stage.start <= at][-1]
-    if not stages or stages[-1][1:] != current[1:]:
+    if not stages or stages[-1].weights != current.weights:
         stages.append(current._replace(start=at))
     return stages + [stage for stage in planned if stage.start > at]
 
@@ -144,20 +130,17 @@ class Mixture:
         self._more, self._lock = blocks_of(stages, seed), threading.Lock()
         self._blocks, self._ends = list[Block](), list[int]()
 
-    def _lay(self, number: int) -> int:
-        """Lay out the blocks up to the block of a sample; returns the samples that they have."""
+    def _lay(self, number: int) -> None:
+        """Lay out the blocks up to the block of a sample."""
         with self._lock:
             while not self._ends or self._ends[-1] <= number:
-                if (block := next(self._more, None)) is None:
-                    break
+                block = next(self._more)
                 self._blocks.append(block)
                 self._ends.append(block.start + block.length)
-            return self._ends[-1]
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each sample number, and the sample's number in it, both int64."""
-        if numbers.size and (end := self._lay(int(numbers.max()))) <= numbers.max():
-            raise UserError(f"data.mix: every source has reached its epochs after {end:,} samples")
+        self._lay(int(numbers.max(initial=0)))
         sources, own = np.empty_like(numbers), np.empty_like(numbers)
         at = np.searchsorted(self._ends, numbers, side="right")
         for index in np.unique(at).tolist():
@@ -186,30 +169,20 @@ class Mixture:
             return np.zeros(len(self.samples.parts), np.int64)
         self._lay(stop - 1)
         at = bisect.bisect_right(self._ends, stop - 1)
-        block = self._blocks[min(at, len(self._blocks) - 1)]
+        block = self._blocks[at]
         sources, _ = layout(self.seed, block.start, block.counts)
-        inside = sources[: min(stop - block.start, block.length)]
+        inside = sources[: stop - block.start]
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
 
     def read(
         self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
     ) -> np.ndarray:
         """The samples of each source in the first steps without `skipped` ones, int64 [sources]."""
-        end, reached = next_sample(step, global_batch, skipped), 0
-        total = self.counts(end)
-        for start, stop in sorted(skipped):
-            if reached < stop <= end:
-                total = total - self.counts(stop) + self.counts(max(start, reached))
-                reached = stop
-        return total
-
-    def check(self, steps: int, global_batch: int) -> None:
-        """Raise UserError if the sources end before the run does."""
-        wanted = steps * global_batch
-        if (end := self._lay(wanted - 1)) < wanted:
-            after = f"after {end // global_batch:,} steps, and the run has {steps:,}"
-            advice = "write fewer train.steps, or leave epochs out of one source"
-            raise UserError(f"data.mix: every source has reached its epochs {after}: {advice}")
+        end = next_sample(step, global_batch, skipped)
+        ranges = [np.arange(start, min(stop, end)) for start, stop in skipped]
+        left_out = np.unique(np.concatenate([np.zeros(0, np.int64), *ranges]))
+        sources, _ = self.places(left_out)
+        return self.counts(end) - np.bincount(sources, minlength=len(self.samples.parts))
 
 
 def shares_of_run(

@@ -5,15 +5,16 @@ what they are in numbers, for `windlass prepare`, a run's start and its ledger.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from windlass.data import chat
-from windlass.data.mixture import MixedSamples
+from windlass.data.chat import PLAIN_LAYOUT, Template
+from windlass.data.mixture import MANY_EPOCHS, MixedSamples
 from windlass.data.prepare import Prepared, prepare
 from windlass.data.samples import (
     Batch,
@@ -24,31 +25,16 @@ from windlass.data.samples import (
     Samples,
     TextSamples,
     Tokens,
+    masks_documents,
+    real_tokens,
 )
 from windlass.data.split import Division, Part, divide
 from windlass.data.tokenizer import FOLDER, Tokenizer
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 from windlass.recipe import DataSettings, Recipe
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
-
-
-from collections.abc import Iterable
-from itertools import chain
-from typing import TYPE_CHECKING
-
-from windlass.data.chat import PLAIN_LAYOUT
-from windlass.data.mixture import MANY_EPOCHS
-from windlass.data.samples import (
-    masks_documents,
-    real_tokens,
-)
-from windlass.errors import plural
-from windlass.recipe.settings import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,7 @@ class Data:
     fingerprint: str  # compared on resume: equal for equal tokens, split and tokenizer
     vocab: int
     # the layout of conversations (`data.format = "chat"`)
-    template: chat.Template | None = field(default=None, repr=False)
+    template: Template | None = field(default=None, repr=False)
     # of prepared data: see `describe`
     prepared: Prepared | None = field(default=None, repr=False)
     division: Division | None = field(default=None, repr=False)
@@ -201,7 +187,6 @@ def own_data(data: Any, recipe: Recipe, measured: bool = False) -> Data | None:
 
 
 Facts = dict[str, Any]
-MEASURED_SAMPLES = 16
 UNITS = {"text": "documents", "squad": "questions", "chat": "conversations"}
 
 
@@ -212,9 +197,9 @@ def describe(data: Data) -> Facts:
     - For each split `tokens` in an epoch, without padding, and `label_tokens`, which count in the
       loss; for `val` `text`, a hash of its text that is equal for every tokenizer.
     - `shared`: training items left out, because the validation data has them; `unreadable`: items
-      that `data.on_bad_item` left out.
-    - A document a row: `lengths` of whole items in tokens, by percentile; `cut` (items longer than
-      the context), `cut_tokens` (lost by them), `left_out` (nothing left to learn).
+      that `data.on_bad_item` left out; `unused`: sources without training data.
+    - A document a row: `cut` (items longer than the context), `cut_tokens` (lost by them),
+      `left_out` (nothing left to learn).
     - Documents apart: `attended`, the mean length of the part of a token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
     - A mixture, once the run has a length: `mixture`, from `mixture.shares_of_run`.
@@ -222,18 +207,17 @@ def describe(data: Data) -> Facts:
     facts: Facts = {"vocab": data.vocab}
     if data.prepared is not None:
         assert data.division is not None
-        members, all_corpora = data.prepared.members, data.prepared.corpora
-        indexes = [c.index for c in {corpus.directory: corpus for corpus in all_corpora}.values()]
+        members = data.prepared.members
+        corpora = {corpus.directory: corpus for corpus in data.prepared.corpora}
+        indexes = [corpus.index for corpus in corpora.values()]
         names = [corpus.spec.name for member in members for corpus in member.train]
         files = {file["file"] for index in indexes for file in index.source.get("files", ())}
         units = {UNITS[member.data.format] for member in members}
         commits = (index.source.get("commit") for index in indexes)
         chats = [index for index in indexes if index.template]
-        template = chats[0].template if chats else None
         rows = sum(index.documents for index in chats)
-        if rows > (read := sum(index.items - index.left_out for index in chats)):
-            more = f"it changes earlier answers: {read:,} conversations, {rows:,} rows"
-            template, units = f"{template}; {more}", {"rows"}
+        if rows > sum(index.items - index.left_out for index in chats):
+            units = {"rows"}  # the template changes earlier answers
         facts |= {
             "source": names[0] if len(names) == 1 else names,
             "files": len(files),
@@ -241,21 +225,12 @@ def describe(data: Data) -> Facts:
             "tokenizer": members[0].data.tokenizer,
             "changed": list(data.prepared.changed) or None,
             "shared": data.division.shared or None,
+            "unused": [p.corpus.spec.name for p in chain(*data.division.train) if not p.tokens]
+            or None,
             "unreadable": sum(index.left_out for index in indexes) or None,
             "revision": next(filter(None, commits), None),
-            "template": template,
+            "template": chats[0].template if chats else None,
         }
-        train, val = (list(chain(*split)) for split in (data.division.train, data.division.val))
-        facts["sources"] = [
-            {
-                "source": corpus.spec.name,
-                "documents": corpus.index.documents,
-                "tokens": corpus.index.tokens,
-                "train": sum(part.tokens for part in train if part.corpus is corpus),
-                "val": sum(part.tokens for part in val if part.corpus is corpus),
-            }
-            for corpus in (all_corpora if len(all_corpora) > 1 else ())
-        ] or None
     for name, samples in (("train", data.train), ("val", data.val)):
         facts[name] = None if samples is None else _present(_split(name, samples, data))
     return _present(facts)
@@ -267,20 +242,8 @@ def _present(facts: Facts) -> Facts:
 
 def _split(name: str, samples: Samples, data: Data) -> Facts:
     split: Facts = {"samples": len(samples), "label_tokens": getattr(samples, "valid_tokens", None)}
-    tokens = real_tokens(samples)
-    if tokens:
-        per_sample = tokens / len(samples)
-    else:  # the mean over some samples of the user's set, as the loader counts them
-        last, number = len(samples) - 1, min(len(samples), MEASURED_SAMPLES)
-        places = np.unique(np.linspace(0, last, number).astype(np.int64))
-        if length := getattr(samples, "length", None):
-            sizes = list(map(length, places.tolist()))
-        else:
-            labels = (samples.read(np.array([place]))[1] for place in places)
-            sizes = [int((part != IGNORE_INDEX).sum()) for part in labels]
-        per_sample = sum(sizes) / max(1, len(places))
-    if per_sample:
-        split["tokens_per_sample"] = round(per_sample, 3)
+    if tokens := real_tokens(samples):
+        split["tokens_per_sample"] = round(tokens / len(samples), 3)
     split["tokens"] = getattr(samples, "tokens", tokens)
     if masks_documents(samples) and hasattr(samples, "attended"):
         split["attended"] = round(samples.attended, 3)
@@ -298,7 +261,7 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
         split["text"] = joined if is_one else hashlib.sha256(joined.encode()).hexdigest()[:16]
     documents = sum(part.documents for part in parts)
     if isinstance(items, DocumentSamples):
-        split |= {"items": items.documents, **items.lengths}
+        split |= {"items": items.documents, "cut": items.cut, "cut_tokens": items.cut_tokens}
         if isinstance(items, ExampleSamples):
             split |= {"items": len(items), "left_out": items.left_out}
     elif documents > 1:  # the count of a single text says nothing
@@ -316,11 +279,9 @@ def warnings(facts: Facts) -> list[str]:
         texts.append(f"{shown} of data.source left out, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
         texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
+    if unused := facts.get("unused"):
+        texts.append(f"data.source: {', '.join(unused)}: nothing is left for training")
     texts += repeated(facts.get("mixture", ()))
-    for row in facts.get("sources", ()):
-        if not row["train"] and not row["val"]:
-            reason = "all of it is held out or left out" if row["tokens"] else "it is empty"
-            texts.append(f"data.source: nothing of {row['source']} is used: {reason}")
     return texts
 
 
@@ -332,11 +293,6 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
         names = ", ".join(source) if isinstance(source, list) else source
         shown["data"] = f"{names}{f' ({files:,} files)' if files > 1 else ''}"
         shown["data"] += f" at commit {facts['revision']}" if "revision" in facts else ""
-    if rows := facts.get("sources"):
-        head = ("source", "documents", "tokens", "trained", "held out")
-        keys = ("documents", "tokens", "train", "val")
-        numbers = ((row["source"], *(f"{row[key]:,}" for key in keys)) for row in rows)
-        shown["sources"] = _table([head, *numbers])
     if mixture := facts.get("mixture"):
         shown["mixture"] = mixture_table(mixture)
     units = facts.get("items", "samples")
@@ -367,11 +323,6 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
     shown["tokenizer"] = f"{kind}{facts['vocab']:,} ids"
     if "template" in facts:
         shown["template"] = facts["template"]
-    if sizes := facts.get("train", {}).get("lengths"):
-        below = f"half up to {sizes['50']:,} tokens, 90 % up to {sizes['90']:,}"
-        shown["lengths"] = f"{below}, 99 % up to {sizes['99']:,}, the longest {sizes['max']:,}"
-    if attended := facts.get("train", {}).get("attended"):
-        shown["attention"] = f"within documents, over {attended:,.0f} of {context:,} in the mean"
     if packed:
         shown["packing"] = f"rows of {context:,} tokens: {'; validation: '.join(packed)}"
     if cuts:
@@ -382,7 +333,7 @@ def lines(facts: Facts, context: int) -> dict[str, str]:
 def repeated(mixture: Iterable[Facts]) -> list[str]:
     """A warning for each source of a mixture that is read more than MANY_EPOCHS times."""
     why = f"after about {MANY_EPOCHS} epochs repeated text teaches little (arXiv 2305.16264)"
-    advice = f"{why}: lower its weight, or set its epochs"
+    advice = f"{why}: lower its weight"
     return [
         f"data.mix: the run reads {row['name']} {row['epochs']:.3g} times, and {advice}"
         for row in mixture
@@ -397,10 +348,6 @@ def mixture_table(rows: Iterable[Facts]) -> str:
         shares = " -> ".join(f"{100 * weight:.4g} %" for weight in row["weights"])
         tokens = "?" if row["tokens"] is None else f"{row['tokens']:,}"
         cells.append((row["name"], shares, f"{row['samples']:,}", tokens, f"{row['epochs']:.3g}"))
-    return _table(cells)
-
-
-def _table(cells: list[tuple[str, ...]]) -> str:
     first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
     return "\n".join(
         "  ".join([name.ljust(first), *(n.rjust(w) for n, w in zip(numbers, widths, strict=True))])

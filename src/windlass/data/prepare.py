@@ -62,7 +62,7 @@ LAYOUT_CHARACTERS = "User: System: Assistant: Tool: Question: Context: Answer: \
 def open_tokenizer(
     recipe: Recipe,
     wanted: list[Member[SourceSpec]],
-    files: dict[str, str],
+    files: list[str],
     choice: str,
     describe: Callable[[SourceSpec], Any],
     progress: Progress,
@@ -247,7 +247,7 @@ def prepare(
     recipe, started, progress = as_recipe(recipe), time.perf_counter(), Progress()
     choice = "keep" if resuming else recipe.data.changed
     describe = cache(describe_source)  # it reads the files, and a start asks several times
-    files = locate.tokenizer_files(recipe) if tokenizer is None else {}
+    files = locate.tokenizer_files(recipe) if tokenizer is None else []
     try:
         wanted = wanted_sources(recipe, only_val)
         notify = progress.note if ranks is None or ranks.main else lambda text: None
@@ -324,7 +324,7 @@ class _Start:
     choice: str  # `data.changed`, or `keep` if a run resumes
     tokenizer: Tokenizer
     template: Template
-    files: dict[str, str]  # SHA-256 of the files of tokenizer and template
+    files: list[str]  # SHA-256 of the files of tokenizer and template
     describe: Callable[[SourceSpec], dict[str, Any] | None]  # a source as it is now
     progress: Progress
 
@@ -389,19 +389,11 @@ def _look(
     index = Index.load(directory)
     if index is None:
         return "renew", None, ""
-    seen, since, now = (
-        list[str](),
-        f"has changed since {directory} was prepared",
-        start.describe(spec),
-    )
-    if now and (difference := changes(index.source, now)):
-        seen.append(f"{spec.setting}: {spec.name} {since}: {difference}")
-    before, template = index.key.get("files", {}), start.recipe.as_written.data.chat_template
-    for path, digest in start.files.items():
-        if before.get(path, digest) != digest:
-            is_template = path == str(Path(template).expanduser())
-            seen.append(f"data.{'chat_template' if is_template else 'tokenizer'}: {path} {since}")
-    change = seen[0] if seen else ""
+    now, change, since = start.describe(spec), "", f"changed since {directory} was prepared"
+    if start.files and index.key.get("files", start.files) != start.files:
+        change = f"the files of data.tokenizer or data.chat_template have {since}"
+    elif now and (difference := changes(index.source, now)):
+        change = f"{spec.setting}: {spec.name} has {since}: {difference}"
     is_other = index.tokenizer.fingerprint != start.tokenizer.fingerprint
     is_enough = _is_enough(directory, index, limit)
     return decide(directory, change, is_other, is_enough, start.choice), index, change

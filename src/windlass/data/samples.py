@@ -225,18 +225,19 @@ class DocumentSamples:
 
     - `sizes`: the positions of each row, int64 [samples];
     - `documents`: the number of documents, also of documents that give no sample;
-    - `lengths`: statistics of whole documents; `left_out`: examples that nothing is learned from.
+    - `cut` and `cut_tokens`: documents longer than a row, and the tokens that these lose;
+    - `left_out`: examples that nothing is learned from.
     """
 
     context: int
     pad = left_out = 0
 
-    def __init__(
-        self, tokens: Tokens, starts: np.ndarray, sizes: np.ndarray, lengths: dict[str, Any]
-    ):
-        """`starts`: the first token of each sample."""
+    def __init__(self, tokens: Tokens, starts: np.ndarray, sizes: np.ndarray, lost: np.ndarray):
+        """`starts`: the first token of each sample; `lost`: the tokens that each loses, or less
+        than 0."""
         self._tokens, self._starts = tokens, starts
-        self.sizes, self.lengths, self.documents = sizes, lengths, len(tokens.documents) - 1
+        self.sizes, self.documents = sizes, len(tokens.documents) - 1
+        self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
         self.real_tokens = int(sizes.sum())
         shards = np.searchsorted(starts, tokens.shards)
         self.shard_samples: Sequence[int] = np.diff(shards).tolist()
@@ -274,14 +275,13 @@ class TextSamples(DocumentSamples):
     def __init__(self, tokens: Tokens, context: int, *, following: int, split: bool = False):
         edges = tokens.documents
         starts, rest = edges[:-1], np.diff(edges)  # `rest`: tokens up to the document's end
-        lengths = length_statistics(rest, context)
+        lost = rest[:0] if split else rest - context
         if split:
             pieces = -(-rest // context)
             first = np.repeat(np.cumsum(pieces) - pieces, pieces)
             begin = context * (np.arange(len(first)) - first)  # of a piece in its document
             starts, rest = np.repeat(starts, pieces) + begin, np.repeat(rest, pieces) - begin
-            lengths |= {"cut": 0, "cut_tokens": 0}
-        super().__init__(tokens, starts, np.minimum(rest, context), lengths)
+        super().__init__(tokens, starts, np.minimum(rest, context), lost)
         self.context, self._rest, self._following = context, rest, following
 
     def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
@@ -306,8 +306,8 @@ class ExampleSamples(DocumentSamples):
         self.left_out = int((~learns).sum())
         self._whole, self._tails = whole[learns], tails[learns]
         self._marked = self._field("marked")[learns]
-        sizes, lengths = np.minimum(self._whole - 1, context), length_statistics(self._whole, room)
-        super().__init__(tokens, edges[:-1][learns], sizes, lengths)
+        sizes = np.minimum(self._whole - 1, context)
+        super().__init__(tokens, edges[:-1][learns], sizes, self._whole - room)
 
     def _field(self, name: str) -> np.ndarray:
         """A field of the table for each document, int64 [documents]."""
@@ -349,16 +349,6 @@ class ExampleSamples(DocumentSamples):
     def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
         row, marks = self.row(sample)
         tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
-
-
-def length_statistics(sizes: np.ndarray, used: int) -> dict[str, Any]:
-    """Percentiles of lengths, the items over `used` tokens, and how many tokens these lose."""
-    if not len(sizes):
-        return {}
-    over = sizes[sizes > used] - used
-    places = np.percentile(sizes, [50, 90, 99, 100], method="inverted_cdf").tolist()
-    percentiles = dict(zip(("50", "90", "99", "max"), map(int, places), strict=True))
-    return {"lengths": percentiles, "cut": len(over), "cut_tokens": int(over.sum())}
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:

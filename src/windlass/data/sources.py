@@ -7,7 +7,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import http.client
-import json
 import os
 import platform
 import re
@@ -50,17 +49,16 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     """The files of a source, each real file once, and a note on the others in its directory."""
     top, setting = Path(spec.path).expanduser(), spec.setting
     if spec.kind == "hf":
-        return [path for _, files in folders(top) for path in files or ()], ""
+        return [path for _, files in folders(top) for path in files], ""
     tables = (".txt", *TABLES) if spec.format == "text" else TABLES
     endings = {"squad": (".json",), "shards": SHARDS}.get(spec.kind, tables)
-    files, others, own = list[Path](), list[Path](), list[Path]()
+    files, others = list[Path](), list[Path]()
     if not is_utf8(str(top)):
         raise UserError(f"{setting}: the name of {shown(top)} is not UTF-8: rename it")
     try:
         if os.path.isdir(top):
-            for folder, inside in folders(top):
-                own += [folder] if inside is None else []
-                for path in inside or ():
+            for _, inside in folders(top):
+                for path in inside:
                     is_read = (ending := suffixes(path)[0]) in endings
                     if ending == ".json" and not is_read:  # if it begins with such an item
                         with suppress(UserError, StopIteration):
@@ -77,24 +75,18 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     except OSError as error:
         raise UserError(f"{setting}: {error.filename} cannot be read ({error.strerror})") from None
     note = f"; not read: {listing(others)}" if others else ""
-    note += f"; {len(own):,} from Windlass ({_first(own)})" if own else ""
     if files:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note
-    hint = f"{note}: a glob reads them, as {setting}='{top}/**/*.md'" if others else note
-    if "," in spec.path:
-        names = [part.strip(" []'\"") for part in spec.path.split(",")]
-        value = json.dumps(names, ensure_ascii=False)
-        option = f"{setting} '{value}'" if setting.startswith("--") else f"'{setting}={value}'"
-        hint = f"; several are a list: {option}"
     raise UserError(
         f"{setting}: there is no file {spec.path} (of a directory: {', '.join(endings)}); "
-        f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB{hint}"
+        f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB; "
+        f'several are a list, as \'{setting}=["a","b"]\'{note}'
     )
 
 
-def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
-    """The visible directories in `top`, each once, with their files; None for Windlass's own."""
+def folders(top: Path) -> Iterator[tuple[Path, list[Path]]]:
+    """The visible directories in `top`, each once, with their files, without Windlass's own."""
     waiting, seen = deque([top]), {str(above) for above in top.resolve().parents}
     while waiting:
         folder = waiting.popleft()
@@ -106,7 +98,6 @@ def folders(top: Path) -> Iterator[tuple[Path, list[Path] | None]]:
         names = {entry.name for entry in visible}
         is_run = "recipe.toml" in names and names & {"metrics.jsonl", "lineage.json", "study.json"}
         if folder != top and (is_run or {"index.json", "tokenizer"} <= names):
-            yield folder, None
             continue
         for entry in reversed(visible):
             if entry.is_dir():
@@ -124,21 +115,19 @@ def expand(pattern: str) -> list[str]:
     rest = "/".join(parts[place + 1 :]) or "*"
     paths = list[str]()
     for top in filter(os.path.isdir, expand(head)):
-        for folder, files in folders(Path(top)):
-            paths += [] if files is None else expand(f"{glob.escape(str(folder))}/{rest}")
+        for folder, _ in folders(Path(top)):
+            paths += expand(f"{glob.escape(str(folder))}/{rest}")
     return sorted(paths)
 
 
 def listing(files: list[Path]) -> str:
-    """Files by their endings, with the first names: `2 .md (a.md, b.md), 1 .txt (c.txt)`."""
+    """Files by their endings, each with one of their names: `2 .md (a.md), 1 .txt (c.txt)`."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(files):
         kinds.setdefault(suffixes(path)[0] or "without ending", []).append(path)
-    return ", ".join(f"{len(kinds[x]):,} {x} ({_first(kinds[x])})" for x in sorted(kinds))
-
-
-def _first(paths: list[Path]) -> str:
-    return ", ".join(shown(Path(path.name)) for path in paths[:3]) + ", ..." * (len(paths) > 3)
+    return ", ".join(
+        f"{len(paths):,} {kind} ({shown(Path(paths[0].name))})" for kind, paths in kinds.items()
+    )
 
 
 def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -153,27 +142,24 @@ def describe_files(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> str:
-    """The differences of two descriptions by relative path, as a part of a sentence; or ''."""
+    """A difference of two descriptions, as a part of a sentence; '' if there is none."""
+    for key in sorted(then.keys() & now.keys() - {"files"}):
+        if then[key] != now[key]:
+            return f"its {key} is {now[key]}, and was {then[key]}"
     by_path = list[dict[str, dict[str, Any]]]()
     for files in (then.get("files", ()), now.get("files", ())):
         folders = [os.path.dirname(file["file"]) for file in files]
         shared = os.path.commonpath(folders) if folders else ""  # moved data are the same
         by_path.append({os.path.relpath(file["file"], shared or "."): file for file in files})
     old, new = by_path
-    parts = [
-        f"its {key} is {now[key]}, and was {then[key]}"
-        for key in then.keys() & now.keys() - {"files"}
-        if then[key] != now[key]
-    ]
-    parts += [f"{path} is gone" for path in old if path not in new]
-    parts += [f"{path} is new" for path in new if path not in old]
-    parts += [
-        f"{path} has changed"
-        for path in old.keys() & new.keys()
-        if any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file")
-    ]
-    rest = f" and {len(parts) - 3:,} more changes" if len(parts) > 3 else ""
-    return ", ".join(sorted(parts)[:3]) + rest
+    for path in sorted(old.keys() | new.keys()):
+        if path not in new:
+            return f"{path} is gone"
+        if path not in old:
+            return f"{path} is new"
+        if any(old[path].get(key, x) != x for key, x in new[path].items() if key != "file"):
+            return f"{path} has changed"
+    return ""
 
 
 PACKED = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4", ".br")

@@ -303,14 +303,12 @@ def eval_questions(recipe: Recipe) -> list[Question]:
     data, separate, questions = recipe.data, suite_sources(recipe), list[Question]()
     setting = "data.eval_source" if separate else "data.source"
     setting = "eval.squad_file" if recipe.eval.squad_file else setting
-    divided = {s: part.val_fraction for part in squad_parts(data) for s in part.sources}
-    sources = dict.fromkeys(separate, 0.0) or divided
     limits = [key for key in ("val_shards", "max_tokens") if getattr(data, key)]
     if limits and not separate:
         problem = f"data.{limits[0]} counts tokens, and the suite needs whole questions"
         raise UserError(f"{problem}; set it to 0, or set data.eval_source or eval.squad_file")
     how: dict[str, Any] = {"columns": tuple(data.columns.items()), "setting": setting}
-    for source, fraction in sources.items():
+    for source in separate or data.sources:
         if source.partition(":")[0] != "squad":
             problem = f"{setting}: {source!r} lacks questions"
             raise UserError(f"{problem}; write squad or squad:FILE.json")
@@ -325,7 +323,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
         if not separate:  # as training divides each source
             groups = np.array([question.group for question in asked], np.uint64)
             sizes = np.zeros(len(asked), np.int64)
-            whole, _ = held_out(groups, sizes, fraction, are_examples=True)
+            whole, _ = held_out(groups, sizes, data.val_fraction, are_examples=True)
             asked = [asked[i] for i in np.flatnonzero(whole)]
         questions += asked
     if not questions:
@@ -333,7 +331,7 @@ def eval_questions(recipe: Recipe) -> list[Question]:
         raise UserError(f"no questions to evaluate: {remedy}")
     name, count = Counter(question.id for question in questions).most_common(1)[0]
     if count > 1:
-        raise UserError(f"{', '.join(sources)} has two questions {name!r}")
+        raise UserError(f"{setting}: two questions have the id {name!r}")
     size = recipe.eval.squad_items or data.eval_size or len(questions)
     hashes = np.array([question.hash for question in questions], np.uint64)
     draws = draws_of(hashes, f"eval/{recipe.run.seed}")
@@ -345,13 +343,7 @@ def suite_sources(recipe: Recipe) -> list[str]:
     data = recipe.data
     if recipe.eval.squad_file:
         return [f"squad:{recipe.eval.squad_file}"]
-    if parts := squad_parts(data):
-        given = [source for part in parts for source in part.eval_sources if source]
-        return given or [s for part in parts for s in part.sources if s == "squad"]
+    if data.format == "squad" and not data.mix:
+        return data.eval_sources or [source for source in data.sources if source == "squad"]
     named = [source for source in data.eval_sources if source.partition(":")[0] == "squad"]
     return named or ["squad"]
-
-
-def squad_parts(data: DataSettings) -> list[DataSettings]:
-    parts = [data.part(number) for number in range(len(data.mix) or 1)]
-    return [part for part in parts if part.format == "squad"]

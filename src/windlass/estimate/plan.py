@@ -187,10 +187,7 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     )
     parts = memory_parts(plan, subject)
     if steps is not None and recipe.data.mix:
-        try:
-            parts["mixture"] = subject.mixture_rows(steps)
-        except UserError as error:
-            unknown["mixture"] = str(error)
+        parts["mixture"] = subject.mixture_rows(steps)
     if steps is not None:
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
         saves = (recipe.checkpoint.every, recipe.checkpoint.keep_every)

@@ -92,15 +92,14 @@ class Subject:
         return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
-        """The sources of a mixture over the run, if known. UserError if they end before it."""
+        """The sources of a mixture over the run, if known."""
         if not self.mixture or isinstance(self.mixture, list):
             return self.mixture or []
         from windlass.data.mixture import Mixture, shares_of_run, stages_of
 
         horizon = self.recipe.horizon(steps, self.samples_per_epoch)
-        stages = stages_of(self.recipe.data, horizon, list(map(len, self.mixture.parts)))
+        stages = stages_of(self.recipe.data, horizon)
         mixture = Mixture(self.mixture, stages, self.recipe.run.seed)
-        mixture.check(steps, horizon.samples_per_step)
         return shares_of_run(mixture, horizon)
 
     def resolve_steps(self) -> int:

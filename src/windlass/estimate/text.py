@@ -233,7 +233,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     why = plan.unknown.get("epochs", "")
     facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
     facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
-    facts["problem"] = plan.unknown.get("mixture", "")
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if plan.evaluations:
         facts |= {"evaluation": str(plan.evaluations), "warning": plan.evaluations.warning}

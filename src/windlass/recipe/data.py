@@ -28,8 +28,6 @@ class MixSource(Section):
     """One source, as `data.source`."""
     weight: Weight = 1.0
     """Share of the samples, relative to the other weights."""
-    epochs: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Epochs of the source at most; then the others have its share. 0: no limit."""
     eval_source: str = ""
     """Validation corpus of the source; empty: held out from it."""
     format: Literal["text", "squad", "chat"] | None = None
@@ -138,8 +136,6 @@ class DataSettings(Section):
     """Directory of downloads, and of the tokens of each source; empty: `data`."""
     workers: int = Field(0, ge=0)
     """Threads or processes that tokenize in parallel; 0: one per core."""
-    prefetch: int = Field(2, ge=0)
-    """Steps whose batches are read ahead, in the background."""
     format: Literal["text", "squad", "chat"] = "text"
     """`text`: documents; `squad`: question, context and answer; `chat`: conversations. With the
     last two only answers have a loss."""
@@ -148,8 +144,6 @@ class DataSettings(Section):
     with a completion only the completion's, as TRL. `everything`: prompts have a loss, too."""
     chat_template: str = ""
     """With `chat`: file of a chat template; empty: the tokenizer's."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """With `chat`: values that the template reads, as `{enable_thinking = false}`."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)
@@ -192,5 +186,5 @@ class DataSettings(Section):
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
             return self
-        own = self.mix[number].model_dump(exclude={"name", "weight", "epochs"}, exclude_none=True)
+        own = self.mix[number].model_dump(exclude={"name", "weight"}, exclude_none=True)
         return self.model_copy(update=own | {"mix": []})

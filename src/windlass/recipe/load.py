@@ -42,7 +42,7 @@ from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 # Settings outside the config hash: they do not change a run's numbers and may change on resume.
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
-    *("data.prefetch", "data.changed", "data.cache_gb"),
+    *("data.changed", "data.cache_gb"),
     *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
     *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),

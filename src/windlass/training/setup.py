@@ -302,7 +302,7 @@ def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> No
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-MORE_DATA = ("sources", "mixture", "template", "lengths", "attention", "packing", "cut")
+MORE_DATA = ("mixture", "template", "packing", "cut")
 """Facts of the data that have a line each in the header."""
 
 
@@ -401,9 +401,9 @@ def header(
     parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
     parts += [f"validation {data['validation']}", data["tokenizer"]]
     parts += [f"{count} epoch{'s' * (count != '1')}"]
-    per_sample = facts["train"].get("tokens_per_sample", batch.context)
+    per_sample = facts["train"].get("tokens_per_sample", batch.context)  # at most the context
     tokens = round(per_sample * horizon.samples_per_step)
-    about = "about " * ("lengths" in data)  # rows differ in length
+    about = "about " * (per_sample != batch.context)  # rows differ in length
     work = f"{plural(horizon.steps, 'step')} x {about}{tokens:,} tokens"
     work += f" = {short(horizon.steps * tokens)} tokens"
     done = f", resumed after step {recorder.state.step:,}" if recorder.state.step else ""

@@ -133,17 +133,15 @@ def mixture_of(
     recipe: Recipe, samples: Samples, horizon: Horizon, state: TrainState
 ) -> Mixture | None:
     """The mixture from the state's step on, with its stages put into the state; None if the data is
-    not one. UserError if its sources end before the run."""
+    not one."""
     if not isinstance(samples, MixedSamples):
         return None
-    planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
+    planned = stages_of(recipe.data, horizon)
     at = next_sample(state.step, horizon.samples_per_step, state.skipped)
-    past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
+    past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
     stages = continue_stages(past, planned, at)
-    mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
-    mixture.check(horizon.steps, horizon.samples_per_step)
     state.mixture = [list(stage) for stage in stages]
-    return mixture
+    return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
 
 
 def load_state(

@@ -292,7 +292,6 @@ class Trainer:
             seed=self.recipe.run.seed,
             kind=settings.order,
             device=self.ranks.device,
-            prefetch=settings.prefetch,
             first_step=state.step,
             skipped=tuple(state.skipped),
             length_buckets=settings.length_buckets and ragged,
