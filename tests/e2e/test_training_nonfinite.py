@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite, a loss spike: stop, skip or rewind, counted step by step."""
+"""A loss or gradient that is not finite: stop, skip or rewind, counted step by step."""
 
 import json
 import os
@@ -23,9 +23,8 @@ from windlass.training.state import SCALE_START
 
 __all__ = ["corpus"]
 
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
+NAN = float("nan")  # a factor of the weights
 REWIND = {"train.on_nonfinite": "rewind"}
-SPIKES = {"train.steps": 60, "train.spike_sigmas": 50.0}
 
 
 @pytest.fixture
@@ -89,38 +88,14 @@ def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
 
 
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
-    """A value that is not finite does not measure spikes and does not prevent a save."""
-    more = {"train.on_spike": "skip", "train.on_nonfinite": "skip"}
-    more |= {"train.max_skips": 3, "checkpoint.every": 1}
+    more = {"train.on_nonfinite": "skip", "train.max_skips": 3, "checkpoint.every": 1}
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(7, NAN)])
     run = Run(tmp_path / "run")
     assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)]
     assert not events(run, "save_failed", "reason")
     saved = json.loads((run.checkpoints_dir / "step-00000008" / "state.json").read_text())
-    assert len(saved["spike_window"]) == 7 and saved["updates_skipped"] == 1
-
-
-def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
-    more = SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
-        train(recipe, callbacks=[spoil(31, JUMP)])
-    place = f"run.dir='{tmp_path / 'back'}'"
-    back = recipe.replace("train.on_spike=rewind", "train.steps=40", place)
-    run = train(back, callbacks=[spoil(31, JUMP)])
-    assert [step for step, _ in events(run, "rewound", "reason")] == [30]
-
-
-def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
-    """A skipped spike leaves the weights and does not measure the next one, or all would be
-    skipped.
-    """
-    more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
-    with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(31, JUMP)])
-    spikes = [(32, 1), (33, 2), (34, 3), (35, 4)]
-    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == spikes
+    assert saved["updates_skipped"] == 1
 
 
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
@@ -216,12 +191,6 @@ def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path, spoil):
     assert [step for step, _ in events(run, "rewound", "reason")] == [3]
     assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
-
-
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
-
-
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
 
 
 def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):

@@ -18,7 +18,6 @@ from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
     "skips_in_a_row",  # 0 again after the next good step, and every step here is one
-    "spikes_in_a_row",  # the same
 }
 OF_A_MIXTURE = ("mixture", "source_losses")  # tests/e2e/test_training_mixture.py resumes them
 
@@ -55,7 +54,6 @@ def recipe(folder: Path, run: Path) -> Recipe:
         data__tokenizer="char",
         train__micro_batch=4,
         train__precision="fp16",
-        train__on_spike="skip",
         train__average__kind="ema",
         checkpoint__every=6,
         **model,

@@ -62,18 +62,6 @@ def test_the_average_is_that_of_the_updates_that_were_made(case, deferred, bad):
             assert float(average.tensors["w"]) == pytest.approx(wanted, rel=ROUNDING)
 
 
-def test_a_spike_that_is_skipped_does_not_enter(monkeypatch):
-    train = {"steps": STEPS, "on_spike": "skip", "average": {"kind": "tail", "last": 1.0}}
-    recipe, model = Recipe.model_validate({"train": train, "optim": {"lr": 0.05}}), Line()
-    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")))
-    found = lambda *_: (torch.zeros(()), 9.0 if spikes else None)  # noqa: E731
-    monkeypatch.setattr(trainer.bad_steps, "observe", found)
-    for step in (1, 2, 3):
-        spikes = step == 2
-        trainer.step(batch(step), 1.0)
-    assert trainer.average.begun(3) == 2
-
-
 @pytest.mark.parametrize("kind", ["ema", "tail"])
 def test_an_average_that_begins_anew_keeps_nothing_of_the_memory_it_was_made_in(kind):
     """A resume makes it before the checkpoint fills the weights, perhaps of NaN."""

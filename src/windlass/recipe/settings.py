@@ -110,12 +110,8 @@ class TrainSettings(Section):
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """After a non-finite loss: `stop` before the update, `skip` the step, or `rewind`: go back to a
     checkpoint and leave the samples out."""
-    on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """After a loss spike (`spike_sigmas`), before the update; not `ignore`: waits for each loss."""
-    spike_sigmas: float = Field(6.0, gt=0)
-    """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
     max_skips: int = Field(20, ge=1)
-    """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`, `on_spike`)."""
+    """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`)."""
     early_stop: int = Field(0, ge=0)
     """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
     average: AverageSettings = AverageSettings()

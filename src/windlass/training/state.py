@@ -55,13 +55,10 @@ class TrainState:
     label_tokens: int = 0  # tokens that counted in the loss; masked prompts do not
     skipped: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) of global sample numbers that rewinds left out."""
-    updates_skipped: int = 0  # because of non-finite steps and spikes
+    updates_skipped: int = 0  # because of non-finite steps
     skips_in_a_row: int = 0  # non-finite steps since the last good one
-    spikes_in_a_row: int = 0  # since the last step without one
     loss_scale: float = 0.0  # of fp16; 0: before the first step, and in other precisions
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
-    spike_window: list[float] = field(default_factory=list)
-    """The last losses; empty if `train.on_spike` is `ignore`."""
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
     averaged: int = 0  # weights in the checkpoint's average (`train.average`); 0: it has none
@@ -94,7 +91,6 @@ class StepResult:
     tokens: int  # over all ranks, without padding
     label_tokens: int  # over all ranks, unmasked
     padded_tokens: int  # over all ranks, with padding
-    spike: float | None = None  # the global loss if it is a spike, whose update was skipped
 
 
 class LossScaler:

@@ -160,7 +160,7 @@ class Trainer:
                 due = log_due or save_due or measured or stopping
                 self.buffers.share()
                 look = due or not self.bad_steps.deferred
-                if rewind_reason := self.bad_steps.decide(result.spike, look):
+                if rewind_reason := self.bad_steps.decide(look):
                     loader.close(None)
                     self.rewind(rewind_reason)
                     loader = self.open_loader()
@@ -246,26 +246,24 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            grad_norm, spike = self.update(batch.step, loss, lr_multiplier)
+            grad_norm = self.update(batch.step, loss, lr_multiplier)
         labels, tokens, padded = map(int, counts.wait())
         ranks.mark(batch.step, "step")
-        return StepResult(loss, grad_norm.detach(), tokens, labels, padded, spike)
+        return StepResult(loss, grad_norm.detach(), tokens, labels, padded)
 
-    def update(
-        self, step: int, loss: torch.Tensor, lr_multiplier: float
-    ) -> tuple[torch.Tensor, float | None]:
-        """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
+    def update(self, step: int, loss: torch.Tensor, lr_multiplier: float) -> torch.Tensor:
+        """Clip and update, unless the step is bad; returns the gradient norm."""
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
         grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
         grad_norm = grad_norm if scale is None else grad_norm / scale
-        bad, spike = self.bad_steps.observe(loss, grad_norm, zero)
+        bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.saver.settle()
-        if spike is None and (self.bad_steps.deferred or not bool(bad)):
+        if self.bad_steps.deferred or not bool(bad):
             # The update itself divides the gradients, to clip them and by the loss scale.
             divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
             divisor = divisor if scale is None else divisor * scale
@@ -278,7 +276,7 @@ class Trainer:
             self.average.update(step, bad)
         self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, spike
+        return grad_norm
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
@@ -311,7 +309,7 @@ class Trainer:
                 self.ranks.mark(step + 1, "data")
             self.recorder.beat()
             if self.stop.requested and self.ranks.world == 1:
-                if rewind_reason := self.bad_steps.decide(None, look=True):
+                if rewind_reason := self.bad_steps.decide(look=True):
                     self.rewind(rewind_reason)
                 self.saver.stop_run(self.stop)
             if self.stop.seconds_since() > self.saver.grace:
