@@ -1,4 +1,4 @@
-"""Runs with averaged weights: against the weights of all checkpoints, resumed, rewound, branched,
+"""Runs with averaged weights: against the weights of all checkpoints, resumed, branched,
 evaluated, exported; and the mean of several checkpoints.
 """
 
@@ -11,12 +11,11 @@ from safetensors.torch import load_file
 from small_runs import corpus, recipe_of
 
 import windlass
-from helpers import each_step, refused
+from helpers import refused
 from windlass import Recipe, train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import trainer
 
 __all__ = ["corpus"]
 
@@ -111,30 +110,6 @@ def test_a_resume_is_exact(whole, corpus, tmp_path, step):
     new, old = at(run, STEPS), at(whole, STEPS)
     assert all(torch.equal(new.tensor(name), old.tensor(name)) for name in old.names())
     assert losses(run) == [line for line in losses(whole) if line[0] >= step]
-
-
-def test_a_rewind_restores_the_average(corpus, tmp_path):
-    spoiled = []
-
-    def spoil(now: Any) -> None:
-        if now.step == 7 and not spoiled:
-            spoiled.append(now.step)
-            with torch.no_grad():
-                for parameter in now.model.parameters():
-                    parameter.mul_(float("nan"))
-
-    more = {"train.on_nonfinite": "rewind", "checkpoint.every": 3}
-    run = train(averaged(corpus, tmp_path / "run", **more), callbacks=[each_step(spoil)])
-    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [6]
-    again = averaged(corpus, tmp_path / "again")
-    skipped = {"skipped": ((48, 64),)}
-    loader = trainer.Loader
-    with pytest.MonkeyPatch.context() as patch:  # the same samples without a rewind
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
-        straight = train(again)
-    for name in at(run, STEPS).names("average/"):
-        assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))
-    assert_defined(straight, "ema")
 
 
 def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):

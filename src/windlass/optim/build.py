@@ -160,7 +160,10 @@ def build_optimizer(
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
         )
-        start_over(optimizer)
+        # The state is created now: if memory runs out, no update has changed a parameter yet.
+        for g in optimizer.param_groups:
+            for p in g["params"]:
+                optimizer.state[p] = new_state(p.detach(), g)
     else:
         parameters = [p for g in groups for p in g["params"]]
         sharded = any(is_sharded(p) and p.device_mesh.size() > 1 for p in parameters)
@@ -172,18 +175,6 @@ def build_optimizer(
             problem = f"{settings.kind} does not take this model: {error}"
             raise UserError(f"optim.kind: {problem}") from None
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
-
-
-def start_over(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the state from before its first update."""
-    optimizer.state.clear()
-    for g in optimizer.param_groups:
-        counts = [k for k, v in g.items() if type(v) is int and k not in optimizer.defaults]
-        for key in counts:  # of an optimizer of a library
-            del g[key]
-        # Ours has its state now: if memory runs out, no update has changed a parameter yet.
-        for p in g["params"] if "names" in g else ():
-            optimizer.state[p] = new_state(p.detach(), g)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:

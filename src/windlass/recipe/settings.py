@@ -107,9 +107,8 @@ class TrainSettings(Section):
     1512.00567). Reported losses are without it."""
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
-    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """After a non-finite loss: `stop` before the update, `skip` the step, or `rewind`: go back to a
-    checkpoint and leave the samples out."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a non-finite loss: `stop` before the update, or `skip` the step."""
     max_skips: int = Field(20, ge=1)
     """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`)."""
     early_stop: int = Field(0, ge=0)

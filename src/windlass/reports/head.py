@@ -28,7 +28,6 @@ TROUBLES = {  # of the ledger's events, by name
     "preempted": "unsaved stop",  # a stop with a save loses nothing
     "stopped": "unsaved stop",
     "save_failed": "failed save",
-    "rewound": "rewind",
     "skipped": "skipped step",
     "out_of_memory": "out-of-memory error",
     "warning": "warning",
@@ -122,7 +121,7 @@ def worked(view: RunView) -> Answer:
         case state:
             text, mark = f"Not yet: {state} after {done}", "open"
     reason = str(view.values.get("ended_early") or "")
-    starts = 1 + sum(restart.what != "rewound" for restart in view.restarts)
+    starts = 1 + len(view.restarts)
     remark = _sentence(reason, plural(starts, "start"), plural(len(killed), "kill"))
     return Answer(WORKED, text, remark, mark)
 
@@ -136,10 +135,7 @@ def kills(view: RunView) -> list[int]:
     return [
         number
         for number, own in sorted(events.items())
-        # a rewind is a new attempt of the same process
-        if not own & set(ENDINGS)
-        and "rewound" not in events.get(number + 1, ())
-        and number != running
+        if not own & set(ENDINGS) and number != running
     ]
 
 

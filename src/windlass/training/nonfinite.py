@@ -39,7 +39,7 @@ def decide_nonfinite(
     settings: TrainSettings,
     fp16: bool,
 ) -> tuple[str, str]:
-    """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
+    """`skip` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
     In fp16 an overflow of the gradient alone halves the loss scale and skips the step."""
     problem = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
@@ -48,7 +48,7 @@ def decide_nonfinite(
     if policy == "stop":
         if not fp16:  # the updates since the first bad step were skipped
             step -= counts.bad - 1
-        advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
+        advice = "look at its samples, lower optim.lr, or set train.on_nonfinite=skip"
         problem += f" (gradient norm {grad_norm}). The update was skipped: {advice}"
     return policy, f"step {step}: {problem}"
 
@@ -75,10 +75,6 @@ class BadSteps:
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self._grad_norm = self._zero  # of the last step
-        self.reset()
-
-    def reset(self) -> None:
-        """Take the counts from the state: at the start, and after a rewind."""
         self._bad = self._count = self._loss_bad = self._zero
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
@@ -108,24 +104,18 @@ class BadSteps:
         self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
-    def decide(self, look: bool) -> str:
-        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call
-        it after a step; `look`: whether to read the counts of non-finite steps."""
-        state, settings, action, reason = self.state, self.settings, "", ""
-        counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)
+    def decide(self) -> None:
+        """Read the counts and act on bad steps by the policies; all ranks call it after a step."""
+        state, counts = self.state, self.read()
         state.skips_in_a_row = counts.in_a_row
-        if counts.bad:
-            flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-            bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-            norm, fp16 = float(self._grad_norm), self.scaler.enabled
-            action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
-            if action == "skip":
-                self._skipped(counts, reason)
-        if action == "stop":
+        if not counts.bad:
+            return
+        flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
+        bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
+        norm, fp16 = float(self._grad_norm), self.scaler.enabled
+        policy, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, self.settings, fp16)
+        if policy == "stop":
             raise RunFailed(reason)
-        return reason if action == "rewind" else ""
-
-    def _skipped(self, counts: Counts, reason: str) -> None:
         self.recorder.emit(
             "skipped",
             reason=reason,
@@ -133,7 +123,7 @@ class BadSteps:
             in_a_row=counts.in_a_row,
             loss_scale=self.scaler.scale,
         )
-        self.state.updates_skipped += counts.bad
+        state.updates_skipped += counts.bad
         if counts.longest >= self.settings.max_skips:
             problem = (
                 f"{counts.longest} updates in a row were skipped, the last because of: {reason}"

@@ -127,16 +127,6 @@ class Recorder:
         self.console.eval(line)
         self.evaluations.append(line)
 
-    def rewound(self, reason: str, first: int, stop: int) -> None:
-        """Begin a new attempt, whose lines replace the lines of repeated steps."""
-        step = self.state.step
-        self.evaluations = [line for line in self.evaluations if line["step"] <= step]
-        self.ledger.attempt += 1
-        self.sampler.attempt = self.ledger.attempt
-        text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
-        self.emit("rewound", text, warning=True, reason=reason, left_out=[first, stop])
-        self.restart_counts()
-
     def restart_counts(self) -> None:
         """Measure speeds from the present step on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)

@@ -218,7 +218,6 @@ def open_trainer(
         ranks.mark(checkpoint.step, "load")
         directory.compare(facts)
         state = load_state(checkpoint, model, optimizer, average, recipe, ranks)
-        state.skipped += directory.left_out()
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
     mixture = mixture_of(recipe, data.train, horizon, state)
@@ -246,7 +245,6 @@ def open_trainer(
         compiled=network.compiled,
         vocab=network.sizes.vocab or data.vocab,
         is_new=recipe.model.is_new and not own,
-        directory=directory,
         model=model,
         optimizer=optimizer,
         average=average,
@@ -342,7 +340,7 @@ def report_start(
     launch, places = record_launch(plan.run, ranks, network)
     facts = describe(data)
     if mixture is not None:
-        facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
+        facts["mixture"] = shares_of_run(mixture, horizon)
     measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
     shown = header(recorder, network, batch, facts, launch)
     console.header(shown | {"eval": str(measured or "")}, state.step)

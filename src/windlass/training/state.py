@@ -28,7 +28,6 @@ from windlass.data.samples import Batch, Samples
 from windlass.model.frozen import Linear4bit
 from windlass.model.loss import SourceSums
 from windlass.optim.average import Average
-from windlass.optim.build import start_over
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
@@ -53,8 +52,6 @@ class TrainState:
     samples: int = 0  # sequences trained on
     tokens: int = 0  # tokens trained on, without padding
     label_tokens: int = 0  # tokens that counted in the loss; masked prompts do not
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges [start, stop) of global sample numbers that rewinds left out."""
     updates_skipped: int = 0  # because of non-finite steps
     skips_in_a_row: int = 0  # non-finite steps since the last good one
     loss_scale: float = 0.0  # of fp16; 0: before the first step, and in other precisions
@@ -77,9 +74,7 @@ class TrainState:
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
         """The reverse of `to_json`; raises KeyError if a counter is missing."""
-        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
-        state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
-        return state
+        return TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -100,10 +95,6 @@ class LossScaler:
         self.enabled = precision == "fp16"
         self.scale: Tensor | None = None  # in other precisions
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
-        self.load(state)
-
-    def load(self, state: TrainState) -> None:
-        """Take the scale of the counters, or the initial one if they have none."""
         if self.enabled:
             self.scale = self._zero + (state.loss_scale or SCALE_START)
             self.good_steps = self._zero + state.scale_good_steps
@@ -133,7 +124,7 @@ def mixture_of(
     if not isinstance(samples, MixedSamples):
         return None
     planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
-    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
+    at = next_sample(state.step, horizon.samples_per_step)
     past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
     stages = continue_stages(past, planned, at)
     mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
@@ -155,8 +146,8 @@ def load_state(
     kind = checkpoint.meta.get("average", "none")
     if kind != recipe.train.average.kind or state.step <= average.begin:
         state.averaged = 0  # of another kind, or of the tail before an extension
-    if not (same_kind := checkpoint.meta.get("optimizer") == recipe.optimizer_state):
-        start_over(optimizer)  # a branch has changed the kind
+    # A branch may have changed the kind.
+    same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
     fill_base(checkpoint, unwrap(model), recipe, ranks)
     restore(checkpoint, model, optimizer if same_kind else None, averages)
@@ -177,11 +168,7 @@ class LossSum:
     ):
         """`by_source`: whether the model gives the loss of each source (`takes_sources`)."""
         self._state, self._ranks, self.mixture, self._shown = state, ranks, mixture, by_source
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the steps that were not read: before a rewind, or a step that is done again."""
-        self._losses, self._by_source = list[Tensor](), list[Tensor]()
+        self._losses, self._by_source = list[Tensor](), list[Tensor]()  # of the steps not read
         self._sums: Tensor | None = None  # of the present step, [sources, 2]
 
     def by_source(self, batch: Batch[Tensor]) -> dict[str, SourceSums]:
@@ -216,7 +203,7 @@ class LossSum:
                     [a + b for a, b in zip(old, new, strict=True)] if math.isfinite(new[0]) else old
                     for old, new in zip(before, step, strict=True)
                 ]
-        self.reset()
+        self._losses, self._by_source = [], []
 
     def take_sources(self, global_batch: int) -> dict[str, float]:
         """After `read`, the fields of a `train` line about a mixture's sources; {} without one."""
@@ -226,7 +213,7 @@ class LossSum:
         names, parts, fields = mixture.samples.names, mixture.samples.parts, dict[str, float]()
         sums = state.source_losses or [[0.0, 0.0]] * len(names)
         state.source_losses = []
-        counts = mixture.read(state.step, global_batch, state.skipped).tolist()
+        counts = mixture.read(state.step, global_batch).tolist()
         for name, part, count, (loss, labels) in zip(names, parts, counts, sums, strict=True):
             fields |= {f"source.{name}.loss": loss / labels} if labels else {}
             fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
-from windlass.data.order import step_samples
 from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import scalar
@@ -33,12 +32,11 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
-from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, load_state, step_seed
+from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, step_seed
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -57,7 +55,6 @@ class Trainer:
     compiled: bool
     vocab: int  # the rows of the embedding
     is_new: bool  # the training began with random weights
-    directory: RunDirectory
 
     # The state, with the counters: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
@@ -159,13 +156,8 @@ class Trainer:
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
                 self.buffers.share()
-                look = due or not self.bad_steps.deferred
-                if rewind_reason := self.bad_steps.decide(look):
-                    loader.close(None)
-                    self.rewind(rewind_reason)
-                    loader = self.open_loader()
-                    continue
-
+                if due or not self.bad_steps.deferred:
+                    self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
@@ -292,7 +284,6 @@ class Trainer:
             device=self.ranks.device,
             prefetch=settings.prefetch,
             first_step=state.step,
-            skipped=tuple(state.skipped),
             length_buckets=settings.length_buckets and ragged,
             mixture=self.losses.mixture,
         )
@@ -309,8 +300,7 @@ class Trainer:
                 self.ranks.mark(step + 1, "data")
             self.recorder.beat()
             if self.stop.requested and self.ranks.world == 1:
-                if rewind_reason := self.bad_steps.decide(look=True):
-                    self.rewind(rewind_reason)
+                self.bad_steps.decide()
                 self.saver.stop_run(self.stop)
             if self.stop.seconds_since() > self.saver.grace:
                 self.saver.finish(FAILING_SAVE_SECONDS)
@@ -335,28 +325,6 @@ class Trainer:
         self.callbacks.evaluated(scores)
         self.ends_early = recorder.stops_improving()
         return True
-
-    def rewind(self, reason: str) -> None:
-        """Return to the newest good checkpoint, and leave out the samples since then."""
-        recorder, state, global_batch = self.recorder, self.state, self.batch.global_batch
-        self.saver.finish()
-        checkpoint = self.directory.choose_earlier(reason)
-        for note in checkpoint.notes:
-            recorder.console.warning(note)
-        self.losses.reset()
-        model, recipe, ranks = self.model, self.recipe, self.ranks
-        saved = load_state(checkpoint, model, self.optimizer, self.average, recipe, ranks)
-        first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
-        last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
-        samples = (first, last + 1)
-        self.directory.leave_out(checkpoint, samples)
-        skipped, mixture = [*state.skipped, samples], state.mixture
-        vars(state).update(vars(saved))  # in place, because other parts refer to it
-        state.skipped, state.mixture = skipped, mixture
-        self.bad_steps.reset()
-        self.scaler.load(state)
-        self.saver.resume_from(state.step)
-        recorder.rewound(reason, *samples)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
