@@ -133,7 +133,6 @@ def test_an_extended_run_has_a_new_tail():
         ),
         ({"train.average.kind": "swa"}, ("train.average.kind", "tail")),
         ({"train.average.kind": "tail", "train.average.last": 0}, ("train.average.last", "0.2")),
-        ({"train.average.kind": "tail", "train.early_stop": 3}, ("train.early_stop", "ema")),
         ({"checkpoint.best": "loss.average_loss"}, ("checkpoint.best", "train.average.kind")),
         ({"train.ema": 0.999}, ("train.ema", "train.average.kind=ema")),
     ],

@@ -111,8 +111,6 @@ class TrainSettings(Section):
     """After a non-finite loss: `stop` before the update, or `skip` the step."""
     max_skips: int = Field(20, ge=1)
     """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`)."""
-    early_stop: int = Field(0, ge=0)
-    """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
     average: AverageSettings = AverageSettings()
     """`train.average.kind`, `.beta`, `.last`."""
     startup_checks: bool = True

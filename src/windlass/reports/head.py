@@ -120,9 +120,8 @@ def worked(view: RunView) -> Answer:
             text, mark = "Not yet: no step", "open"
         case state:
             text, mark = f"Not yet: {state} after {done}", "open"
-    reason = str(view.values.get("ended_early") or "")
     starts = 1 + len(view.restarts)
-    remark = _sentence(reason, plural(starts, "start"), plural(len(killed), "kill"))
+    remark = _sentence(plural(starts, "start"), plural(len(killed), "kill"))
     return Answer(WORKED, text, remark, mark)
 
 

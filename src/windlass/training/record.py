@@ -13,14 +13,13 @@ import psutil
 import torch
 
 from windlass.checkpoint.save import Save
-from windlass.errors import plural
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
+from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step
 from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import (
     Goodput,
@@ -142,27 +141,6 @@ class Recorder:
     def scores(self) -> Scores:
         """The values of `checkpoint.best` by step."""
         return scores_by_step(self.evaluations, self.recipe.checkpoint.best)
-
-    def stops_improving(self) -> bool:
-        """Whether `train.early_stop` ends the run before its last step; equal on all ranks."""
-        patience, best = self.recipe.train.early_stop, self.recipe.checkpoint.best
-        is_before = self.state.step < self.horizon.steps
-        return is_before and 0 < patience <= without_improvement(self.evaluations, best)
-
-    def finished(self, early: bool) -> None:
-        """The end of the run; `early`: by `train.early_stop`."""
-        text, fields = "finished", dict[str, Any]()
-        if early:
-            measure, scores = self.recipe.checkpoint.best, self.scores
-            count = without_improvement(self.evaluations, measure)
-            reason = f"{plural(count, 'evaluation')} without a better {measure}"
-            if scores.best is not None:
-                reason += f"; the best was {scores.best:.4f} at step {scores.best_step:,}"
-            text, fields = (
-                f"finished early, after {reason}",
-                {"early_stop": count, "reason": reason},
-            )
-        self.emit("finished", f"{text}: {self.run.path}", **fields)
 
     @property
     def epoch(self) -> float:

@@ -69,9 +69,6 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     if samples < 1:
         context = recipe.model.context
         raise UserError(f"the training data lacks a sample of model.context = {context} tokens")
-    if recipe.train.early_stop and data.val is None:
-        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
-        raise UserError(f"train.early_stop needs validation data: {advice}")
     if recipe.train.steps == "compute-optimal":
         if own_model:
             problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'

@@ -66,10 +66,7 @@ class StartPlan:
     @property
     def why_finished(self) -> str:
         """Why the run is finished, and which changed settings are ignored."""
-        ends = [e.get("reason") for e in self.run.events if e["event"] == "finished"]
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
-        if ends and ends[-1]:
-            why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
         resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
         if resume != "latest":
             without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
@@ -141,12 +138,9 @@ def _resume(
             text = f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir"
             raise UserError(text)
     finished = run.state == "finished" and not extends_from
-    if finished:
+    if finished:  # a run whose extension was killed has an earlier end in its ledger
         end = next(line for line in reversed(run.events) if line["event"] == "finished")
-        if early := end.get("early_stop", 0):  # a larger one continues the run
-            finished = 0 < recipe.train.early_stop <= early
-        else:  # a run whose extension was killed has an earlier end in its ledger
-            finished = end["step"] == steps_of(run, run.recipe.train.steps)
+        finished = end["step"] == steps_of(run, run.recipe.train.steps)
     old = run.recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
     unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))

@@ -71,7 +71,6 @@ class Trainer:
     evaluator: Evaluator
     stop: StopSignals
     stop_at: int = 0  # the step after which to stop; 0: the last
-    ends_early: bool = False  # set by `train.early_stop`: no further step
 
     def __post_init__(self) -> None:
         self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
@@ -102,7 +101,6 @@ class Trainer:
         """Do the evaluation and sample that an interruption skipped at this step."""
         recorder, batch = self.recorder, self.batch
         done = recorder.read_measured(self.state.step)
-        self.ends_early = recorder.stops_improving()
         if self.evaluator.due and "eval" not in done:
             self.evaluate()
         if self.evaluator.sample_due and "sample" not in done:
@@ -121,7 +119,7 @@ class Trainer:
         if owns_collector := not gc.isenabled():  # `windlass train` has turned it off
             gc.freeze()  # imported modules stay, so a collection need not look at them
         try:
-            while state.step < horizon.steps and not self.ends_early:
+            while state.step < horizon.steps:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
@@ -323,7 +321,6 @@ class Trainer:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
-        self.ends_early = recorder.stops_improving()
         return True
 
     def finish(self) -> None:
@@ -336,7 +333,7 @@ class Trainer:
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
-        recorder.finished(self.ends_early)
+        recorder.emit("finished", f"finished: {recorder.run.path}")
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
 
 
