@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from windlass.errors import did_you_mean
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import EPOCHS, Duration, Horizon
 
@@ -24,8 +25,13 @@ BEST = (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
+LIBRARY_OPTIMIZERS = {
+    "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD",
+    "pytorch_optimizer": "AdEMAMix AdaBelief Lion Tiger",
+}
+"""Each element's update follows from this element alone, so ranks may divide the parameters."""
+OPTIMIZERS = ["adamw", "adamw8bit", "muon"]
+OPTIMIZERS += [f"{of}.{name}" for of, names in LIBRARY_OPTIMIZERS.items() for name in names.split()]
 
 
 class RunSettings(Section):
@@ -151,8 +157,9 @@ class OptimSettings(Section):
 
     kind: str = "adamw"
     """`adamw` (arXiv 1711.05101); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
-    matrices, with AdamW for the rest; or an optimizer of `torch.optim` or `pytorch_optimizer` by
-    name, as `torch.optim.Adafactor`, with the library's defaults and `options`."""
+    matrices, with AdamW for the rest; or by name, with the library's defaults and `options`, one of
+    `torch.optim` (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD) or
+    `pytorch_optimizer` (AdEMAMix, AdaBelief, Lion, Tiger), as `torch.optim.SGD`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
@@ -175,10 +182,8 @@ class OptimSettings(Section):
     @field_validator("kind")
     @classmethod
     def _kind(cls, value: str) -> str:
-        library, _, name = value.rpartition(".")
-        if value not in OPTIMIZERS and not (library in OPTIMIZER_LIBRARIES and name):
-            named = f"{', '.join(OPTIMIZERS)}, or an optimizer of a library"
-            raise ValueError(f"it takes {named}, as torch.optim.SGD, pytorch_optimizer.Lion")
+        if value not in OPTIMIZERS:
+            raise ValueError(did_you_mean(value, OPTIMIZERS))
         return value
 
 
