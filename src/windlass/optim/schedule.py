@@ -22,11 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from windlass.errors import UserError
-from windlass.recipe.settings import OptimSettings, ScheduleSettings
+from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
 
-JUMP = 0.05  # of a learning rate: a larger change is announced
 TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
@@ -52,23 +50,6 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
     return warmup, fall
 
 
-def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
-    """Raise UserError if warm-up and decay are longer than the schedule of a run."""
-    whole = schedule_horizon(schedule, horizon)
-
-    def steps_of(duration: float | str) -> float:  # not rounded: 1 % of 10 steps is not a step
-        is_share = isinstance(duration, float)
-        return duration * whole.steps if is_share else whole.steps_in(duration)  # type: ignore
-
-    parts = {"warmup": schedule.warmup} | (
-        {"decay": schedule.decay} if schedule.kind == "wsd" else {}
-    )
-    if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
-        keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
-        problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"
-        raise UserError(f"{problem}: shorten them, write shares, as 0.02, or train longer")
-
-
 def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
     """The factor of the peak learning rate in the update numbered `step` (0 is the first)."""
     steps, (warmup, fall) = schedule_horizon(schedule, horizon).steps, phases(schedule, horizon)
@@ -84,13 +65,3 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
         return 1 - (1 - schedule.final) * x
     left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
     return schedule.final + (1 - schedule.final) * left
-
-
-def describe_jump(optim: OptimSettings, old: Horizon, new: Horizon, step: int) -> str:
-    """Both learning rates of the update before `step` if a longer run changes it; else empty."""
-    if not step:
-        return ""
-    last, now = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, new))
-    why = f"because the {optim.schedule.kind} schedule now ends at step {new.steps:,}"
-    jump = f"the learning rate jumps from {last:.2g} to {now:.2g}, {why}"
-    return jump if abs(now - last) > JUMP * last else ""

@@ -31,7 +31,6 @@ from windlass.model.loss import takes_sources
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
-from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
@@ -64,7 +63,7 @@ from windlass.training.trainer import Trainer
 
 
 def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
-    """The length of a run. UserError if the data or the schedule does not allow it."""
+    """The length of a run. UserError if the data does not allow it."""
     samples, parameters = len(data.train), None
     if samples < 1:
         context = recipe.model.context
@@ -77,9 +76,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    horizon = recipe.horizon(steps, samples)
-    check_fits(recipe.optim.schedule, horizon)
-    return horizon
+    return recipe.horizon(steps, samples)
 
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:

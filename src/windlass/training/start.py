@@ -16,7 +16,7 @@ from windlass.checkpoint.choose import candidates, read_lineage
 from windlass.checkpoint.format import checkpoints_in, step_dir
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.optim.schedule import describe_jump, phases
+from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
@@ -250,14 +250,11 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
 
 
 def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """Warnings: the steps that an extended WSD run repeats after `step`, and a jump of another
-    schedule's learning rate."""
+    """A warning about the steps that an extended WSD run repeats after `step`, if any."""
     if (decay := old_decay(plan, horizon)) is None:
-        before = replace(horizon, steps=plan.extends_from or horizon.steps)
-        jump = describe_jump(plan.recipe.optim, before, horizon, step)
-        other = f"--branch-from {plan.run.path}@{step} begins a run with another schedule"
-        return [f"{jump}; {other}"] if jump else []
-    if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
+        return []
+    done = max(int(line.get("step", 0)) for line in plan.run.ledger())
+    if step >= done:
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
     return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]
