@@ -9,11 +9,9 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
     fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear)
             final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
             final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
-            1 / sqrt(1 + (i - w) / (w or 10,000))           (inverse-sqrt; arXiv 1706.03762)
 
-The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
-(without a final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
-is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
+The fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps
+before the end for `wsd` (arXiv 2404.06395), whose shape is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
@@ -24,8 +22,6 @@ from dataclasses import replace
 
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
-
-TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
@@ -59,8 +55,6 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
         return 1.0
     x = min(1.0, (step - fall) / (steps - fall))
     shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
-    if shape == "inverse-sqrt":
-        return (1 + (min(step, steps) - fall) / (warmup or TIMESCALE)) ** -0.5
     if shape == "linear":
         return 1 - (1 - schedule.final) * x
     left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)

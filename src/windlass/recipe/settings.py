@@ -136,9 +136,8 @@ class TrainSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up,
-    `inverse-sqrt` (arXiv 1706.03762) to 1 / sqrt(2) after twice the warm-up, or 10,000 steps."""
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
@@ -149,7 +148,7 @@ class ScheduleSettings(Section):
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
     final: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule, as a share of `lr`; `inverse-sqrt` has none."""
+    """Learning rate at the end of the schedule, as a share of `lr`."""
 
 
 class OptimSettings(Section):
