@@ -51,7 +51,7 @@ def recipe(folder: Path, run: Path) -> Recipe:
         data__tokenizer="char",
         train__micro_batch=4,
         train__precision="fp16",
-        train__average__kind="ema",
+        train__average=0.999,
         checkpoint__every=6,
         **model,
     )

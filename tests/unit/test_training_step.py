@@ -292,7 +292,7 @@ LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_head
 AUTOCAST_STEPS = {
     "gpt2": ({}, []),
     "gelu": ({"activation": "gelu", "head_bias": True, "tie_head": False}, ["optim.kind=muon"]),
-    "relu": ({"activation": "relu"}, ["train.average.kind=ema"]),
+    "relu": ({"activation": "relu"}, ["train.average=0.999"]),
     "relu2": ({"activation": "relu2", "qk_norm": True, "logit_cap": 5.0}, ["train.z_loss=1e-4"]),
     "llama": (LLAMA, ["train.label_smoothing=0.1", "train.stream=bf16"]),
     "llama, normalised": (LLAMA | {"qk_norm": True}, ["train.stream=bf16", "train.z_loss=1e-4"]),

@@ -184,13 +184,8 @@ def mixture(r: Any) -> Problems:
 
 
 def average(r: Any) -> Problems:
-    a = r.train.average
-    if a.kind == "none" and a != sections.AverageSettings():
-        yield "train.average.kind", 'other settings of averages are given: write "ema" or "tail"'
-    if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
-        yield "checkpoint.best", 'nothing is averaged: write train.average.kind="ema", or "loss"'
-    if a.kind == "tail" and not a.last:
-        yield "train.average.last", "it is 0: write the share of the run to average, as 0.2"
+    if not r.train.average and r.checkpoint.best == "loss.average_loss":
+        yield "checkpoint.best", 'nothing is averaged: write train.average=0.999, or "loss"'
 
 
 def evaluations(r: Any) -> Problems:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from windlass.errors import did_you_mean
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, Duration, Horizon
+from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -48,29 +48,6 @@ class RunSettings(Section):
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
     """Free text, shown in the run's report and trackers."""
-
-
-class AverageSettings(Section):
-    """An average of the trained weights, beside them."""
-
-    kind: Literal["none", "ema", "tail"] = "none"
-    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
-    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
-    beta: Beta = 0.999
-    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
-    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
-    last: Duration = 0.2
-    """With `tail`: the part of the run at its end that is averaged."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.kind != "none"
-
-    def begin(self, horizon: Horizon) -> int:
-        """The steps of a run before the averaged ones."""
-        if self.kind == "tail":
-            return max(0, horizon.steps_before_last(self.last))
-        return 0 if self.enabled else horizon.steps
 
 
 class TrainSettings(Section):
@@ -117,8 +94,10 @@ class TrainSettings(Section):
     """After a non-finite loss: `stop` before the update, or `skip` the step."""
     max_skips: int = Field(20, ge=1)
     """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`)."""
-    average: AverageSettings = AverageSettings()
-    """`train.average.kind`, `.beta`, `.last`."""
+    average: float = Field(0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, as 0.999; 0: none. After n steps it is
+    at most (1 + n) / (10 + n) (as TensorFlow's `ExponentialMovingAverage`), so that the first
+    weights are forgotten. The training itself does not change."""
     startup_checks: bool = True
     """Check master weights, ties and the first loss, and that your own module sums its loss."""
     threads: int = Field(0, ge=0)

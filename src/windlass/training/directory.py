@@ -89,7 +89,7 @@ class RunDirectory:
             raise UserError(f"{problem}: {advice}")
         effects = [  # a branch may change the kinds of optimizer and average
             ("optimizer", "optim.kind", "the saved optimizer state is not used"),
-            ("average", "train.average.kind", "the saved average is not used"),
+            ("average", "train.average", "the average changes"),
             ("precision", "train.precision", "the losses differ"),
             ("compiles", "train.compile", "the losses differ by rounding"),
             ("micro_batch", "train.micro_batch", "rounding differs, and dropout draws other masks"),

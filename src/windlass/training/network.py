@@ -227,7 +227,7 @@ class Network:
         facts = {"recipe": recipe.config_hash, "data": data.fingerprint, "vocab": data.vocab}
         facts |= {"micro_batch": micro_batch, "precision": self.precision}
         facts |= {"compiles": self.compiled, "optimizer": recipe.optimizer_state}
-        return facts | {"average": recipe.train.average.kind}
+        return facts | {"average": recipe.train.average}
 
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they

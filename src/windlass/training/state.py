@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.format import Checkpoint
+from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.mixture import (
     MixedSamples,
@@ -58,7 +58,7 @@ class TrainState:
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
-    averaged: int = 0  # weights in the checkpoint's average (`train.average`); 0: it has none
+    averaged: int = 0  # weights in the checkpoint's average (`train.average`)
     mixture: list[list[Any]] = field(default_factory=list)
     """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
     source_losses: list[list[float]] = field(default_factory=list)
@@ -143,9 +143,8 @@ def load_state(
 ) -> TrainState:
     """Fill model, optimizer and average from a checkpoint; returns its counters."""
     state = TrainState.from_json(checkpoint.counters)
-    kind = checkpoint.meta.get("average", "none")
-    if kind != recipe.train.average.kind or state.step <= average.begin:
-        state.averaged = 0  # of another kind, or of the tail before an extension
+    if not average.tensors or not checkpoint.names(AVERAGE):
+        state.averaged = 0
     # A branch may have changed the kind.
     same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
