@@ -99,7 +99,7 @@ class TrainSettings(Section):
     at most (1 + n) / (10 + n) (as TensorFlow's `ExponentialMovingAverage`), so that the first
     weights are forgotten. The training itself does not change."""
     startup_checks: bool = True
-    """Check master weights, ties and the first loss, and that your own module sums its loss."""
+    """Test on two samples whether your own module returns the sum of its loss."""
     threads: int = Field(0, ge=0)
     """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's, or cores / ranks of a host."""
 

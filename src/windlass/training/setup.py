@@ -237,8 +237,6 @@ def open_trainer(
         batch=batch,
         precision=precision,
         compiled=network.compiled,
-        vocab=network.sizes.vocab or data.vocab,
-        is_new=recipe.model.is_new and not own,
         model=model,
         optimizer=optimizer,
         average=average,

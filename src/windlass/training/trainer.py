@@ -53,8 +53,6 @@ class Trainer:
     batch: BatchPlan
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
-    vocab: int  # the rows of the embedding
-    is_new: bool  # the training began with random weights
 
     # The state, with the counters: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
@@ -189,9 +187,6 @@ class Trainer:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        text = check_first_loss(loss, self.vocab, self.is_new) if self.state.step == 1 else ""
-        if text and self.recipe.train.startup_checks:
-            self.recorder.emit("warning", text, warning=True, reason=text)
         sources = self.losses.take_sources(self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
@@ -335,18 +330,3 @@ class Trainer:
         recorder.summary()
         recorder.emit("finished", f"finished: {recorder.run.path}")
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
-
-
-def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
-    chance = math.log(max(2, rows))
-    likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
-    if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
-        return ""
-    causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
-    if fresh and loss > chance:
-        causes = "look at model.init_std and model.logit_cap, or the labels"
-    elif fresh:
-        causes = "labels may be in the input"
-    guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
-    return f"the first loss is {loss:.4g}, and {guess}: {causes}"
