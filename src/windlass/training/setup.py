@@ -27,7 +27,6 @@ from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.convert import export_note
-from windlass.model.loss import takes_sources
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
@@ -215,7 +214,7 @@ def open_trainer(
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
     mixture = mixture_of(recipe, data.train, horizon, state)
-    losses = LossSum(state, ranks, mixture, takes_sources(bare))
+    losses = LossSum(state, ranks)
     callbacks = Callbacks(code, recipe, ranks, state, horizon, model, optimizer)
 
     # Every part that a user's input can break has worked, so the run begins.
@@ -234,6 +233,7 @@ def open_trainer(
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     trainer = Trainer(
         samples=data.train,
+        mixture=mixture,
         batch=batch,
         precision=precision,
         compiled=network.compiled,

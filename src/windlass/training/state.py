@@ -24,9 +24,8 @@ from windlass.data.mixture import (
     next_sample,
     stages_of,
 )
-from windlass.data.samples import Batch, Samples
+from windlass.data.samples import Samples
 from windlass.model.frozen import Linear4bit
-from windlass.model.loss import SourceSums
 from windlass.optim.average import Average
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
@@ -61,8 +60,6 @@ class TrainState:
     averaged: int = 0  # weights in the checkpoint's average (`train.average`)
     mixture: list[list[Any]] = field(default_factory=list)
     """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
-    source_losses: list[list[float]] = field(default_factory=list)
-    """Loss and labels of each source of a mixture, summed since the last `train` line."""
 
     def epochs(self, horizon: Horizon) -> float:
         """Completed epochs of the training data."""
@@ -133,6 +130,17 @@ def mixture_of(
     return mixture
 
 
+def source_counts(mixture: Mixture, step: int, global_batch: int) -> dict[str, float]:
+    """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
+    counts = mixture.read(step, global_batch).tolist()
+    fields = dict[str, float]()
+    samples = mixture.samples
+    for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
+        fields[f"source.{name}.samples"] = count
+        fields[f"source.{name}.epochs"] = count / len(part)
+    return fields
+
+
 def load_state(
     checkpoint: Checkpoint,
     model: nn.Module,
@@ -155,36 +163,16 @@ def load_state(
 
 
 class LossSum:
-    """Adds the loss of every step, and of each source of a mixture, to the counters, in the order
-    of the steps. A step leaves its loss on the device; only `read` waits for it."""
+    """Adds the loss of every step to the counters, in the order of the steps. A step leaves its
+    loss on the device; only `read` waits for it."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        ranks: Ranks,
-        mixture: Mixture | None = None,
-        by_source: bool = True,
-    ):
-        """`by_source`: whether the model gives the loss of each source (`takes_sources`)."""
-        self._state, self._ranks, self.mixture, self._shown = state, ranks, mixture, by_source
-        self._losses, self._by_source = list[Tensor](), list[Tensor]()  # of the steps not read
-        self._sums: Tensor | None = None  # of the present step, [sources, 2]
-
-    def by_source(self, batch: Batch[Tensor]) -> dict[str, SourceSums]:
-        """An argument of the model's forward pass for the losses of a mixture's sources."""
-        if self.mixture is None or batch.sources is None or not self._shown:
-            return {}
-        if self._sums is None:
-            shape, device = (len(self.mixture.samples.names), 2), self._ranks.device
-            self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        return {"by_source": SourceSums(batch.sources, self._sums)}
+    def __init__(self, state: TrainState, ranks: Ranks):
+        self._state, self._ranks = state, ranks
+        self._losses = list[Tensor]()  # of the steps not read
 
     def add(self, loss: Tensor) -> None:
         """After a step, with this rank's part of its loss."""
         self._losses.append(loss.detach().to(torch.float64, copy=True))
-        if self._sums is not None:
-            self._by_source.append(self._sums)
-            self._sums = None
 
     def read(self) -> None:
         """Bring the counters up to date; all ranks call it at the same step."""
@@ -194,29 +182,7 @@ class LossSum:
         for loss in filter(math.isfinite, losses.tolist()):
             self._state.loss_sum += loss
             self._state.losses += 1
-        if self._by_source:  # the last stage of a pipeline has them
-            steps = collectives.sum_over_stages(torch.stack(self._by_source), self._ranks)
-            for step in collectives.sum_over_ranks(steps, self._ranks).tolist():
-                before = self._state.source_losses or [[0.0, 0.0]] * len(step)
-                self._state.source_losses = [
-                    [a + b for a, b in zip(old, new, strict=True)] if math.isfinite(new[0]) else old
-                    for old, new in zip(before, step, strict=True)
-                ]
-        self._losses, self._by_source = [], []
-
-    def take_sources(self, global_batch: int) -> dict[str, float]:
-        """After `read`, the fields of a `train` line about a mixture's sources; {} without one."""
-        state, mixture = self._state, self.mixture
-        if mixture is None:
-            return {}
-        names, parts, fields = mixture.samples.names, mixture.samples.parts, dict[str, float]()
-        sums = state.source_losses or [[0.0, 0.0]] * len(names)
-        state.source_losses = []
-        counts = mixture.read(state.step, global_batch).tolist()
-        for name, part, count, (loss, labels) in zip(names, parts, counts, sums, strict=True):
-            fields |= {f"source.{name}.loss": loss / labels} if labels else {}
-            fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}
-        return fields
+        self._losses = []
 
 
 class Buffers:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
+from windlass.data.mixture import Mixture
 from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import scalar
@@ -36,7 +37,14 @@ from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, step_seed
+from windlass.training.state import (
+    Buffers,
+    LossScaler,
+    LossSum,
+    StepResult,
+    source_counts,
+    step_seed,
+)
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -50,6 +58,7 @@ class Trainer:
     """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
     samples: Samples
+    mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
@@ -187,7 +196,9 @@ class Trainer:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        sources = self.losses.take_sources(self.horizon.samples_per_step)
+        sources, mixture = dict[str, float](), self.mixture
+        if mixture is not None:
+            sources = source_counts(mixture, self.state.step, self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
@@ -206,7 +217,7 @@ class Trainer:
             # Nobody knows whether a user's module draws random numbers.
             seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
-            stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
+            stage |= documents_of(micro.batch, self.model)
             with timer.phase("forward"):
                 with autocast(self.recipe, ranks.device):
                     result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
@@ -278,7 +289,7 @@ class Trainer:
             prefetch=settings.prefetch,
             first_step=state.step,
             length_buckets=settings.length_buckets and ragged,
-            mixture=self.losses.mixture,
+            mixture=self.mixture,
         )
 
     def next_batch(self, loader: Loader) -> StepBatch:
