@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shutil
@@ -192,11 +191,8 @@ class Network:
             raise UserError(f'train.master = "bf16" {problem}: {advice}')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
-            device, capability, missing = ranks.device, torch.cuda.get_device_capability, ""
-            self.compiled = not self.own and compiles(recipe, device.type, horizon.steps)
-            if self.compiled:
-                missing = ranks.decide("compile", lambda: missing_tools(capability(device)))
-            if missing:
+            self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
+            if self.compiled and (missing := ranks.decide("compile", missing_tools)):
                 self.compiled = False
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
@@ -241,12 +237,8 @@ class Network:
         return model
 
 
-def missing_tools(capability: tuple[int, int]) -> str:
+def missing_tools() -> str:
     """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
-    if capability < (7, 0):
-        return "Triton needs a GPU of compute capability 7.0 or more"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is missing"
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         return "Triton needs a C compiler, as gcc"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
