@@ -135,11 +135,6 @@ RECIPES: dict[str, tuple[str, int, str]] = {
     "bpe": ("data.tokenizer=bpe data.tokenizer_vocab=400", 1, "export"),
     "resume": ("model.dropout=0.1", 1, "resume"),
     "reshard": ("model.dropout=0.1 parallel.strategy=full_shard", 2, "reshard"),
-    "skip": (
-        "train.on_spike=skip train.spike_sigmas=0.8 optim.lr=0.3 optim.schedule.kind=constant train.steps=170",
-        1,
-        "",
-    ),
     "init_from": (
         f"{NEW_PARTS} model.activation=swiglu model.init_from=llama data.tokenizer=hf:llama model.ff_width=64 model.norm_eps=1e-6",
         1,

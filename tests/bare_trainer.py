@@ -52,8 +52,7 @@ def bare_trainer(model: nn.Module, recipe: Recipe, ranks: Ranks, deferred: bool 
         "saver": SimpleNamespace(settle=lambda: None),  # nothing is being saved
         "bad_steps": BadSteps(recorder, recipe.train, scaler, deferred),
     }
-    horizon = recipe.horizon(int(recipe.train.steps), 1)
-    parts["average"] = Average(unwrap(model), recipe.train.average, horizon)
+    parts["average"] = Average(unwrap(model), recipe.train.average)
     trainer = Trainer.__new__(Trainer)
     vars(trainer).update(parts)
     return trainer

@@ -70,7 +70,7 @@ def effective(lines: Iterable[Line]) -> list[Line]:
 
 def last_start(ledger: Iterable[Line]) -> Line:
     """The event of the last start by attempt, with the fields of earlier starts that it lacks."""
-    starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in (*STARTS, "rewound")]
+    starts = [x for x in ledger if x["kind"] == "event" and x.get("event") in STARTS]
     merged: Line = {}
     for line in sorted(starts, key=lambda line: int(line.get("attempt", 0))):
         merged |= line

@@ -23,7 +23,7 @@ from windlass.errors import UserError
 
 STAGES = {"model__layers": 4}
 LOW = {"precision": "bf16", "train__master": "bf16", "optim__kind": "adamw8bit"}
-AVERAGED = {"train__average__kind": "ema", "train__average__beta": 0.6}
+AVERAGED = {"train__average": 0.6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "old": OLD | STAGES | AVERAGED,
     "new": NEW,

@@ -20,7 +20,7 @@ LAYOUTS = [
 
 
 def recipe_of(world: int, layout: dict):
-    average = {"train__average__kind": "ema", "train__average__beta": BETA}
+    average = {"train__average": BETA}
     return settings(world=world, accumulation=2, model__head_bias=True, **average, **layout)
 
 

@@ -8,9 +8,7 @@ from harness import Join, grad_norm, recipe, run_ranks
 from torch import Tensor, nn
 from toy import micro_batch, toy
 
-from helpers import refused
 from windlass.checkpoint.state_dict import named_state
-from windlass.errors import installed
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.optim import shard
@@ -125,22 +123,3 @@ def state_bytes(join: Join, how: dict[str, Any]) -> dict[str, int]:
 def test_a_rank_holds_its_share_of_the_state_and_no_more(kind: str) -> None:
     for rank, held in enumerate(run_ranks(state_bytes, 3, KINDS[kind])):
         assert held["shard_optim"] == pytest.approx(held["ddp"] / 3, rel=0.03), rank
-
-
-def refusals(join: Join, strategy: str) -> None:
-    names = ["torch.optim.Adafactor", "torch.optim.Rprop"]
-    names += ["pytorch_optimizer.Lamb"] * installed("pytorch_optimizer")
-    for name in names:
-        settings = recipe(parallel__strategy=strategy, optim__kind=name)
-        with join(settings) as ranks:
-            model = parallelize(toy(), ranks, settings)
-            with refused("optim.kind", name, 'parallel.strategy = "ddp"'):
-                build_optimizer(unwrap(model), settings.optim, "cpu", ranks.mesh.replicas, True)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "world"),
-    [("shard_optim", 2), pytest.param("hybrid_shard", 4, marks=pytest.mark.full)],
-)
-def test_optimizers_that_need_whole_parameters_are_refused(strategy: str, world: int) -> None:
-    run_ranks(refusals, world, strategy)

@@ -22,7 +22,6 @@ from equivalence import (
     CONTEXT,
     STEPS,
     VOCAB,
-    built,
     check,
     distance,
     reference,
@@ -33,7 +32,6 @@ from equivalence import (
 from harness import run_ranks
 
 from windlass.data.samples import Batch, positions_of
-from windlass.errors import UserError
 
 OLD = {"model__heads": 4, "model__head_bias": True}
 NEW = {
@@ -263,22 +261,6 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     layouts = [*FOUR[1:3], {"tensor": 2, "sequence": False}, {"context": 2}]
     cells = [on("full_shard", **layout) for layout in layouts] + [on("ddp", pipeline=2)]
     check_cells(4, model, cells, wanted)
-
-
-def refused(join):
-    for strategy, layout, kind in [
-        ("full_shard", {}, "Adafactor"),
-        ("ddp", {"tensor": 2}, "Adafactor"),
-        ("ddp", {"tensor": 2}, "Muon"),
-    ]:
-        recipe = settings("fp64", strategy, 2, optim__kind=f"torch.optim.{kind}", **layout)
-        with join(recipe) as ranks, pytest.raises(UserError, match=r"optim\.kind.*parallel"):
-            built(ranks, recipe)
-
-
-@pytest.mark.dist
-def test_an_optimizer_that_needs_whole_matrices_is_refused():
-    run_ranks(refused, 2)
 
 
 def in_float32(join):

@@ -1,5 +1,5 @@
-"""Runs with averaged weights: against the weights of all checkpoints, resumed, rewound, branched,
-evaluated, exported; and the mean of several checkpoints.
+"""Runs with averaged weights: against the weights of all checkpoints, resumed, branched,
+evaluated, exported.
 """
 
 from pathlib import Path
@@ -11,38 +11,30 @@ from safetensors.torch import load_file
 from small_runs import corpus, recipe_of
 
 import windlass
-from helpers import each_step, refused
+from helpers import refused
 from windlass import Recipe, train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import trainer
 
 __all__ = ["corpus"]
 
 STEPS, BETA = 12, 0.7
 EVERY_STEP = {"checkpoint.every": 1, "checkpoint.keep_last": 30, "eval.every": 4}
-KINDS: dict[str, dict[str, Any]] = {
-    "ema": {"train.average.kind": "ema", "train.average.beta": BETA},
-    "tail": {"train.average.kind": "tail", "train.average.last": 7},
-}
 ROUNDING = 1e-6
 
 
-def averaged(corpus: Path, run: Path, kind: str = "ema", **more: Any) -> Recipe:
-    return recipe_of(corpus, run, **EVERY_STEP | KINDS[kind] | more)
+def averaged(corpus: Path, run: Path, **more: Any) -> Recipe:
+    return recipe_of(corpus, run, **EVERY_STEP | {"train.average": BETA} | more)
 
 
 def at(run: Run, step: int) -> Checkpoint:
     return open_checkpoint(step_dir(run.checkpoints_dir, step))
 
 
-def defined(run: Run, kind: str, name: str, last: int = STEPS) -> torch.Tensor:
-    """The average after `last` steps in float64, from the weights of every step's checkpoint."""
-    first = 1 if kind == "ema" else STEPS - 6
-    weights = [at(run, step).tensor(f"model/{name}").double() for step in range(first, last + 1)]
-    if kind == "tail":
-        return torch.stack(weights).mean(0)
+def defined(run: Run, name: str) -> torch.Tensor:
+    """The last average in float64, from the weights of every step's checkpoint."""
+    weights = [at(run, step).tensor(f"model/{name}").double() for step in range(1, STEPS + 1)]
     average = weights[0]
     for n, weight in enumerate(weights[1:], start=1):
         beta = min(BETA, (1 + n) / (10 + n))
@@ -50,28 +42,9 @@ def defined(run: Run, kind: str, name: str, last: int = STEPS) -> torch.Tensor:
     return average
 
 
-def assert_defined(run: Run, kind: str, last: int = STEPS) -> None:
-    checkpoint = at(run, last)
-    names = checkpoint.names("average/")
-    assert len(names) == len(checkpoint.names("model/"))
-    for name in names:
-        short = name.removeprefix("average/")
-        wanted = defined(run, kind, short, last)
-        torch.testing.assert_close(checkpoint.tensor(name).double(), wanted, rtol=0, atol=ROUNDING)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def whole(request, corpus, tmp_path_factory) -> Run:
-    return train(averaged(corpus, tmp_path_factory.mktemp("whole") / "run", request.param))
-
-
 @pytest.fixture(scope="module")
 def ema(corpus, tmp_path_factory) -> Run:
     return train(averaged(corpus, tmp_path_factory.mktemp("ema") / "run"))
-
-
-def kind_of(run: Run) -> str:
-    return str(run.recipe.train.average.kind)
 
 
 def losses(run: Run) -> list[tuple[Any, ...]]:
@@ -79,17 +52,18 @@ def losses(run: Run) -> list[tuple[Any, ...]]:
     return [tuple(map(line.get, keys)) for line in run.lines("eval")]
 
 
-def test_a_run_averages_saves_and_evaluates(whole):
-    kind, first = kind_of(whole), 1 if kind_of(whole) == "ema" else STEPS - 6
-    assert_defined(whole, kind)
+def test_a_run_averages_saves_and_evaluates(ema):
+    last = at(ema, STEPS)
+    assert len(last.names("average/")) == len(last.names("model/"))
+    for name in last.names("average/"):
+        wanted = defined(ema, name.removeprefix("average/"))
+        torch.testing.assert_close(last.tensor(name).double(), wanted, rtol=0, atol=ROUNDING)
     for step in range(1, STEPS + 1):
-        count = at(whole, step).counters["averaged"]
-        assert count == max(0, step - first + 1)
-        assert bool(at(whole, step).names("average/")) == bool(count)
-    for step, loss, average_loss, _ in losses(whole):
-        assert (average_loss is not None) == (step >= first)
+        assert at(ema, step).counters["averaged"] == step
+    for step, loss, average_loss, _ in losses(ema):
+        assert (average_loss is not None) == (step > 0)
         if average_loss is not None:
-            run = f"{whole.path}@{step}"
+            run = f"{ema.path}@{step}"
             scores = windlass.evaluate(run, weights="average", overrides=["eval.batches=100"])
             assert scores.results["loss"]["loss"] == pytest.approx(average_loss, rel=ROUNDING)
             assert average_loss != loss
@@ -104,52 +78,19 @@ def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
         assert torch.equal(at(plain, STEPS).tensor(name), at(ema, STEPS).tensor(name))
 
 
-@pytest.mark.parametrize("step", [pytest.param(4, marks=pytest.mark.full), 8])
-def test_a_resume_is_exact(whole, corpus, tmp_path, step):
-    again = averaged(corpus, tmp_path / "run", kind_of(whole))
-    run = train(again, branch_from=f"{whole.path}@{step}")
-    new, old = at(run, STEPS), at(whole, STEPS)
-    assert all(torch.equal(new.tensor(name), old.tensor(name)) for name in old.names())
-    assert losses(run) == [line for line in losses(whole) if line[0] >= step]
-
-
-def test_a_rewind_restores_the_average(corpus, tmp_path):
-    spoiled = []
-
-    def spoil(now: Any) -> None:
-        if now.step == 7 and not spoiled:
-            spoiled.append(now.step)
-            with torch.no_grad():
-                for parameter in now.model.parameters():
-                    parameter.mul_(float("nan"))
-
-    more = {"train.on_nonfinite": "rewind", "checkpoint.every": 3}
-    run = train(averaged(corpus, tmp_path / "run", **more), callbacks=[each_step(spoil)])
-    assert [e["step"] for e in run.events if e["event"] == "rewound"] == [6]
-    again = averaged(corpus, tmp_path / "again")
-    skipped = {"skipped": ((48, 64),)}
-    loader = trainer.Loader
-    with pytest.MonkeyPatch.context() as patch:  # the same samples without a rewind
-        patch.setattr(trainer, "Loader", lambda *a, **k: loader(*a, **k | skipped))
-        straight = train(again)
-    for name in at(run, STEPS).names("average/"):
-        assert torch.equal(at(run, STEPS).tensor(name), at(straight, STEPS).tensor(name))
-    assert_defined(straight, "ema")
-
-
 def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):
     origin = f"{ema.path}@6"
     same = train(averaged(corpus, tmp_path / "same"), branch_from=origin)
     for name in at(ema, STEPS).names():
         assert torch.equal(at(same, STEPS).tensor(name), at(ema, STEPS).tensor(name))
+    assert losses(same) == [line for line in losses(ema) if line[0] > 6]
     capsys.readouterr()
     dropped = train(recipe_of(corpus, tmp_path / "none", **EVERY_STEP), branch_from=origin)
-    assert "train.average.kind was" in " ".join(capsys.readouterr().out.split())
+    assert "train.average was" in " ".join(capsys.readouterr().out.split())
     assert not at(dropped, STEPS).names("average/")
-    other = train(averaged(corpus, tmp_path / "tail", "tail"), branch_from=origin)
-    assert "train.average.kind was" in " ".join(capsys.readouterr().out.split())
-    assert at(other, STEPS).counters["averaged"] == 6
-    with refused("train.average.kind", "run.dir"):
+    begun = train(averaged(corpus, tmp_path / "begun"), branch_from=f"{dropped.path}@9")
+    assert at(begun, STEPS).counters["averaged"] == 3
+    with refused("train.average", "run.dir"):
         train(recipe_of(corpus, ema.path, **EVERY_STEP))
 
 

@@ -7,13 +7,10 @@ import shutil
 import pytest
 from small_runs import corpus, curve, recipe_of, stopped
 
-from helpers import best_step, refused
+from helpers import best_step
 from windlass import train
 from windlass.checkpoint.choose import find_checkpoint, list_checkpoints
-from windlass.reports.overview import overview
-from windlass.reports.view import RunView
 from windlass.run import Run
-from windlass.training.start import resolve_start
 
 __all__ = ["corpus"]
 MEASURE = "hellaswag.acc_per_token"
@@ -94,45 +91,6 @@ def test_it_resumes_from_the_best_and_by_another_measure(by_accuracy, whole, tmp
         again = train(recipe.replace(f"run.dir='{copy}'", "checkpoint.resume=best", *changed))
         assert [e["step"] for e in again.events if e["event"] == "resumed"] == [step]
         assert curve(again) == curve(whole)
-
-
-def last_useful(scores: dict[int, float], patience: int) -> int:
-    """The step of the evaluation after which `train.early_stop` ends a run; else its last one."""
-    steps = sorted(scores)
-    for i, step in enumerate(steps):
-        best = max(steps[: i + 1], key=lambda step: scores[step])
-        if i - steps.index(best) >= patience:
-            return step
-    return steps[-1]
-
-
-def test_a_run_ends_early_by_any_measure_and_does_not_start_again(by_accuracy, whole, tmp_path):
-    end = last_useful(accuracies(whole), 3)
-    assert 3 < end < 11, "else this would show nothing"
-    recipe = by_accuracy(tmp_path / "run", **{"train.early_stop": 3})
-    run = stopped(recipe, end - 1)  # what was measured before counts after a stop, too
-    run = train(recipe)
-    assert curve(run) == curve(whole)[:end] and best_step(run) == highest(accuracies(run))
-    ended = [e for e in run.events if e["event"] == "finished"]
-    assert [(e["step"], e["early_stop"]) for e in ended] == [(end, 3)]
-    assert MEASURE in ended[0]["reason"]
-    assert (run.path / "checkpoints" / f"step-{end:08d}").is_dir()
-    lines = run.metrics_path.read_bytes()
-    assert train(recipe).metrics_path.read_bytes() == lines
-    assert resolve_start(recipe).finished and "0, continues" in resolve_start(recipe).why_finished
-    assert [(row.state, row.step) for row in overview(run.path)] == [("ended early", end)]
-    assert RunView(run).values["ended_early"] == ended[0]["reason"]
-    # it continues, as if it had never ended
-    assert curve(train(recipe.replace("train.early_stop=0"))) == curve(whole)
-
-
-def test_a_run_ends_early_if_no_evaluation_beats_the_one_before_training(corpus, tmp_path):
-    values = {"eval.every": 2, "train.early_stop": 2, "optim.lr": 1e-30}
-    run = train(recipe_of(corpus, tmp_path / "run", **values))
-    lines = run.lines("eval")
-    assert [x["step"] for x in lines] == [0, 2, 4] and len({x["loss"] for x in lines}) == 1
-    with refused("train.early_stop", "eval.every"):
-        recipe_of(corpus, tmp_path / "run", **values | {"eval.every": 0})
 
 
 def test_a_longer_run_keeps_the_best_of_its_first_part(by_accuracy, whole, tmp_path):

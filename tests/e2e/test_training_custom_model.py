@@ -288,6 +288,8 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
         train(recipe(tmp_path / "run"), model, page["data"])
     with refused("is for a recipe's own model"):
         train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
+    with refused("32 bits", "model.float()", "train.master"):
+        train(recipe(tmp_path / "other"), page["MyModel"]().bfloat16(), page["data"])
     with refused("train.z_loss", "your own module computes its loss"):
         train(recipe(tmp_path / "other", "train.z_loss=1e-4"), page["MyModel"](), page["data"])
 

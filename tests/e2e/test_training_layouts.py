@@ -198,7 +198,6 @@ def test_conversations_of_unequal_lengths_and_hellaswag(corpus, tmp_path, layout
         ("--world 3 parallel.tensor=2", "start 2 or 4 ranks (--world 2)"),
         ("parallel.tensor=2", "start 2 ranks (--world 2)"),
         ("--world 2 parallel.tensor=2 model.heads=3 model.width=48", "write 1, or change"),
-        ("--world 2 parallel.tensor=2 optim.kind=torch.optim.Adafactor", "parallel.tensor=1"),
     ],
 )
 def test_a_bad_layout_is_one_message_before_anything_starts(corpus, tmp_path, options, said):

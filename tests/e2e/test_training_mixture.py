@@ -49,7 +49,7 @@ def mixed(texts, run, *weights, **more):
 
 
 def sources(run):
-    """The numbers of each `train` line about the sources, its losses included."""
+    """The loss of each `train` line, and its numbers about the sources."""
     return [
         (line["step"], line["loss"], {k: v for k, v in line.items() if k.startswith("source.")})
         for line in run.lines("train")
@@ -61,7 +61,6 @@ def counted(run):
 
 
 def test_stopped_failed_and_resumed_is_bit_for_bit_the_same(texts, tmp_path):
-    """Between `train` lines, too: the sums of the sources since the last line are saved."""
     recipe = mixed(texts, tmp_path / "run").replace({"telemetry.every": 4})
     whole = untouched(recipe)
     stopped(recipe, 3)

@@ -1,31 +1,25 @@
-"""A loss or gradient that is not finite, a loss spike: stop, skip or rewind, counted step by step."""
+"""A loss or gradient that is not finite: stop or skip, counted step by step."""
 
 import json
-import os
-import signal
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from small_runs import corpus, curve, recipe_of, stopped
+from small_runs import corpus, recipe_of
 
-import forked
 from helpers import each_step, refused
 from windlass import train
-from windlass.checkpoint.format import Checkpoint, open_checkpoint
+from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.parallel import parallelize
-from windlass.recipe import Recipe
-from windlass.run import Run, read_lines
-from windlass.training import network, setup, state, trainer
+from windlass.run import Run
+from windlass.training import network, setup, state
 from windlass.training.state import SCALE_START
 
 __all__ = ["corpus"]
 
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
-REWIND = {"train.on_nonfinite": "rewind"}
-SPIKES = {"train.steps": 60, "train.spike_sigmas": 50.0}
+NAN = float("nan")  # a factor of the weights
 
 
 @pytest.fixture
@@ -72,55 +66,15 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-def test_rewind_goes_back_and_leaves_the_samples_out(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
-    run = train(recipe, callbacks=[spoil(7, NAN)])
-    assert events(run, "rewound", "left_out") == [(6, [48, 64])]
-    assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
-    saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
-    assert saved["skipped"] == [[48, 64]] and run.summary["attempts"] == 2
-
-
-def test_a_rewind_that_does_not_help_ends(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **REWIND, **{"train.steps": 5})
-    words = ("returned to step 3 3 times", "checkpoint.resume=STEP", "optim.lr")
-    with refused(*words, error=RunFailed):
-        train(recipe, callbacks=[spoil(4, NAN, once=False)])
-
-
 def test_skips_are_counted_and_many_in_a_row_stop(corpus, tmp_path, spoil):
-    """A value that is not finite does not measure spikes and does not prevent a save."""
-    more = {"train.on_spike": "skip", "train.on_nonfinite": "skip"}
-    more |= {"train.max_skips": 3, "checkpoint.every": 1}
+    more = {"train.on_nonfinite": "skip", "train.max_skips": 3, "checkpoint.every": 1}
     with refused("3 updates in a row", "train.max_skips", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(7, NAN)])
     run = Run(tmp_path / "run")
     assert events(run, "skipped", "in_a_row") == [(8, 1), (9, 2), (10, 3)]
     assert not events(run, "save_failed", "reason")
     saved = json.loads((run.checkpoints_dir / "step-00000008" / "state.json").read_text())
-    assert len(saved["spike_window"]) == 7 and saved["updates_skipped"] == 1
-
-
-def test_a_loss_spike_stops_the_run_or_rewinds_it(corpus, tmp_path, spoil):
-    more = SPIKES | {"train.on_spike": "stop", "telemetry.every": 7}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    with refused("step 32:", "spike", "train.on_spike", error=RunFailed):
-        train(recipe, callbacks=[spoil(31, JUMP)])
-    place = f"run.dir='{tmp_path / 'back'}'"
-    back = recipe.replace("train.on_spike=rewind", "train.steps=40", place)
-    run = train(back, callbacks=[spoil(31, JUMP)])
-    assert [step for step, _ in events(run, "rewound", "reason")] == [30]
-
-
-def test_spikes_that_do_not_end_end_the_run(corpus, tmp_path, spoil):
-    """A skipped spike leaves the weights and does not measure the next one, or all would be
-    skipped.
-    """
-    more = SPIKES | {"train.on_spike": "skip", "train.max_skips": 4}
-    with refused("4 updates in a row", "train.spike_sigmas", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "run", **more), callbacks=[spoil(31, JUMP)])
-    spikes = [(32, 1), (33, 2), (34, 3), (35, 4)]
-    assert events(Run(tmp_path / "run"), "spike", "in_a_row") == spikes
+    assert saved["updates_skipped"] == 1
 
 
 def test_fp16_trains_on_a_cpu(corpus, tmp_path):
@@ -151,98 +105,3 @@ def test_a_resume_in_another_precision_is_noted_and_scales_from_the_start(
     shown = run.log_path.read_text().splitlines()
     notes = [line for line in shown if "warning" in line and "train.precision" in line]
     assert [(before in note, after in note) for note in notes] == [(True, True)] * 2
-
-
-def killed(recipe: Recipe, rewinds: int, spoil: Any) -> int:
-    """The exit code of a training that kills itself right after that many rewinds, before its next
-    save.
-    """
-
-    def train_and_die() -> None:
-        again = trainer.Trainer.open_loader
-
-        def open_loader(own: trainer.Trainer) -> Any:
-            if len(own.state.skipped) == rewinds:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return again(own)
-
-        trainer.Trainer.open_loader = open_loader
-        train(recipe, callbacks=[spoil(7, NAN, once=False)])
-
-    return forked.run([train_and_die]).returncode
-
-
-def test_a_rewind_outlives_a_kill(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
-    assert killed(recipe, 1, spoil) == -signal.SIGKILL
-    run = train(recipe)
-    saved = json.loads((run.checkpoints_dir / "step-00000012" / "state.json").read_text())
-    assert saved["skipped"] == [[48, 64]], "samples of the steps 7 and 8"
-    whole = train(recipe.replace(f"run.dir='{tmp_path / 'whole'}'"), callbacks=[spoil(7, NAN)])
-    assert curve(run) == curve(whole)
-
-
-@pytest.mark.dist
-def test_every_rank_verifies_its_share_before_a_rewind(corpus, tmp_path, spoil):
-    more = REWIND | {"eval.every": 0, "checkpoint.background": "false"}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-
-    def rank() -> None:
-        number, verify = int(os.environ["RANK"]), Checkpoint.verify
-        calls, done = list[list[int]](), list[int]()
-
-        def record(self, rank=0, world=1):
-            calls.append([self.step, rank, world])
-            return verify(self, rank, world)
-
-        def damage(now: Any) -> None:
-            if now.step == 7 and not done:
-                done.append(7)
-                calls.clear()
-                if number == 0:
-                    folder = recipe.run_dir / "checkpoints" / "step-00000006"
-                    file = max(folder.glob("*.safetensors"))
-                    file.write_bytes(file.read_bytes()[:-1] + b"x")
-
-        Checkpoint.verify = record
-        train(recipe, callbacks=[each_step(damage), spoil(7, NAN)])
-        (recipe.run_dir / f"calls-{number}").write_text(json.dumps(calls))
-
-    assert forked.launch([rank], 2) == 0
-    run = Run(tmp_path / "run")
-    for rank in (0, 1):
-        calls = json.loads((run.path / f"calls-{rank}").read_text())
-        assert calls == [[step, rank, 2] for step in (6, 3)]
-    assert [step for step, _ in events(run, "rewound", "reason")] == [3]
-    assert (run.checkpoints_dir / "bad-step-00000006").is_dir()
-    assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
-
-
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
-
-
-NAN, JUMP = float("nan"), -40.0  # factors of the weights: with the second the loss jumps up
-
-
-def test_rewind_before_first_save_of_lineage_goes_back_to_its_start(corpus, tmp_path, spoil):
-    """The newest commit in the directory is one of the lineage that was left."""
-    recipe, steps = (
-        recipe_of(corpus, tmp_path / "run", **REWIND, **{"checkpoint.keep_last": 10}),
-        [],
-    )
-    stopped(recipe, 9)
-    back = recipe.replace("checkpoint.resume='3'")
-    callbacks = [each_step(lambda now: steps.append(now.step)), spoil(4, NAN)]
-    run = train(back, callbacks=callbacks)
-    assert [step for step, _ in events(run, "rewound", "reason")] == [3]
-    assert steps == [4, *range(4, 13)]
-
-
-def test_rewinds_to_one_checkpoint_are_counted_over_kills(corpus, tmp_path, spoil):
-    recipe = recipe_of(corpus, tmp_path / "run", **REWIND)
-    for count in (1, 2, 3):
-        assert killed(recipe, count, spoil) == -signal.SIGKILL
-    with refused("returned to step 6 3 times", error=RunFailed):
-        train(recipe, callbacks=[spoil(7, NAN, once=False)])
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert len([line for line in lines if line.get("event") == "rewound"]) == 3

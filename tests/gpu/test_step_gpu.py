@@ -18,8 +18,8 @@ pytestmark = pytest.mark.gpu
         ("train.precision=bf16", "parallel.activation_checkpointing=selective", "optim.kind=muon"),
         ("train.precision=bf16", "parallel.strategy=ddp", "train.micro_batch=4"),
         ("train.precision=bf16", "parallel.strategy=full_shard"),
-        ("train.precision=fp16", "train.average.kind=ema"),
-        ("train.precision=bf16", "parallel.strategy=full_shard", "train.average.kind=tail"),
+        ("train.precision=fp16", "train.average=0.999"),
+        ("train.precision=bf16", "parallel.strategy=full_shard", "train.average=0.9"),
         ("train.precision=bf16", "train.compile=true", "train.deterministic=false"),
     ],
 )

@@ -145,7 +145,6 @@ def test_a_tensor_that_no_checkpoint_can_hold_is_named(buffer):
 
 
 def test_optimizer_state_that_the_checkpoint_has_not_is_dropped(tmp_path: Path) -> None:
-    """A rewind to a checkpoint from before the first step starts the optimizer over."""
     model, optimizer = trained(0)
     checkpoint = save(tmp_path, model, optimizer)
     train(model, optimizer, 3)

@@ -288,7 +288,7 @@ def test_gpt2_124m():
     assert lr * lr_multiplier(s, h, 0) == pytest.approx(8.391608e-07, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd", "inverse-sqrt"])
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("warmup", [0, 1, 3, 0.5, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3, 50])
 def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
@@ -318,22 +318,6 @@ def test_decay_shapes_are_those_of_transformers(shape, final):
     assert got[5:] == pytest.approx(expected[5:], rel=1e-12)
     if shape == "1-sqrt" and not final:  # arXiv 2405.18392, section 3
         assert got[27:] == pytest.approx([1 - math.sqrt((n - 27) / 13) for n in range(27, 40)])
-
-
-@pytest.mark.parametrize("warmup", [5, 0])
-def test_inverse_sqrt_is_that_of_transformers(warmup):
-    expected = transformers_values("inverse_sqrt", 60, num_warmup_steps=warmup)
-    got = curve(60, kind="inverse-sqrt", warmup=warmup)
-    assert got[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
-    # Its warm-up starts at 0, one update earlier.
-    assert got[:warmup] == pytest.approx(expected[1 : warmup + 1], rel=1e-12)
-    if warmup:  # as fairseq: the warm-up's square root over that of the update
-        assert got[warmup:] == pytest.approx([math.sqrt(warmup / i) for i in range(warmup, 60)])
-    # A run that is longer than the schedule keeps the last value; a longer schedule changes none.
-    settings = {"kind": "inverse-sqrt", "warmup": warmup}
-    assert curve(60, **settings, steps=40)[:41] == got[:41]
-    assert set(curve(60, **settings, steps=40)[40:]) == {got[40]}
-    assert curve(90, **settings)[:60] == got
 
 
 def test_blocks_are_a_method_or_a_list_of_modules():

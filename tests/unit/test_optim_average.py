@@ -12,17 +12,14 @@ from helpers import refused
 from windlass.optim.average import Average
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
-from windlass.recipe import Horizon, Recipe
-from windlass.recipe.settings import AverageSettings
+from windlass.recipe import Recipe
 
 STEPS = 12
 ROUNDING = 1e-6  # of float32, relative
 
 
-def expected(kind: str, weights: list[float], beta: float) -> float:
+def expected(weights: list[float], beta: float) -> float:
     """The average of weights in order, by its definition."""
-    if kind == "tail":
-        return math.fsum(weights) / len(weights)
     average = weights[0]
     for n, weight in enumerate(weights[1:], start=1):
         decay = min(beta, (1 + n) / (10 + n))
@@ -30,21 +27,11 @@ def expected(kind: str, weights: list[float], beta: float) -> float:
     return average
 
 
-CASES = {
-    "ema": ({"kind": "ema", "beta": 0.6}, range(1, 13)),
-    "tail": ({"kind": "tail", "last": 8}, range(5, 13)),
-    "half": ({"kind": "tail", "last": 0.5}, range(7, 13)),
-    "whole run": ({"kind": "tail", "last": 1.0}, range(1, 13)),
-}
-
-
 @pytest.mark.parametrize("bad", [(), (1, 5, 6, 9, 12), range(1, 13)], ids=["good", "some", "all"])
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_the_average_is_that_of_the_updates_that_were_made(case, deferred, bad):
+def test_the_average_is_that_of_the_updates_that_were_made(deferred, bad):
     """Bad steps are skipped by the host, or by the device (`deferred`), which it does not tell."""
-    settings, due = CASES[case]
-    train = {"steps": STEPS, "on_nonfinite": "skip", "max_skips": 99, "average": settings}
+    train = {"steps": STEPS, "on_nonfinite": "skip", "max_skips": 99, "average": 0.6}
     recipe, model = Recipe.model_validate({"train": train, "optim": {"lr": 0.05}}), Line()
     trainer = bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")), deferred)
     average, entered = trainer.average, list[float]()
@@ -53,44 +40,25 @@ def test_the_average_is_that_of_the_updates_that_were_made(case, deferred, bad):
         before = model.weight
         trainer.step(batch(step), 1.0)
         assert (model.weight == before) == (step in bad)
-        assert (step > average.begin) == (step in due)
-        if step in due and step not in bad:
+        if step not in bad:
             entered.append(model.weight)
-        assert average.begun(step) == len(entered)
+        assert int(average.count) == len(entered)
         if entered:
-            wanted = expected(settings["kind"], entered, settings.get("beta", 0))
+            wanted = expected(entered, 0.6)
             assert float(average.tensors["w"]) == pytest.approx(wanted, rel=ROUNDING)
 
 
-def test_a_spike_that_is_skipped_does_not_enter(monkeypatch):
-    train = {"steps": STEPS, "on_spike": "skip", "average": {"kind": "tail", "last": 1.0}}
-    recipe, model = Recipe.model_validate({"train": train, "optim": {"lr": 0.05}}), Line()
-    trainer = bare_trainer(model, recipe, Ranks(DistEnv(), torch.device("cpu")))
-    found = lambda *_: (torch.zeros(()), 9.0 if spikes else None)  # noqa: E731
-    monkeypatch.setattr(trainer.bad_steps, "observe", found)
-    for step in (1, 2, 3):
-        spikes = step == 2
-        trainer.step(batch(step), 1.0)
-    assert trainer.average.begun(3) == 2
-
-
-@pytest.mark.parametrize("kind", ["ema", "tail"])
-def test_an_average_that_begins_anew_keeps_nothing_of_the_memory_it_was_made_in(kind):
+def test_an_average_that_begins_anew_keeps_nothing_of_the_memory_it_was_made_in():
     """A resume makes it before the checkpoint fills the weights, perhaps of NaN."""
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.fill_(math.nan)
-    average = Average(model, AverageSettings(kind=kind), Horizon(STEPS, 100, 1))
+    average = Average(model, 0.999)
     with torch.no_grad():
         model.weight.fill_(2.0)
     average.load(0)
     average.update(STEPS, torch.zeros(()))
     assert average.tensors["weight"].tolist() == [[2.0] * 3] * 2
-
-
-def moving(kind: str, steps: int = STEPS, **more) -> tuple[nn.Linear, Average]:
-    model = nn.Linear(3, 2)
-    return model, Average(model, AverageSettings(kind=kind, **more), Horizon(steps, 100, 1))
 
 
 def move(model: nn.Module) -> None:
@@ -100,7 +68,8 @@ def move(model: nn.Module) -> None:
 
 
 def test_the_model_gets_its_weights_back_bit_for_bit():
-    model, average = moving("ema")
+    model = nn.Linear(3, 2)
+    average = Average(model, 0.999)
     for step in (1, 2, 3):
         move(model)
         average.update(step, torch.zeros(()))
@@ -117,37 +86,16 @@ def test_the_model_gets_its_weights_back_bit_for_bit():
 def test_frozen_weights_have_no_average():
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
-    average = Average(model, AverageSettings(kind="ema"), Horizon(STEPS, 100, 1))
+    average = Average(model, 0.999)
     assert list(average.tensors) == ["weight"]
-
-
-def test_an_extended_run_has_a_new_tail():
-    """At the end of the shorter run, the tail of the longer one has not begun."""
-    model, average = moving("tail", steps=20, last=5)
-    assert average.begin == 15
-    average.load(0)
-    weights = []
-    for step in range(13, 21):
-        move(model)
-        weights.append(model.weight.detach().double())
-        average.update(step, torch.zeros(()))
-    wanted = torch.stack(weights[-5:]).mean(0)
-    torch.testing.assert_close(average.tensors["weight"].double(), wanted, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"train.average.beta": 0.9}, ("train.average.kind", "ema")),
-        (
-            {"train.average.kind": "ema", "train.average.beta": 1.0},
-            ("train.average.beta", "less than 1"),
-        ),
-        ({"train.average.kind": "swa"}, ("train.average.kind", "tail")),
-        ({"train.average.kind": "tail", "train.average.last": 0}, ("train.average.last", "0.2")),
-        ({"train.average.kind": "tail", "train.early_stop": 3}, ("train.early_stop", "ema")),
-        ({"checkpoint.best": "loss.average_loss"}, ("checkpoint.best", "train.average.kind")),
-        ({"train.ema": 0.999}, ("train.ema", "train.average.kind=ema")),
+        ({"train.average": 1.0}, ("train.average", "less than 1")),
+        ({"checkpoint.best": "loss.average_loss"}, ("checkpoint.best", "train.average")),
+        ({"train.ema": 0.999}, ("train.ema", "train.average=0.999")),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, words):
@@ -162,7 +110,7 @@ def test_the_plan_counts_the_average():
     from windlass.model.size import count
 
     plain = Recipe().replace({"model.vocab": 257})
-    averaged = plain.replace({"train.average.kind": "ema"})
+    averaged = plain.replace({"train.average": 0.999})
     total = count(plain.model, 257).total
     sizes = [subject_of(recipe).size.checkpoint_bytes for recipe in (plain, averaged)]
     assert sizes[1] - sizes[0] == 4 * total

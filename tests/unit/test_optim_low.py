@@ -16,8 +16,7 @@ from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
-from windlass.recipe import Horizon
-from windlass.recipe.settings import AverageSettings, OptimSettings
+from windlass.recipe.settings import OptimSettings
 
 BF16 = {"train__master": "bf16", "train__precision": "bf16"}
 
@@ -173,7 +172,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
 
 def test_an_average_of_bf16_weights_keeps_small_changes():
     model = Matrix(64, 128, torch.bfloat16)
-    average = Average(model, AverageSettings(kind="ema", beta=0.999), Horizon(400, 100, 1), seed=3)
+    average = Average(model, 0.999, seed=3)
     zero = torch.tensor(0.0)
     average.update(1, zero)
     start = model.weight.detach().float().clone()
@@ -196,7 +195,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "how",
     [
-        BF16 | {"train__average__kind": "ema"},
+        BF16 | {"train__average": 0.999},
         BF16 | {"optim__kind": "muon"},
         {"optim__kind": "adamw8bit"},
         BF16 | {"optim__kind": "adamw8bit", "train__stream": "bf16"},

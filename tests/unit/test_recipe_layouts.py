@@ -70,11 +70,6 @@ def test_the_number_that_a_message_names_works(ranks, number):
         (3, {TENSOR: 2}, ["multiple of 2", "has 3", "start 2 or 4 ranks", "world=2"]),
         (6, {TENSOR: 2, "parallel.context": 2}, ["multiple of 4", "start 4 or 8 ranks"]),
         (6, {TENSOR: 2}, ["train.global_batch = 8", "3 data ranks", "write 6 or 9"]),
-        (
-            2,
-            {TENSOR: 2, "optim.kind": "torch.optim.Adafactor"},
-            ["optim.kind", "parallel.tensor=1"],
-        ),
     ],
 )
 def test_ranks_that_cannot_train_a_recipe_are_refused_before_they_start(world, layout, words):

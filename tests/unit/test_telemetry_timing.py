@@ -129,22 +129,12 @@ KILLED = [
 ]
 
 
-def test_a_resumed_and_a_rewound_run_by_hand():
+def test_a_resumed_run_by_hand():
     """Device hours count each start with its own ranks."""
     parts = {"startup": 7.0, "train": 15.5, "save": 1.0, "lost": 5.0}
     wall = wall_time(KILLED)
     assert {name: seconds for name, seconds in wall.items() if seconds} == parts | {"total": 28.5}
     assert device_hours(KILLED) == pytest.approx((15.5 * 2 + 13.0 * 4) / 3600)
-    lines = [  # a rewind continues in the same process
-        line(0, 0, "started", world=2, startup=4.0),
-        line(0, 10, "checkpoint", startup=4.0, train=5.0, save=1.0),
-        line(0, 20, startup=4.0, train=10.0, save=1.0),
-        line(1, 10, "rewound", startup=4.0, train=11.0, save=1.0),
-        line(1, 30, startup=4.0, train=21.0, save=1.0),
-    ]
-    wall = wall_time(lines)
-    assert [wall[name] for name in ("startup", "train", "lost", "total")] == [4.0, 15.0, 6.0, 26.0]
-    assert device_hours(lines) == pytest.approx(26.0 * 2 / 3600)
 
 
 def train(step, step_ms, tokens, attempt=0, **more):

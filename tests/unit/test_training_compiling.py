@@ -1,6 +1,5 @@
 """What `train.compile = "auto"` needs on a machine, and where it compiles nothing."""
 
-import importlib.util
 import json
 import sysconfig
 import warnings
@@ -19,19 +18,15 @@ from windlass.training.network import missing_tools
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    assert "7.0" in missing_tools((6, 1))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "triton" in missing_tools((8, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "C compiler" in missing_tools((8, 0))
+    assert "C compiler" in missing_tools()
     compiler = tmp_path / "gcc"
     compiler.touch(0o755)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "Python.h" in missing_tools((8, 0))
+    assert "Python.h" in missing_tools()
     (tmp_path / "Python.h").touch()
-    assert missing_tools((8, 0)) == ""
+    assert missing_tools() == ""
 
 
 def test_auto_compiles_nothing_on_a_cpu_and_the_start_says_so(

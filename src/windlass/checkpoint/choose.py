@@ -55,7 +55,7 @@ def policy_of(
 ) -> Policy:
     """The policy of a run; `keep_every` holds for each of `horizons` (an extended run has two)."""
     inside = lineage and lineage.checkpoint and not Path(lineage.checkpoint).is_absolute()
-    start = lineage.step if lineage and inside and not lineage.skipped else None
+    start = lineage.step if lineage and inside else None
 
     def forever(step: int) -> bool:
         return any(horizon.due(settings.keep_every, step) for horizon in horizons)
@@ -98,7 +98,6 @@ class Lineage(BaseModel):
     serial: Count = 0  # of the last commit before the lineage: only later ones belong to it
     # The job that began the lineage, to recognise its restarts.
     job: dict[str, str] = Field(default_factory=dict)
-    skipped: list[tuple[int, int]] = []  # samples that rewinds to the checkpoint left out
     recipe: dict[str, Any] = {}
     replaced: str = ""  # SHA-256 of the `recipe.toml` before it
 
@@ -112,21 +111,7 @@ def lineage_at(run: Path, checkpoint: Path | None, step: int, job: Mapping[str, 
         directory, path = run.resolve(), checkpoint.resolve()
         path = path.relative_to(directory) if path.is_relative_to(directory) else path
         current |= {"checkpoint": path.as_posix(), "step": step}
-        current |= {"skipped": left_out(run, checkpoint)}
     return Lineage(serial=serial, job=dict(job), **current)
-
-
-def left_out(run: Path, checkpoint: Path) -> list[tuple[int, int]]:
-    """The samples that rewinds to a checkpoint have left out; later checkpoints know of them."""
-    lineage = read_lineage(run)
-    is_start = lineage and (run / lineage.checkpoint).resolve() == checkpoint.resolve()
-    return lineage.skipped if lineage and is_start else []
-
-
-def leave_out(run: Path, checkpoint: Path, step: int, samples: tuple[int, int]) -> None:
-    """Record, durably, that the run returns to a checkpoint and leaves out a range of samples."""
-    now = lineage_at(run, checkpoint, step, (read_lineage(run) or Lineage()).job)
-    write_lineage(run, now.model_copy(update={"skipped": [*now.skipped, samples]}), Files())
 
 
 def read_lineage(run: Path) -> Lineage | None:

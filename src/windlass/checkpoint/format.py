@@ -325,12 +325,11 @@ class Checkpoint:
             raise UserError(f"{argument('weights', weights)}: write {' or '.join(WEIGHTS)}")
         if weights == "raw":
             return self
-        tensors, kind = self.manifest.tensors, self.meta.get("average", "none")
+        tensors = self.manifest.tensors
         inside = {MODEL + n.removeprefix(AVERAGE): tensors[n] for n in self.names(AVERAGE)}
         if not inside:
-            problem = f"{self.path} lacks averaged weights (train.average.kind = {kind})"
-            later = "name a later checkpoint, or " * (kind != "none")
-            raise UserError(f"{problem}: {later}leave {argument('weights', weights)} out")
+            problem = f"{self.path} lacks averaged weights (train.average was 0)"
+            raise UserError(f"{problem}: leave {argument('weights', weights)} out")
         update = {"tensors": {**tensors, **inside}}
         return replace(self, content=self.manifest.model_copy(update=update))
 

@@ -147,9 +147,9 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
     in_epoch = -(-horizon.samples_per_epoch // horizon.samples_per_step)
     train = min(recipe.eval.train_batches, in_epoch)
     sizes = [*[batches] * (len(steps) - 1), last]
-    # Windlass also evaluates the average after its beginning.
-    begin = recipe.train.average.begin(horizon)
-    twice = sum(size for step, size in zip(steps, sizes, strict=True) if step > begin)
+    # Windlass also evaluates the average, except before the first step.
+    averaged = recipe.train.average > 0
+    twice = sum(size for step, size in zip(steps, sizes, strict=True) if averaged and step)
     work = (sum(sizes) + twice + len(steps) * train) / 3
     return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
 

@@ -164,12 +164,10 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
     """Every layout of our GPT that the recipe's checks accept, in each variant."""
     world, host = machine.world, machine.ranks_of_host
     numbers = [n for n in range(1, world + 1) if world % n == 0]
-    # Some optimizers of libraries need whole matrices.
-    whole = "." in recipe.optim.kind
     for tensor, context, pipeline in product(numbers, numbers, numbers):
         # Links between hosts are too slow for tensor parallelism.
         apart = host and tensor > host
-        if world % (tensor * context * pipeline) or (whole and tensor > 1) or apart:
+        if world % (tensor * context * pipeline) or apart:
             continue
         division: Settings = {"parallel.tensor": tensor, "parallel.context": context}
         division |= {"parallel.pipeline": pipeline, "parallel.strategy": "auto"}

@@ -156,7 +156,7 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         context=p.context,
         pipeline=p.pipeline,
         chunks=p.pipeline_chunks if p.pipeline > 1 else 1,
-        average=recipe.train.average.enabled,
+        average=recipe.train.average > 0,
         compile=compiles(recipe, device),
         master=MASTER_BYTES[recipe.train.master],
         program=replace(OURS, stream=2) if recipe.train.stream == "bf16" else OURS,

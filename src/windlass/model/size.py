@@ -159,7 +159,7 @@ class CountedSizes:
 def checkpoint_bytes(recipe: Recipe, vocab: int, counted: CountedSizes | None = None) -> int:
     """Bytes of weights, optimizer state and average; `counted`: of a model that is not our GPT."""
     master = MASTER_BYTES[recipe.train.master]
-    state = moment_bytes(recipe.optim.kind, master) + master * recipe.train.average.enabled
+    state = moment_bytes(recipe.optim.kind, master) + master * (recipe.train.average > 0)
     if counted is None:
         model, total = recipe.model, count(recipe.model, vocab).total
         # Muon has one moment for a block's matrix.

@@ -1,13 +1,8 @@
-"""`train.average`: an average of the weights, updated after the optimizer, and used in evaluations.
+"""`train.average`: an exponential moving average of the weights, updated after the optimizer.
 
-The n-th weights enter with `average += w * (weights - average)`:
-
-- `tail`: w = 1 / n, the uniform mean of a run's last part (stochastic weight averaging, arXiv
-  1803.05407; for language models arXiv 2306.03241);
-- `ema`: w = 1 - min(beta, n / (n + 9)), as TensorFlow's `ExponentialMovingAverage` with
-  `num_updates` = n - 1.
-
-The first weights replace what was there (w = 1), so no average contains the initial weights.
+The n-th weights enter with `average += w * (weights - average)`, w = 1 - min(beta, n / (n + 9)), as
+TensorFlow's `ExponentialMovingAverage` with `num_updates` = n - 1. The first weights replace what
+was there (w = 1), so the average contains no initial weights.
 """
 
 from __future__ import annotations
@@ -20,22 +15,18 @@ from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
 from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded
-from windlass.recipe.settings import AverageSettings
-from windlass.recipe.units import Horizon
 
 
 class Average:
     """The average of a model's trained parameters, on each rank of the part that it holds, as
-    `tensors` by parameter, in its precision, layout and device; empty with the kind `none`."""
+    `tensors` by parameter, in its precision, layout and device; empty without an average."""
 
-    def __init__(
-        self, model: nn.Module, settings: AverageSettings, horizon: Horizon, seed: int = 0
-    ):
-        """`model`: parallelized, not wrapped (see `unwrap`); `seed`: of bf16 averages' rounding."""
-        self.settings, self.model, self.seed = settings, model, seed
-        self.begin = settings.begin(horizon)
+    def __init__(self, model: nn.Module, beta: float, seed: int = 0):
+        """`model`: parallelized, not wrapped (see `unwrap`); `beta`: the decay, 0 for no average;
+        `seed`: of bf16 averages' rounding."""
+        self.beta, self.model, self.seed = beta, model, seed
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        named = trained if settings.enabled else {}
+        named = trained if beta else {}
         self.parameters = list(named.values())
         self.tensors = {name: with_cut(p.detach().clone(), cut_of(p)) for name, p in named.items()}
         device = local_part(next(model.parameters())).device
@@ -44,13 +35,11 @@ class Average:
     @torch.no_grad()
     def update(self, step: int, skipped: Tensor) -> None:
         """After the update of `step`; `skipped` is 1.0 if the device did not make it."""
-        if step <= self.begin:
+        if not self.tensors:
             return
         enters = 1 - skipped.to(self.count)
         n = self.count + enters
-        weight = 1 / n
-        if self.settings.kind == "ema":
-            weight = 1 - torch.clamp(n / (n + 9), max=self.settings.beta)
+        weight = 1 - torch.clamp(n / (n + 9), max=self.beta)
         # Until the first weights have entered, the average is the present weights.
         weight = torch.where(self.count == 0, 1.0, enters * weight)
         self.count.copy_(n)
@@ -65,10 +54,6 @@ class Average:
             key = f"{self.seed}/average/{name}/{step}"
             bits = random_bits(key, *places(p)).view(average.shape)
             average.copy_(rounded(new, bits, BF16_DROPPED))
-
-    def begun(self, step: int) -> int:
-        """The weights in the average after `step` steps; 0: none. Waits for the device."""
-        return int(self.count) if step > self.begin else 0
 
     @torch.no_grad()
     def load(self, count: int) -> None:

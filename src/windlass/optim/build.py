@@ -11,38 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.errors import UserError, did_you_mean, first_line, plural, require
-from windlass.model.share import blocks_of, cut_of, is_sharded, whole_shape, with_cut
+from windlass.errors import UserError, did_you_mean, first_line, plural
+from windlass.model.share import blocks_of, cut_of, whole_shape, with_cut
 from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings
 
-# The base; needs a closure; needs sparse gradients; evaluates other weights than it trains.
-EXCLUDED = ("Optimizer", "LBFGS", "SparseAdam", "ScheduleFree")
-ELEMENTWISE = {
-    "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD",
-    "pytorch_optimizer": "AdEMAMix AdaBelief Lion Tiger",
-}
-"""Each element's update follows from this element alone, so ranks may divide the parameters."""
 
-
-def library_optimizer(settings: OptimSettings, divided: bool = False) -> type[Any] | None:
-    """The class in `torch.optim` or `pytorch_optimizer`; None for ours. `divided`: whether ranks
-    divide the parameters. UserError for whatever cannot be used or resumed."""
+def library_optimizer(settings: OptimSettings) -> type[Any] | None:
+    """The class in `torch.optim` or `pytorch_optimizer`; None for ours. UserError for `options`
+    that it does not take."""
     library, _, name = settings.kind.rpartition(".")
     if not library:
         return None
-    if library != "torch.optim":
-        require(library, f'optim.kind = "{settings.kind}"')
-    optimizers: dict[str, Any] = {
-        name: one
-        for name, one in vars(importlib.import_module(library)).items()
-        if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer)
-        if not name.startswith(EXCLUDED)
-    }
-    if (optimizer := optimizers.get(name)) is None:
-        instead = did_you_mean(name, optimizers, cutoff=0.3)
-        raise UserError(f"optim.kind: {library} has no {name} that can be used here; {instead}")
+    optimizer: type[Any] = getattr(importlib.import_module(library), name)
     parameters = inspect.signature(optimizer).parameters.values()
     taken = {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD}
     taken -= {"params", "lr", "weight_decay"}
@@ -51,53 +33,21 @@ def library_optimizer(settings: OptimSettings, divided: bool = False) -> type[An
             instead = did_you_mean(option, taken)
             raise UserError(f"optim.options: {settings.kind} takes no {option}; {instead}")
     try:  # the class checks the values
-        problem = unsavable(optimizer, settings)
+        optimizer([nn.Parameter(torch.ones(1))], lr=settings.lr, **settings.options)
     except Exception as error:  # a library may raise anything
         text = first_line(error)
         raise UserError(f"optim.options: {settings.kind} rejects them: {text}") from None
-    if problem:
-        problem = f"a checkpoint cannot hold the state of {settings.kind}: {problem}"
-        raise UserError(f"optim.kind: {problem}; write another optimizer")
-    if divided and name not in ELEMENTWISE[library].split():
-        why = f"{settings.kind} may need whole parameters, and here ranks divide them"
-        advice = 'parallel.strategy = "ddp" with parallel.tensor=1, or take one of '
-        raise UserError(f"optim.kind: {why}: write {advice}{ELEMENTWISE[library]}")
     return optimizer
 
 
-def unsavable(optimizer: type[Any], settings: OptimSettings) -> str:
-    """The state, after one step of a small matrix, that a checkpoint cannot hold; else empty."""
-    parameter = nn.Parameter(torch.ones(3, 2))
-    group = {"params": [parameter], "lr": settings.lr, "weight_decay": settings.weight_decay}
-    built = optimizer([group], lr=settings.lr, **settings.options)
-    before, parameter.grad = dict(built.param_groups[0]), torch.zeros(3, 2)
-    with torch.random.fork_rng(devices=[]):
-        built.step()
-    if set(built.state) - {parameter}:
-        return "a part of it belongs to no parameter"
-    for key, value in built.state[parameter].items():
-        if not isinstance(value, Tensor) and type(value) not in (int, float):
-            return f"its {key} is a {type(value).__name__}"
-    for key, value in built.param_groups[0].items():
-        if before.get(key) is not value and (key in before or type(value) is not int):
-            return f"a step changes {key} of the parameter group"
-    return ""
-
-
 def to_tensors(
-    state: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any]
+    state: Mapping[str, Tensor], group: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The state of a parameter of `group`; `defaults` are the optimizer's settings. A number
-    becomes a scalar of float64 or int64, which optimizers do not use for tensors."""
-    tensors = dict(state)
-    for key, value in group.items():
-        if state and type(value) is int and key not in defaults:
-            tensors[f"group.{key}"] = value
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
-            dtype = torch.int64 if type(value) is int else torch.float64
-            tensors[key] = torch.tensor(value, dtype=dtype)
-    return tensors
+    """The state of a parameter of `group`, with the counts that `pytorch_optimizer` holds in the
+    group; `defaults` are the optimizer's settings."""
+    counts = {key: n for key, n in group.items() if type(n) is int and key not in defaults}
+    tensors = {f"group.{key}": torch.tensor(n) for key, n in counts.items()} if state else {}
+    return {**state, **tensors}
 
 
 def from_tensors(
@@ -108,8 +58,7 @@ def from_tensors(
         if key.startswith("group."):
             group[key.removeprefix("group.")] = int(tensor)
         else:
-            is_number = not tensor.dim() and tensor.dtype in (torch.int64, torch.float64)
-            state[key] = tensor.item() if is_number else tensor
+            state[key] = tensor
 
 
 ParameterGroup = dict[str, Any]
@@ -160,30 +109,14 @@ def build_optimizer(
             device_type=device_type,
             group=replicas.get_group() if replicas is not None else None,
         )
-        start_over(optimizer)
+        # The state is created now: if memory runs out, no update has changed a parameter yet.
+        for g in optimizer.param_groups:
+            for p in g["params"]:
+                optimizer.state[p] = new_state(p.detach(), g)
     else:
-        parameters = [p for g in groups for p in g["params"]]
-        sharded = any(is_sharded(p) and p.device_mesh.size() > 1 for p in parameters)
-        divided = sharded or any(cut_of(p) is not None for p in parameters)
-        kind: Any = library_optimizer(settings, divided)
-        try:
-            optimizer = kind(groups, lr=settings.lr, **settings.options)
-        except (TypeError, ValueError) as error:  # torch's Muon takes matrices alone
-            problem = f"{settings.kind} does not take this model: {error}"
-            raise UserError(f"optim.kind: {problem}") from None
+        kind: Any = library_optimizer(settings)
+        optimizer = kind(groups, lr=settings.lr, **settings.options)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
-
-
-def start_over(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer the state from before its first update."""
-    optimizer.state.clear()
-    for g in optimizer.param_groups:
-        counts = [k for k, v in g.items() if type(v) is int and k not in optimizer.defaults]
-        for key in counts:  # of an optimizer of a library
-            del g[key]
-        # Ours has its state now: if memory runs out, no update has changed a parameter yet.
-        for p in g["params"] if "names" in g else ():
-            optimizer.state[p] = new_state(p.detach(), g)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, multiplier: float, number: int = 0) -> None:

@@ -9,11 +9,9 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
     fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear)
             final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
             final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
-            1 / sqrt(1 + (i - w) / (w or 10,000))           (inverse-sqrt; arXiv 1706.03762)
 
-The fall begins at update s: at the end of the warm-up for `linear`, `cosine` and `inverse-sqrt`
-(without a final value), `decay` steps before the end for `wsd` (arXiv 2404.06395), whose shape
-is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
+The fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps
+before the end for `wsd` (arXiv 2404.06395), whose shape is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
@@ -22,12 +20,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from windlass.errors import UserError
-from windlass.recipe.settings import OptimSettings, ScheduleSettings
+from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
-
-JUMP = 0.05  # of a learning rate: a larger change is announced
-TIMESCALE = 10_000  # of `inverse-sqrt` without a warm-up, as in transformers
 
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
@@ -52,23 +46,6 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
     return warmup, fall
 
 
-def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
-    """Raise UserError if warm-up and decay are longer than the schedule of a run."""
-    whole = schedule_horizon(schedule, horizon)
-
-    def steps_of(duration: float | str) -> float:  # not rounded: 1 % of 10 steps is not a step
-        is_share = isinstance(duration, float)
-        return duration * whole.steps if is_share else whole.steps_in(duration)  # type: ignore
-
-    parts = {"warmup": schedule.warmup} | (
-        {"decay": schedule.decay} if schedule.kind == "wsd" else {}
-    )
-    if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
-        keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
-        problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"
-        raise UserError(f"{problem}: shorten them, write shares, as 0.02, or train longer")
-
-
 def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:
     """The factor of the peak learning rate in the update numbered `step` (0 is the first)."""
     steps, (warmup, fall) = schedule_horizon(schedule, horizon).steps, phases(schedule, horizon)
@@ -78,19 +55,7 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
         return 1.0
     x = min(1.0, (step - fall) / (steps - fall))
     shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
-    if shape == "inverse-sqrt":
-        return (1 + (min(step, steps) - fall) / (warmup or TIMESCALE)) ** -0.5
     if shape == "linear":
         return 1 - (1 - schedule.final) * x
     left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
     return schedule.final + (1 - schedule.final) * left
-
-
-def describe_jump(optim: OptimSettings, old: Horizon, new: Horizon, step: int) -> str:
-    """Both learning rates of the update before `step` if a longer run changes it; else empty."""
-    if not step:
-        return ""
-    last, now = (optim.lr * lr_multiplier(optim.schedule, h, step - 1) for h in (old, new))
-    why = f"because the {optim.schedule.kind} schedule now ends at step {new.steps:,}"
-    jump = f"the learning rate jumps from {last:.2g} to {now:.2g}, {why}"
-    return jump if abs(now - last) > JUMP * last else ""

@@ -182,16 +182,8 @@ def mixture(r: Any) -> Problems:
 
 
 def average(r: Any) -> Problems:
-    a = r.train.average
-    if a.kind == "none" and a != sections.AverageSettings():
-        yield "train.average.kind", 'other settings of averages are given: write "ema" or "tail"'
-    if a.kind == "none" and r.checkpoint.best == "loss.average_loss":
-        yield "checkpoint.best", 'nothing is averaged: write train.average.kind="ema", or "loss"'
-    if a.kind == "tail" and not a.last:
-        yield "train.average.last", "it is 0: write the share of the run to average, as 0.2"
-    if a.kind == "tail" and r.train.early_stop:
-        problem = "the run may end before the averaged part"
-        yield "train.early_stop", f'{problem}: write 0, or train.average.kind="ema"'
+    if not r.train.average and r.checkpoint.best == "loss.average_loss":
+        yield "checkpoint.best", 'nothing is averaged: write train.average=0.999, or "loss"'
 
 
 def evaluations(r: Any) -> Problems:
@@ -202,8 +194,6 @@ def evaluations(r: Any) -> Problems:
         yield "checkpoint.best", f"eval.suites does not measure {suite}: {write}"
     if r.eval.train_batches and sections.LOSS_SUITE not in r.eval.suites:
         yield "eval.train_batches", "eval.suites lacks the suite loss: add it, or write 0"
-    if r.train.early_stop and not r.eval.every:
-        yield "train.early_stop", "it needs evaluations: set eval.every, or drop it"
 
 
 def batch(r: Any) -> Problems:

@@ -43,7 +43,7 @@ from windlass.recipe.units import BatchPlan, Horizon, plan_batch
 NON_SEMANTIC = (
     *("run.name", "run.dir", "run.base", "run.notes", "data.dir", "data.workers"),
     *("data.changed", "data.cache_gb"),
-    *("train.micro_batch", "train.threads", "train.early_stop", "train.startup_checks"),
+    *("train.micro_batch", "train.threads", "train.startup_checks"),
     *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from windlass.errors import did_you_mean
 from windlass.recipe.network import Names, Section
-from windlass.recipe.units import EPOCHS, Duration, Horizon
+from windlass.recipe.units import EPOCHS, Duration
 
 IGNORE_INDEX = -100  # the label of a masked position, as in `torch.nn.functional.cross_entropy`
 
@@ -24,8 +25,13 @@ BEST = (
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-OPTIMIZER_LIBRARIES = ("torch.optim", "pytorch_optimizer")
+LIBRARY_OPTIMIZERS = {
+    "torch.optim": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD",
+    "pytorch_optimizer": "AdEMAMix AdaBelief Lion Tiger",
+}
+"""Each element's update follows from this element alone, so ranks may divide the parameters."""
+OPTIMIZERS = ["adamw", "adamw8bit", "muon"]
+OPTIMIZERS += [f"{of}.{name}" for of, names in LIBRARY_OPTIMIZERS.items() for name in names.split()]
 
 
 class RunSettings(Section):
@@ -42,29 +48,6 @@ class RunSettings(Section):
     """Seed of initialisation, data order, dropout and sampling, each a pure function of it."""
     notes: str = ""
     """Free text, shown in the run's report and trackers."""
-
-
-class AverageSettings(Section):
-    """An average of the trained weights, beside them."""
-
-    kind: Literal["none", "ema", "tail"] = "none"
-    """`ema`: exponential moving average of the weights; `tail`: their mean over the run's `last`
-    part (arXiv 1803.05407, 2306.03241). The training itself does not change."""
-    beta: Beta = 0.999
-    """With `ema`: its decay, in the first steps (1 + n) / (10 + n) after n averaged ones if that is
-    less (as TensorFlow's `ExponentialMovingAverage`), so that the first weights are forgotten."""
-    last: Duration = 0.2
-    """With `tail`: the part of the run at its end that is averaged."""
-
-    @property
-    def enabled(self) -> bool:
-        return self.kind != "none"
-
-    def begin(self, horizon: Horizon) -> int:
-        """The steps of a run before the averaged ones."""
-        if self.kind == "tail":
-            return max(0, horizon.steps_before_last(self.last))
-        return 0 if self.enabled else horizon.steps
 
 
 class TrainSettings(Section):
@@ -107,21 +90,16 @@ class TrainSettings(Section):
     1512.00567). Reported losses are without it."""
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
-    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """After a non-finite loss: `stop` before the update, `skip` the step, or `rewind`: go back to a
-    checkpoint and leave the samples out."""
-    on_spike: Literal["ignore", "skip", "rewind", "stop"] = "ignore"
-    """After a loss spike (`spike_sigmas`), before the update; not `ignore`: waits for each loss."""
-    spike_sigmas: float = Field(6.0, gt=0)
-    """A loss this many standard deviations above the mean of the last 128 steps is a spike."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a non-finite loss: `stop` before the update, or `skip` the step."""
     max_skips: int = Field(20, ge=1)
-    """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`, `on_spike`)."""
-    early_stop: int = Field(0, ge=0)
-    """Evaluations in a row without a better `checkpoint.best` that end the run; 0: never."""
-    average: AverageSettings = AverageSettings()
-    """`train.average.kind`, `.beta`, `.last`."""
+    """Skipped steps in a row that end the run (fp16 overflows, `on_nonfinite`)."""
+    average: float = Field(0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, as 0.999; 0: none. After n steps it is
+    at most (1 + n) / (10 + n) (as TensorFlow's `ExponentialMovingAverage`), so that the first
+    weights are forgotten. The training itself does not change."""
     startup_checks: bool = True
-    """Check master weights, ties and the first loss, and that your own module sums its loss."""
+    """Test on two samples whether your own module returns the sum of its loss."""
     threads: int = Field(0, ge=0)
     """CPU threads of a rank; 0: OMP_NUM_THREADS, else torch's, or cores / ranks of a host."""
 
@@ -137,9 +115,8 @@ class TrainSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd", "inverse-sqrt"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up,
-    `inverse-sqrt` (arXiv 1706.03762) to 1 / sqrt(2) after twice the warm-up, or 10,000 steps."""
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
@@ -150,7 +127,7 @@ class ScheduleSettings(Section):
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
     final: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule, as a share of `lr`; `inverse-sqrt` has none."""
+    """Learning rate at the end of the schedule, as a share of `lr`."""
 
 
 class OptimSettings(Section):
@@ -158,8 +135,9 @@ class OptimSettings(Section):
 
     kind: str = "adamw"
     """`adamw` (arXiv 1711.05101); `adamw8bit` with moments in 8 bits; `muon` for the blocks'
-    matrices, with AdamW for the rest; or an optimizer of `torch.optim` or `pytorch_optimizer` by
-    name, as `torch.optim.Adafactor`, with the library's defaults and `options`."""
+    matrices, with AdamW for the rest; or by name, with the library's defaults and `options`, one of
+    `torch.optim` (ASGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, SGD) or
+    `pytorch_optimizer` (AdEMAMix, AdaBelief, Lion, Tiger), as `torch.optim.SGD`."""
     options: dict[str, bool | int | float | str | list[float]] = {}
     """With an optimizer of a library: its other arguments, as `optim.options.momentum = 0.9`."""
     lr: float = Field(1e-3, gt=0)
@@ -182,10 +160,8 @@ class OptimSettings(Section):
     @field_validator("kind")
     @classmethod
     def _kind(cls, value: str) -> str:
-        library, _, name = value.rpartition(".")
-        if value not in OPTIMIZERS and not (library in OPTIMIZER_LIBRARIES and name):
-            named = f"{', '.join(OPTIMIZERS)}, or an optimizer of a library"
-            raise ValueError(f"it takes {named}, as torch.optim.SGD, pytorch_optimizer.Lion")
+        if value not in OPTIMIZERS:
+            raise ValueError(did_you_mean(value, OPTIMIZERS))
         return value
 
 
@@ -344,7 +320,5 @@ class TelemetrySettings(Section):
     profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
     """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
     Perfetto and a table of operators in `RUN/profile`."""
-    memory_snapshot: bool = False
-    """On a GPU: if memory runs out, write torch's memory snapshot (docs.pytorch.org/memory_viz)."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

@@ -28,9 +28,7 @@ TROUBLES = {  # of the ledger's events, by name
     "preempted": "unsaved stop",  # a stop with a save loses nothing
     "stopped": "unsaved stop",
     "save_failed": "failed save",
-    "rewound": "rewind",
     "skipped": "skipped step",
-    "spike": "loss spike",
     "out_of_memory": "out-of-memory error",
     "warning": "warning",
 }
@@ -122,9 +120,8 @@ def worked(view: RunView) -> Answer:
             text, mark = "Not yet: no step", "open"
         case state:
             text, mark = f"Not yet: {state} after {done}", "open"
-    reason = str(view.values.get("ended_early") or "")
-    starts = 1 + sum(restart.what != "rewound" for restart in view.restarts)
-    remark = _sentence(reason, plural(starts, "start"), plural(len(killed), "kill"))
+    starts = 1 + len(view.restarts)
+    remark = _sentence(plural(starts, "start"), plural(len(killed), "kill"))
     return Answer(WORKED, text, remark, mark)
 
 
@@ -137,10 +134,7 @@ def kills(view: RunView) -> list[int]:
     return [
         number
         for number, own in sorted(events.items())
-        # a rewind is a new attempt of the same process
-        if not own & set(ENDINGS)
-        and "rewound" not in events.get(number + 1, ())
-        and number != running
+        if not own & set(ENDINGS) and number != running
     ]
 
 

@@ -78,7 +78,7 @@ def _row(path: Path, top: Path) -> RunRow:
     train = [line for line in lines if line["kind"] == "train"]
     return RunRow(
         name,
-        "ended early" if state == "finished" and lines[-1].get("early_stop") else state,
+        state,
         step=max((line["step"] for line in lines), default=0),
         steps=steps,
         left_s=time_left(train, steps) if state == "running" else None,
@@ -93,9 +93,8 @@ def _cell_row(result: CellResult) -> RunRow:
     name, state = result.cell.directory, result.state
     if not result.begun:
         return RunRow(name, state, steps=result.steps)
-    row = _row(result.run.path, result.run.path)._replace(run=name)
-    ended_early = state == "finished" and row.state == "ended early"
-    return row if ended_early else row._replace(state=state, left_s=result.left_s)
+    row = _row(result.run.path, result.run.path)
+    return row._replace(run=name, state=state, left_s=result.left_s)
 
 
 def _study_row(path: Path, name: str) -> RunRow:

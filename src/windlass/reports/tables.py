@@ -158,7 +158,7 @@ ELSEWHERE = {  # in the first lines of a run's report, or in its tables of evalu
     *("state", "steps", "tokens", "parameters", "trainable", "network", "layout", "world"),
     *("best_eval_loss", "best_eval_step", "best_bits_per_byte", "best_measure", "best_score"),
     *("best_score_step", "train_tokens_per_s", "train_steps_per_s", "mfu", "runtime_s"),
-    *("device_hours", "energy_kwh", "goodput", "starts", "ended_early"),
+    *("device_hours", "energy_kwh", "goodput", "starts"),
     *(name for name, measure in RUN.items() if measure.source.startswith("eval.")),
 }
 PLACE = ("run.dir", "run.base")

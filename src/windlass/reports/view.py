@@ -21,17 +21,14 @@ from windlass.errors import plural
 from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
-from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
+from windlass.run import STARTS, Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.results import BITS, validation_data
 from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
 from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, of_eval
-from windlass.telemetry.timing import BEGINS, device_hours, evaluation_speed, throughput, wall_time
+from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
-
-# the events that begin an attempt, with a chart's word for the restart
-STARTS = {name: name for name in BEGINS} | {"started": "started again"}
 
 # Windlass parses the device samples of all ranks up to this size, and every n-th line beyond it.
 MAX_DEVICE_BYTES = 8_000_000
@@ -197,7 +194,7 @@ ROWS = 100_000  # of `train` lines in a report, over all its runs; a run with mo
 class Restart(NamedTuple):
     """The start of an attempt after the first one."""
 
-    what: str  # one of the words in STARTS, `extended`, or `settings changed`
+    what: str  # `started again`, `resumed`, `branched`, `extended`, or `settings changed`
     step: float
     tokens: float
     hours: float
@@ -279,7 +276,7 @@ def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restar
         own = [x for x in events if x.get("attempt") == attempt.number]
         changed = [x["settings"] for x in own if x.get("event") == "settings_changed"]
         changes = {key: values for one in changed for key, values in one.items()}
-        what = text = STARTS[start["event"]]
+        what = text = start["event"].replace("started", "started again")
         if before:
             what, text = "extended", f"extended from {before:,} to {plural(start['steps'], 'step')}"
         elif changes:

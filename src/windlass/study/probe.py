@@ -100,7 +100,7 @@ def probe_recipe(cell: Cell) -> Recipe:
     """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
     on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
-    none = ["train.early_stop", "optim.schedule.warmup", "optim.schedule.steps", "eval.every"]
+    none = ["optim.schedule.warmup", "optim.schedule.steps", "eval.every"]
     none += ["eval.sample_every", "checkpoint.every", "checkpoint.keep_every"]
     changes: dict[str, Any] = dict.fromkeys(none, 0) | ALONE
     changes["train.global_batch"] = recipe.train.global_batch // recipe.sizes(world).data_world

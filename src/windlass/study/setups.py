@@ -17,13 +17,13 @@ from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
-from windlass.run import Line, Run, last_start, timestamp
+from windlass.run import STARTS, Line, Run, last_start, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
 from windlass.study.probe import probe_dir
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
-from windlass.telemetry.timing import BEGINS, STEP_PHASES
+from windlass.telemetry.timing import STEP_PHASES
 
 LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
 UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
@@ -155,7 +155,7 @@ def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line
     """
     step, start, begun, chosen = 0, 0, 0.0, []
     for line in lines:
-        if line["kind"] == "event" and line.get("event") in BEGINS:
+        if line["kind"] == "event" and line.get("event") in STARTS:
             step = start = line["step"]
         elif line["kind"] == "train":
             if line.get("step_ms") and step - start >= warmup and begun >= since:

@@ -148,13 +148,6 @@ def scores_by_step(lines: Iterable[Mapping[str, Any]], measure: str) -> Scores:
     return Scores(finite, lower_is_better(measure, own))
 
 
-def without_improvement(lines: Sequence[Mapping[str, Any]], measure: str) -> int:
-    """The number of evaluations of a measure since the best one."""
-    best_step, suite = scores_by_step(lines, measure).best_step, measure.partition(".")[0]
-    own = comparable([x for x in lines if x.get("suite", LOSS) == suite])
-    return sum(best_step is None or step > best_step for step in {x["step"] for x in own})
-
-
 def comparable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The `eval` lines of a suite on the items of the last one: a resume may change the items."""
     return [x for x in lines if all(x.get(key) == lines[-1].get(key) for key in SAME_ITEMS)]

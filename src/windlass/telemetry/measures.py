@@ -306,7 +306,6 @@ startup_s | rate | first_step.startup_s |\
 device_hours | hours | | Device-hours | yes
 energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
 starts | count | | Starts
-ended_early | | finished.reason | Ended early
 """,
 )
 """Numbers of a whole run by the name in CSV; `reports.view` computes those without a source."""

@@ -16,7 +16,6 @@ from windlass.run import STARTS, Line
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer")
 RUN_PHASES = ("startup", "compile", "data", "train", "eval", "save", "sample")
-BEGINS = (*STARTS, "rewound")  # events from whose step steps are counted on
 
 Seconds = dict[str, float]
 
@@ -153,7 +152,7 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
     windows: list[tuple[Line, int, bool]] = []  # a line, its steps, whether it is the start's first
     step, first = 0, True
     for line in ledger:
-        if line["kind"] == "event" and line.get("event") in BEGINS:
+        if line["kind"] == "event" and line.get("event") in STARTS:
             step, first = line["step"], True
         elif line["kind"] == "train":
             if line.get("step_ms"):
@@ -212,10 +211,7 @@ def wall_time(lines: Iterable[Line]) -> Seconds:
 
 
 def device_hours(lines: Iterable[Line]) -> float:
-    """Hours of wall time times ranks, over all starts of a run, from the raw ledger.
-
-    `world` is in the events of starting; a rewind, which has none, keeps the world before it.
-    """
+    """Hours of wall time times ranks, over all starts of a run, from the raw ledger."""
     lines = list(lines)
     started = (line for line in lines if isinstance(line.get("world"), int))
     worlds = {int(line.get("attempt", 0)): line["world"] for line in started}
@@ -229,24 +225,10 @@ def device_hours(lines: Iterable[Line]) -> float:
 def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
     """Step and seconds of each line by attempt."""
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
-    base: Seconds = {}
-
-    def add(number: int, step: float, seconds: Seconds) -> None:
-        since = {name: value - base.get(name, 0.0) for name, value in seconds.items()}
-        attempts.setdefault(number, []).append((step, since))
-
     for line in lines:
         seconds, number = line.get("seconds"), int(line.get("attempt", 0))
-        if not isinstance(seconds, dict):
-            continue
-        if number not in attempts:
-            # A rewind begins a new attempt in the same process, whose clock runs on. The time until
-            # the rewind belongs to the attempt before, at a step beyond every step that stays.
-            rewound = line.get("event") == "rewound" and bool(attempts)
-            if rewound:
-                add(max(attempts), float("inf"), seconds)
-            base = seconds if rewound else {}
-        add(number, line["step"], seconds)
+        if isinstance(seconds, dict):
+            attempts.setdefault(number, []).append((line["step"], seconds))
     return attempts
 
 

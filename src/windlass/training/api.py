@@ -115,17 +115,17 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     if world < 1:
         raise UserError(f"{argument('world', world)}: write 1 or more ranks")
     recipe.batch(world)
-    layout, kind = recipe.parallel, recipe.optim.kind
+    layout = recipe.parallel
     if own_model and layout.model_ranks > 1:
         problem = f"{layout.layout}: Windlass divides its own GPT only"
         raise UserError(f"{problem}, not your module: use data parallelism")
     if own_model and recipe.model.kernels == "liger":
         problem = 'model.kernels = "liger" is for the model of a recipe'
         raise UserError(f'{problem}: apply Liger to your module, and write "torch"')
-    if "." in kind:
+    if recipe.optim.options:
         from windlass.optim.build import library_optimizer
 
-        library_optimizer(recipe.optim, divided=layout.tensor > 1)  # raises for a wrong one
+        library_optimizer(recipe.optim)  # raises for a wrong one
 
 
 def finished_run(plan: StartPlan) -> Run:

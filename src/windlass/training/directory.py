@@ -16,10 +16,7 @@ from typing import IO, Any
 
 from windlass.checkpoint.choose import (
     Lineage,
-    candidates,
     first_undamaged,
-    leave_out,
-    left_out,
     lineage_at,
     read_lineage,
     record,
@@ -29,7 +26,7 @@ from windlass.checkpoint.choose import (
 )
 from windlass.checkpoint.format import Checkpoint
 from windlass.data.shards import Index
-from windlass.errors import RunFailed, UserError, argument
+from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
@@ -37,7 +34,6 @@ from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
 from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
 
-MAX_REWINDS = 3  # to the same checkpoint
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
 
@@ -93,7 +89,7 @@ class RunDirectory:
             raise UserError(f"{problem}: {advice}")
         effects = [  # a branch may change the kinds of optimizer and average
             ("optimizer", "optim.kind", "the saved optimizer state is not used"),
-            ("average", "train.average.kind", "the saved average is not used"),
+            ("average", "train.average", "the average changes"),
             ("precision", "train.precision", "the losses differ"),
             ("compiles", "train.compile", "the losses differ by rounding"),
             ("micro_batch", "train.micro_batch", "rounding differs, and dropout draws other masks"),
@@ -102,31 +98,6 @@ class RunDirectory:
             if (old := before[key]) != now[key]:
                 change = f"{setting} was {typed(old)} and is {typed(now[key])}"
                 self.warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
-
-    def left_out(self) -> list[tuple[int, int]]:
-        """The samples that rewinds to the checkpoint have left out."""
-        assert self.checkpoint is not None
-        read = partial(left_out, self.run.path, self.checkpoint.path)
-        return [(start, stop) for start, stop in self.ranks.decide("left out", read)]
-
-    def choose_earlier(self, reason: str) -> Checkpoint:
-        """The newest good checkpoint, for a rewind because of `reason`; or RunFailed."""
-        ranks, path = self.ranks, self.run.path
-        checkpoint = choose_undamaged(ranks, lambda: candidates(path))
-        if checkpoint is None:
-            raise RunFailed(f"{reason}; the run lacks a checkpoint to return to")
-        ranks.decide("rename damaged", lambda: rename_damaged(checkpoint, path))
-        rewinds = ranks.decide("rewinds", lambda: left_out(path, checkpoint.path))
-        if len(rewinds) >= MAX_REWINDS:
-            times = f"the run returned to step {checkpoint.step} {MAX_REWINDS} times"
-            advice = "resume from an earlier one (checkpoint.resume=STEP) with a lower optim.lr"
-            raise RunFailed(f"{reason}; {times}: {advice}")
-        return checkpoint
-
-    def leave_out(self, checkpoint: Checkpoint, samples: tuple[int, int]) -> None:
-        """Record, durably, a return to a checkpoint that leaves out a range of samples."""
-        write = partial(leave_out, self.run.path, checkpoint.path, checkpoint.step, samples)
-        self.ranks.decide("rewind", write)
 
     def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the start of a new run or lineage; every rank calls it."""

@@ -63,7 +63,7 @@ class Evaluator:
             whole = is_last and measures_all(self.recipe, self.horizon, samples)
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
-                average = self.average if self.average.begun(step) else None
+                average = self.average if self.average.tensors and step else None
                 result = self.suites.measure(
                     suite, self.model, self.stop_requested, whole, show, average
                 )

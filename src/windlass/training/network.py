@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import shutil
@@ -10,7 +9,6 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.open import Data
 from windlass.data.samples import Samples, masks_documents
-from windlass.errors import RunFailed, UserError, first_line
+from windlass.errors import UserError, first_line
 from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
@@ -54,30 +52,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 from windlass.training.nonfinite import ran_out_of_memory
 
 LOOKED_AT, MOST_READ = 64, 4096  # samples that are read for labels at once, and at most
-
-
-def check_weights(
-    network: nn.Module, tied_before: list[list[str]], wanted: torch.dtype, ranks: Ranks
-) -> None:
-    """Check type and ties of the weights that will be trained; RunFailed on every rank."""
-    # With fewer bits a weight would lose small updates, unless the optimizer rounds for it.
-    trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
-    wrong = [name for name, parameter in trained if parameter.dtype != wanted]
-    problems = [f"master weights are not {wanted}: {name}" for name in wrong[:1]]
-    untied = [" and ".join(names) for names in tied_before if names not in tie_groups(network)]
-    problems += [f"{names} were tied in the model, and no longer are" for names in untied]
-    gathered = dict.fromkeys(chain(*ranks.all_gather_object("startup checks", problems)))
-    if gathered:
-        head = "the start-up checks failed (train.startup_checks):"
-        raise RunFailed("\n".join([head, *gathered]))
-
-
-def tie_groups(model: nn.Module) -> list[list[str]]:
-    """The names of each tied weight."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
 @contextmanager
@@ -182,8 +156,12 @@ class Network:
             stack.enter_context(keeping_modes(module))
             set_training(module)
             model = own_module(module, recipe.model.context)
+            low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
             if recipe.train.master == "bf16":
                 hold_trained(model)
+            elif low:
+                advice = 'give model.float(), or write train.master="bf16"'
+                raise UserError(f"your model's {low[0]} has less than 32 bits: {advice}")
         else:
             model = build_model(recipe, data.vocab, run=run)
             if recipe.model.kernels == "liger":
@@ -213,11 +191,8 @@ class Network:
             raise UserError(f'train.master = "bf16" {problem}: {advice}')
         self.compiled, self.warnings = bool(recipe.train.compile), list[str]()
         if recipe.train.compile == "auto":  # a user's module compiles only by `true`
-            device, capability, missing = ranks.device, torch.cuda.get_device_capability, ""
-            self.compiled = not self.own and compiles(recipe, device.type, horizon.steps)
-            if self.compiled:
-                missing = ranks.decide("compile", lambda: missing_tools(capability(device)))
-            if missing:
+            self.compiled = not self.own and compiles(recipe, ranks.device.type, horizon.steps)
+            if self.compiled and (missing := ranks.decide("compile", missing_tools)):
                 self.compiled = False
                 self.warnings = [f"train.compile is off, so the training is slower: {missing}"]
 
@@ -227,14 +202,12 @@ class Network:
         facts = {"recipe": recipe.config_hash, "data": data.fingerprint, "vocab": data.vocab}
         facts |= {"micro_batch": micro_batch, "precision": self.precision}
         facts |= {"compiles": self.compiled, "optimizer": recipe.optimizer_state}
-        return facts | {"average": recipe.train.average.kind}
+        return facts | {"average": recipe.train.average}
 
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they
         come `from_checkpoint`."""
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
-        ties, fp64 = tie_groups(self.model), self.precision == "fp64"
-        master = torch.bfloat16 if recipe.train.master == "bf16" else torch.float32
         objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
         modules = list(self.model.modules())
         owners = [m for m in modules if isinstance(getattr(m, "objective", None), Objective)]
@@ -244,10 +217,10 @@ class Network:
             key = "train.z_loss" if objective.z else "train.label_smoothing"
             problem = "your own module computes its loss itself"
             raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
-        model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
+        if self.precision == "fp64":
+            self.model.double()
+        model = parallelize(self.model, ranks, recipe)
         network = unwrap(model)
-        if recipe.train.startup_checks:
-            check_weights(network, ties, torch.float64 if fp64 else master, ranks)
         if isinstance(network, HfModel) and not self.own:
             ranks.decide("origin", partial(hf_files.save_origin, network, run))
         if from_checkpoint:
@@ -264,12 +237,8 @@ class Network:
         return model
 
 
-def missing_tools(capability: tuple[int, int]) -> str:
+def missing_tools() -> str:
     """What torch's compiler for GPUs lacks on this machine; empty if nothing."""
-    if capability < (7, 0):
-        return "Triton needs a GPU of compute capability 7.0 or more"
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is missing"
     if not any(map(shutil.which, (os.environ.get("CC", ""), "gcc", "clang"))):
         return "Triton needs a C compiler, as gcc"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():

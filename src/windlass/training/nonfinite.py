@@ -1,31 +1,24 @@
-"""Bad steps (a loss or gradient that is not finite, or a loss spike), and the recipe's policies. A
-CPU looks at every step before its update. CUDA skips the update itself (`found_inf` of torch's
-fused optimizers) and counts bad steps; the host reads the counts when it logs or saves. After a
-step that ran out of memory the run starts again with smaller micro-batches."""
+"""Bad steps, whose loss or gradient is not finite, and the recipe's policies. A CPU looks at every
+step before its update. CUDA skips the update itself (`found_inf` of torch's fused optimizers) and
+counts bad steps; the host reads the counts when it logs or saves. After a step that ran out of
+memory the run starts again with smaller micro-batches."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import statistics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.errors import OutOfMemory, RunFailed
 from windlass.fileio import read_json, write_atomic
-from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.recipe import BatchPlan, Recipe
 from windlass.recipe.settings import TrainSettings
 from windlass.run import STARTS, Run
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler
-
-SPIKE_WINDOW = 128  # losses whose mean and deviation define a spike
-SPIKE_MIN = 16  # fewer losses say too little about their deviation
 
 
 class Counts(NamedTuple):
@@ -45,7 +38,7 @@ def decide_nonfinite(
     settings: TrainSettings,
     fp16: bool,
 ) -> tuple[str, str]:
-    """`skip`, `rewind` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
+    """`skip` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
     In fp16 an overflow of the gradient alone halves the loss scale and skips the step."""
     problem = "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
@@ -54,17 +47,9 @@ def decide_nonfinite(
     if policy == "stop":
         if not fp16:  # the updates since the first bad step were skipped
             step -= counts.bad - 1
-        advice = "look at its samples, lower optim.lr, or set train.on_nonfinite to skip or rewind"
+        advice = "look at its samples, lower optim.lr, or set train.on_nonfinite=skip"
         problem += f" (gradient norm {grad_norm}). The update was skipped: {advice}"
     return policy, f"step {step}: {problem}"
-
-
-def is_spike(window: list[float], loss: float, sigmas: float) -> bool:
-    """Whether `loss` is more than `sigmas` standard deviations above the mean of the window."""
-    if len(window) < SPIKE_MIN:
-        return False
-    spread = statistics.pstdev(window)
-    return spread > 0 and loss > statistics.fmean(window) + sigmas * spread
 
 
 def check_is_deferred(
@@ -89,16 +74,11 @@ class BadSteps:
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
         self._grad_norm = self._zero  # of the last step
-        self.reset()
-
-    def reset(self) -> None:
-        """Take the counts from the state: at the start, and after a rewind."""
         self._bad = self._count = self._loss_bad = self._zero
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
-    def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> tuple[Tensor, float | None]:
-        """Look at a step before its update: 1.0, on the device, if the update must be skipped; and
-        the global loss if it is a spike, which makes the host wait (`train.on_spike`).
+    def observe(self, loss: Tensor, grad_norm: Tensor, zero: Tensor) -> Tensor:
+        """Look at a step before its update: 1.0, on the device, if the update must be skipped.
 
         `loss` is this rank's, and may be infinite with a finite gradient. `grad_norm` and `zero`
         are equal on all ranks, which must act alike; `zero` is NaN if a rank's loss is not finite.
@@ -112,18 +92,7 @@ class BadSteps:
             self._longest = torch.maximum(self._longest, self._in_a_row)
         else:
             self._bad, self._in_a_row = bad, self._zero
-        if self.settings.on_spike == "ignore":
-            return self._bad, None
-        value = float(collectives.sum_over_ranks(loss.clone(), self.ranks))
-        if bool(bad) or not math.isfinite(value):  # `on_nonfinite` decides about this step
-            return self._bad, None
-        window = self.state.spike_window
-        if is_spike(window, value, self.settings.spike_sigmas):
-            return self._bad, value
-        window.append(value)
-        del window[:-SPIKE_WINDOW]
-        self.state.spikes_in_a_row = 0
-        return self._bad, None
+        return self._bad
 
     def read(self) -> Counts:
         """The counts since the last call. Waits for the device."""
@@ -134,39 +103,32 @@ class BadSteps:
         self._count, self._loss_bad, self._longest = self._zero, self._zero, self._in_a_row
         return Counts(int(bad), int(in_a_row), int(longest), bool(loss_bad))
 
-    def decide(self, spike: float | None, look: bool) -> str:
-        """Act on bad steps by the policies; returns why the run must rewind, or "". All ranks call
-        it after a step; `look`: whether to read the counts of non-finite steps."""
-        state, settings, action, reason = self.state, self.settings, "", ""
-        counts = self.read() if look else Counts(in_a_row=state.skips_in_a_row)
+    def decide(self) -> None:
+        """Read the counts and act on bad steps by the policies; all ranks call it after a step."""
+        state, counts = self.state, self.read()
         state.skips_in_a_row = counts.in_a_row
-        if counts.bad:
-            flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
-            bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-            norm, fp16 = float(self._grad_norm), self.scaler.enabled
-            action, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, settings, fp16)
-            if action == "skip":
-                more: dict[str, Any] = {"count": counts.bad, "in_a_row": counts.in_a_row}
-                more["loss_scale"] = self.scaler.scale
-                self._skipped("skipped", reason, counts.bad, counts.longest, **more)
-        if spike is not None and action in ("", "skip"):
-            action, sigmas = settings.on_spike, f"{settings.spike_sigmas:g} standard deviations"
-            text = f"the loss {spike:.4f} is a spike of more than {sigmas}"
-            reason = f"step {state.step}: {text} (train.on_spike)"
-            if action == "skip":
-                state.spikes_in_a_row = count = state.spikes_in_a_row + 1
-                self._skipped("spike", reason, 1, count, in_a_row=count)
-        if action == "stop":
+        if not counts.bad:
+            return
+        flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
+        bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
+        norm, fp16 = float(self._grad_norm), self.scaler.enabled
+        policy, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, self.settings, fp16)
+        if policy == "stop":
             raise RunFailed(reason)
-        return reason if action == "rewind" else ""
-
-    def _skipped(self, event: str, reason: str, updates: int, longest: int, **fields: Any) -> None:
-        self.recorder.emit(event, reason=reason, **fields)
-        self.state.updates_skipped += updates
-        if longest >= self.settings.max_skips:
-            problem = f"{longest} updates in a row were skipped, the last because of: {reason}"
-            advice = "use bf16 or fp32, or raise train.max_skips or train.spike_sigmas"
-            raise RunFailed(f"{problem}; lower optim.lr, {advice}")
+        self.recorder.emit(
+            "skipped",
+            reason=reason,
+            count=counts.bad,
+            in_a_row=counts.in_a_row,
+            loss_scale=self.scaler.scale,
+        )
+        state.updates_skipped += counts.bad
+        if counts.longest >= self.settings.max_skips:
+            problem = (
+                f"{counts.longest} updates in a row were skipped, the last because of: {reason}"
+            )
+            advice = "lower optim.lr, use bf16 or fp32, or raise train.max_skips"
+            raise RunFailed(f"{problem}; {advice}")
 
 
 OUT_OF_MEMORY = "out_of_memory"  # the event: `micro_batch` is the new, smaller one
@@ -184,11 +146,6 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
     sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
     phase, size = ranks.status.phase, f"micro-batches of {batch.micro_batch} sequences"
     problem = f"memory ran out in step {step} ({phase}), with {size} on each rank"
-    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
-        path = run.path / f"memory-rank-{ranks.rank}.pickle"
-        with contextlib.suppress(OSError):
-            torch.cuda.memory._dump_snapshot(str(path))
-        problem += f" (docs.pytorch.org/memory_viz shows the blocks in {path})"
     if sizes and not recipe.train.micro_batch:
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(run.path / SMALLER, json.dumps(smaller))

@@ -13,14 +13,13 @@ import psutil
 import torch
 
 from windlass.checkpoint.save import Save
-from windlass.errors import plural
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step, without_improvement
+from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step
 from windlass.telemetry.profile import StepProfile
 from windlass.telemetry.timing import (
     Goodput,
@@ -86,8 +85,6 @@ class Recorder:
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)
-        if settings.memory_snapshot and on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
     def emit(self, event: str, text: str = "", *, warning: bool = False, **fields: Any) -> None:
         """Write an `event` line at the present step, or at `step`, and show `text`, if any."""
@@ -127,16 +124,6 @@ class Recorder:
         self.console.eval(line)
         self.evaluations.append(line)
 
-    def rewound(self, reason: str, first: int, stop: int) -> None:
-        """Begin a new attempt, whose lines replace the lines of repeated steps."""
-        step = self.state.step
-        self.evaluations = [line for line in self.evaluations if line["step"] <= step]
-        self.ledger.attempt += 1
-        self.sampler.attempt = self.ledger.attempt
-        text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
-        self.emit("rewound", text, warning=True, reason=reason, left_out=[first, stop])
-        self.restart_counts()
-
     def restart_counts(self) -> None:
         """Measure speeds from the present step on."""
         self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
@@ -152,27 +139,6 @@ class Recorder:
     def scores(self) -> Scores:
         """The values of `checkpoint.best` by step."""
         return scores_by_step(self.evaluations, self.recipe.checkpoint.best)
-
-    def stops_improving(self) -> bool:
-        """Whether `train.early_stop` ends the run before its last step; equal on all ranks."""
-        patience, best = self.recipe.train.early_stop, self.recipe.checkpoint.best
-        is_before = self.state.step < self.horizon.steps
-        return is_before and 0 < patience <= without_improvement(self.evaluations, best)
-
-    def finished(self, early: bool) -> None:
-        """The end of the run; `early`: by `train.early_stop`."""
-        text, fields = "finished", dict[str, Any]()
-        if early:
-            measure, scores = self.recipe.checkpoint.best, self.scores
-            count = without_improvement(self.evaluations, measure)
-            reason = f"{plural(count, 'evaluation')} without a better {measure}"
-            if scores.best is not None:
-                reason += f"; the best was {scores.best:.4f} at step {scores.best_step:,}"
-            text, fields = (
-                f"finished early, after {reason}",
-                {"early_stop": count, "reason": reason},
-            )
-        self.emit("finished", f"{text}: {self.run.path}", **fields)
 
     @property
     def epoch(self) -> float:

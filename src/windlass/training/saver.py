@@ -81,11 +81,10 @@ class Saver(Writer):
         count = checkpoints_to_come(self.recipe, horizon, self.state.step, present)
         return shortage(self.directory.parent, count * size, "the run") if count else ""
 
-    def shard(self, average: bool = True) -> Shard:
-        """The part of model, optimizer and, if asked, the average that this rank writes."""
-        averages, base = self.average.tensors if average else {}, self.base
-        weights, stages = base.weights if base else (), self.ranks.mesh.sizes.pp
-        rank, world = self.rank, self.world
+    def shard(self) -> Shard:
+        """The part of model, optimizer and average that this rank writes."""
+        weights, stages = self.base.weights if self.base else (), self.ranks.mesh.sizes.pp
+        rank, world, averages = self.rank, self.world, self.average.tensors
         return gather_shard(self.model, self.optimizer, rank, world, stages, averages, weights)
 
     def save(self, reason: str = PERIODIC) -> None:
@@ -97,8 +96,8 @@ class Saver(Writer):
             self.ranks.mark(state.step, "save")
             self.losses.read()
             self.scaler.save(state)
-            state.averaged = self.average.begun(state.step)
-            meta, shard = self.meta | {"reason": reason}, self.shard(average=state.averaged > 0)
+            state.averaged = int(self.average.count)
+            meta, shard = self.meta | {"reason": reason}, self.shard()
             self.write(state.step, shard, state.to_json(), meta, recorder.scores)
             if self.own:
                 self.settle()

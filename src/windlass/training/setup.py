@@ -27,11 +27,9 @@ from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.convert import export_note
-from windlass.model.loss import takes_sources
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
-from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
@@ -64,14 +62,11 @@ from windlass.training.trainer import Trainer
 
 
 def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
-    """The length of a run. UserError if the data or the schedule does not allow it."""
+    """The length of a run. UserError if the data does not allow it."""
     samples, parameters = len(data.train), None
     if samples < 1:
         context = recipe.model.context
         raise UserError(f"the training data lacks a sample of model.context = {context} tokens")
-    if recipe.train.early_stop and data.val is None:
-        advice = "give data.eval_source=FILE, or data.val_fraction=0.1"
-        raise UserError(f"train.early_stop needs validation data: {advice}")
     if recipe.train.steps == "compute-optimal":
         if own_model:
             problem = 'train.steps = "compute-optimal" is for a recipe\'s own model'
@@ -80,9 +75,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    horizon = recipe.horizon(steps, samples)
-    check_fits(recipe.optim.schedule, horizon)
-    return horizon
+    return recipe.horizon(steps, samples)
 
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
@@ -211,18 +204,17 @@ def open_trainer(
     bare, seed = unwrap(model), recipe.run.seed
     zero, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
     optimizer = build_optimizer(bare, recipe.optim, ranks.device.type, replicas, zero, seed)
-    average = Average(bare, recipe.train.average, horizon, seed)
+    average = Average(bare, recipe.train.average, seed)
     facts, state = network.facts(data, batch.micro_batch), TrainState()
     if checkpoint is not None:
         console.begin(f"reading {checkpoint.path}")
         ranks.mark(checkpoint.step, "load")
         directory.compare(facts)
         state = load_state(checkpoint, model, optimizer, average, recipe, ranks)
-        state.skipped += directory.left_out()
     ranks.mark(state.step, "start")
     scaler = LossScaler(ranks.device, state, network.precision)
     mixture = mixture_of(recipe, data.train, horizon, state)
-    losses = LossSum(state, ranks, mixture, takes_sources(bare))
+    losses = LossSum(state, ranks)
     callbacks = Callbacks(code, recipe, ranks, state, horizon, model, optimizer)
 
     # Every part that a user's input can break has worked, so the run begins.
@@ -241,12 +233,10 @@ def open_trainer(
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
     trainer = Trainer(
         samples=data.train,
+        mixture=mixture,
         batch=batch,
         precision=precision,
         compiled=network.compiled,
-        vocab=network.sizes.vocab or data.vocab,
-        is_new=recipe.model.is_new and not own,
-        directory=directory,
         model=model,
         optimizer=optimizer,
         average=average,
@@ -342,7 +332,7 @@ def report_start(
     launch, places = record_launch(plan.run, ranks, network)
     facts = describe(data)
     if mixture is not None:
-        facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
+        facts["mixture"] = shares_of_run(mixture, horizon)
     measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
     shown = header(recorder, network, batch, facts, launch)
     console.header(shown | {"eval": str(measured or "")}, state.step)

@@ -16,7 +16,7 @@ from windlass.checkpoint.choose import candidates, read_lineage
 from windlass.checkpoint.format import checkpoints_in, step_dir
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
-from windlass.optim.schedule import describe_jump, phases
+from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
 from windlass.recipe import Horizon, Recipe, typed
 from windlass.recipe.layers import LINEAGE
@@ -28,13 +28,7 @@ from windlass.run import LOCK, Run, last_start
 # fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
     *("optim.", "data.mix", "data.stages", "train.steps", "train.average", "train.on_"),
-    *(
-        "train.spike_",
-        "train.max_skips",
-        "train.grad_clip",
-        "train.z_loss",
-        "train.label_smoothing",
-    ),
+    *("train.max_skips", "train.grad_clip", "train.z_loss", "train.label_smoothing"),
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
@@ -72,10 +66,7 @@ class StartPlan:
     @property
     def why_finished(self) -> str:
         """Why the run is finished, and which changed settings are ignored."""
-        ends = [e.get("reason") for e in self.run.events if e["event"] == "finished"]
         why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
-        if ends and ends[-1]:
-            why = f"{ends[-1]}; a larger train.early_stop, or 0, continues it"
         resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
         if resume != "latest":
             without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
@@ -147,12 +138,9 @@ def _resume(
             text = f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir"
             raise UserError(text)
     finished = run.state == "finished" and not extends_from
-    if finished:
+    if finished:  # a run whose extension was killed has an earlier end in its ledger
         end = next(line for line in reversed(run.events) if line["event"] == "finished")
-        if early := end.get("early_stop", 0):  # a larger one continues the run
-            finished = 0 < recipe.train.early_stop <= early
-        else:  # a run whose extension was killed has an earlier end in its ledger
-            finished = end["step"] == steps_of(run, run.recipe.train.steps)
+        finished = end["step"] == steps_of(run, run.recipe.train.steps)
     old = run.recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
     unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
@@ -262,14 +250,11 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
 
 
 def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """Warnings: the steps that an extended WSD run repeats after `step`, and a jump of another
-    schedule's learning rate."""
+    """A warning about the steps that an extended WSD run repeats after `step`, if any."""
     if (decay := old_decay(plan, horizon)) is None:
-        before = replace(horizon, steps=plan.extends_from or horizon.steps)
-        jump = describe_jump(plan.recipe.optim, before, horizon, step)
-        other = f"--branch-from {plan.run.path}@{step} begins a run with another schedule"
-        return [f"{jump}; {other}"] if jump else []
-    if step >= (done := max(int(line.get("step", 0)) for line in plan.run.ledger())):
+        return []
+    done = max(int(line.get("step", 0)) for line in plan.run.ledger())
+    if step >= done:
         return []
     why = f"the extension continues before the old decay, which began at step {decay:,}"
     return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.format import Checkpoint
+from windlass.checkpoint.format import AVERAGE, Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.data.mixture import (
     MixedSamples,
@@ -24,11 +24,9 @@ from windlass.data.mixture import (
     next_sample,
     stages_of,
 )
-from windlass.data.samples import Batch, Samples
+from windlass.data.samples import Samples
 from windlass.model.frozen import Linear4bit
-from windlass.model.loss import SourceSums
 from windlass.optim.average import Average
-from windlass.optim.build import start_over
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
@@ -53,22 +51,15 @@ class TrainState:
     samples: int = 0  # sequences trained on
     tokens: int = 0  # tokens trained on, without padding
     label_tokens: int = 0  # tokens that counted in the loss; masked prompts do not
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges [start, stop) of global sample numbers that rewinds left out."""
-    updates_skipped: int = 0  # because of non-finite steps and spikes
+    updates_skipped: int = 0  # because of non-finite steps
     skips_in_a_row: int = 0  # non-finite steps since the last good one
-    spikes_in_a_row: int = 0  # since the last step without one
     loss_scale: float = 0.0  # of fp16; 0: before the first step, and in other precisions
     scale_good_steps: int = 0  # steps without an overflow since the scale last changed
-    spike_window: list[float] = field(default_factory=list)
-    """The last losses; empty if `train.on_spike` is `ignore`."""
     loss_sum: float = 0.0  # over all steps with a finite loss
     losses: int = 0  # the number of these steps
-    averaged: int = 0  # weights in the checkpoint's average (`train.average`); 0: it has none
+    averaged: int = 0  # weights in the checkpoint's average (`train.average`)
     mixture: list[list[Any]] = field(default_factory=list)
     """The stages of a mixture (`data.mixture.Stage`), past ones as they were; else empty."""
-    source_losses: list[list[float]] = field(default_factory=list)
-    """Loss and labels of each source of a mixture, summed since the last `train` line."""
 
     def epochs(self, horizon: Horizon) -> float:
         """Completed epochs of the training data."""
@@ -80,9 +71,7 @@ class TrainState:
     @staticmethod
     def from_json(saved: dict[str, Any]) -> TrainState:
         """The reverse of `to_json`; raises KeyError if a counter is missing."""
-        state = TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
-        state.skipped = [(int(start), int(stop)) for start, stop in saved["skipped"]]
-        return state
+        return TrainState(**{name: saved[name] for name in TrainState.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -94,7 +83,6 @@ class StepResult:
     tokens: int  # over all ranks, without padding
     label_tokens: int  # over all ranks, unmasked
     padded_tokens: int  # over all ranks, with padding
-    spike: float | None = None  # the global loss if it is a spike, whose update was skipped
 
 
 class LossScaler:
@@ -104,10 +92,6 @@ class LossScaler:
         self.enabled = precision == "fp16"
         self.scale: Tensor | None = None  # in other precisions
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
-        self.load(state)
-
-    def load(self, state: TrainState) -> None:
-        """Take the scale of the counters, or the initial one if they have none."""
         if self.enabled:
             self.scale = self._zero + (state.loss_scale or SCALE_START)
             self.good_steps = self._zero + state.scale_good_steps
@@ -137,11 +121,22 @@ def mixture_of(
     if not isinstance(samples, MixedSamples):
         return None
     planned = stages_of(recipe.data, horizon)
-    at = next_sample(state.step, horizon.samples_per_step, state.skipped)
+    at = next_sample(state.step, horizon.samples_per_step)
     past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
     stages = continue_stages(past, planned, at)
     state.mixture = [list(stage) for stage in stages]
     return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
+
+
+def source_counts(mixture: Mixture, step: int, global_batch: int) -> dict[str, float]:
+    """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
+    counts = mixture.read(step, global_batch).tolist()
+    fields = dict[str, float]()
+    samples = mixture.samples
+    for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
+        fields[f"source.{name}.samples"] = count
+        fields[f"source.{name}.epochs"] = count / len(part)
+    return fields
 
 
 def load_state(
@@ -154,11 +149,10 @@ def load_state(
 ) -> TrainState:
     """Fill model, optimizer and average from a checkpoint; returns its counters."""
     state = TrainState.from_json(checkpoint.counters)
-    kind = checkpoint.meta.get("average", "none")
-    if kind != recipe.train.average.kind or state.step <= average.begin:
-        state.averaged = 0  # of another kind, or of the tail before an extension
-    if not (same_kind := checkpoint.meta.get("optimizer") == recipe.optimizer_state):
-        start_over(optimizer)  # a branch has changed the kind
+    if not average.tensors or not checkpoint.names(AVERAGE):
+        state.averaged = 0
+    # A branch may have changed the kind.
+    same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
     fill_base(checkpoint, unwrap(model), recipe, ranks)
     restore(checkpoint, model, optimizer if same_kind else None, averages)
@@ -167,40 +161,16 @@ def load_state(
 
 
 class LossSum:
-    """Adds the loss of every step, and of each source of a mixture, to the counters, in the order
-    of the steps. A step leaves its loss on the device; only `read` waits for it."""
+    """Adds the loss of every step to the counters, in the order of the steps. A step leaves its
+    loss on the device; only `read` waits for it."""
 
-    def __init__(
-        self,
-        state: TrainState,
-        ranks: Ranks,
-        mixture: Mixture | None = None,
-        by_source: bool = True,
-    ):
-        """`by_source`: whether the model gives the loss of each source (`takes_sources`)."""
-        self._state, self._ranks, self.mixture, self._shown = state, ranks, mixture, by_source
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the steps that were not read: before a rewind, or a step that is done again."""
-        self._losses, self._by_source = list[Tensor](), list[Tensor]()
-        self._sums: Tensor | None = None  # of the present step, [sources, 2]
-
-    def by_source(self, batch: Batch[Tensor]) -> dict[str, SourceSums]:
-        """An argument of the model's forward pass for the losses of a mixture's sources."""
-        if self.mixture is None or batch.sources is None or not self._shown:
-            return {}
-        if self._sums is None:
-            shape, device = (len(self.mixture.samples.names), 2), self._ranks.device
-            self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
-        return {"by_source": SourceSums(batch.sources, self._sums)}
+    def __init__(self, state: TrainState, ranks: Ranks):
+        self._state, self._ranks = state, ranks
+        self._losses = list[Tensor]()  # of the steps not read
 
     def add(self, loss: Tensor) -> None:
         """After a step, with this rank's part of its loss."""
         self._losses.append(loss.detach().to(torch.float64, copy=True))
-        if self._sums is not None:
-            self._by_source.append(self._sums)
-            self._sums = None
 
     def read(self) -> None:
         """Bring the counters up to date; all ranks call it at the same step."""
@@ -210,29 +180,7 @@ class LossSum:
         for loss in filter(math.isfinite, losses.tolist()):
             self._state.loss_sum += loss
             self._state.losses += 1
-        if self._by_source:  # the last stage of a pipeline has them
-            steps = collectives.sum_over_stages(torch.stack(self._by_source), self._ranks)
-            for step in collectives.sum_over_ranks(steps, self._ranks).tolist():
-                before = self._state.source_losses or [[0.0, 0.0]] * len(step)
-                self._state.source_losses = [
-                    [a + b for a, b in zip(old, new, strict=True)] if math.isfinite(new[0]) else old
-                    for old, new in zip(before, step, strict=True)
-                ]
-        self.reset()
-
-    def take_sources(self, global_batch: int) -> dict[str, float]:
-        """After `read`, the fields of a `train` line about a mixture's sources; {} without one."""
-        state, mixture = self._state, self.mixture
-        if mixture is None:
-            return {}
-        names, parts, fields = mixture.samples.names, mixture.samples.parts, dict[str, float]()
-        sums = state.source_losses or [[0.0, 0.0]] * len(names)
-        state.source_losses = []
-        counts = mixture.read(state.step, global_batch, state.skipped).tolist()
-        for name, part, count, (loss, labels) in zip(names, parts, counts, sums, strict=True):
-            fields |= {f"source.{name}.loss": loss / labels} if labels else {}
-            fields |= {f"source.{name}.samples": count, f"source.{name}.epochs": count / len(part)}
-        return fields
+        self._losses = []
 
 
 class Buffers:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
-from windlass.data.order import step_samples
+from windlass.data.mixture import Mixture
 from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
 from windlass.model.build import scalar
@@ -33,12 +33,18 @@ from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
 from windlass.recipe import BatchPlan
 from windlass.training.callbacks import Callbacks
-from windlass.training.directory import RunDirectory
 from windlass.training.evaluator import Evaluator
 from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.state import Buffers, LossScaler, LossSum, StepResult, load_state, step_seed
+from windlass.training.state import (
+    Buffers,
+    LossScaler,
+    LossSum,
+    StepResult,
+    source_counts,
+    step_seed,
+)
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
@@ -52,12 +58,10 @@ class Trainer:
     """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
 
     samples: Samples
+    mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
-    vocab: int  # the rows of the embedding
-    is_new: bool  # the training began with random weights
-    directory: RunDirectory
 
     # The state, with the counters: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
@@ -74,7 +78,6 @@ class Trainer:
     evaluator: Evaluator
     stop: StopSignals
     stop_at: int = 0  # the step after which to stop; 0: the last
-    ends_early: bool = False  # set by `train.early_stop`: no further step
 
     def __post_init__(self) -> None:
         self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
@@ -105,7 +108,6 @@ class Trainer:
         """Do the evaluation and sample that an interruption skipped at this step."""
         recorder, batch = self.recorder, self.batch
         done = recorder.read_measured(self.state.step)
-        self.ends_early = recorder.stops_improving()
         if self.evaluator.due and "eval" not in done:
             self.evaluate()
         if self.evaluator.sample_due and "sample" not in done:
@@ -124,7 +126,7 @@ class Trainer:
         if owns_collector := not gc.isenabled():  # `windlass train` has turned it off
             gc.freeze()  # imported modules stay, so a collection need not look at them
         try:
-            while state.step < horizon.steps and not self.ends_early:
+            while state.step < horizon.steps:
                 recorder.log(self.callbacks.take_logged())
                 batch = self.next_batch(loader)
                 self.stop.hold()  # from here on a signal saves before it ends the process
@@ -159,13 +161,8 @@ class Trainer:
                 # Whatever is logged, saved or measured must be finite; a CPU checks every step.
                 due = log_due or save_due or measured or stopping
                 self.buffers.share()
-                look = due or not self.bad_steps.deferred
-                if rewind_reason := self.bad_steps.decide(result.spike, look):
-                    loader.close(None)
-                    self.rewind(rewind_reason)
-                    loader = self.open_loader()
-                    continue
-
+                if due or not self.bad_steps.deferred:
+                    self.bad_steps.decide()
                 if log_due or self.callbacks.see_steps:
                     collectives.sum_over_ranks(result.loss, ranks)  # in place
                 self.callbacks.stepped(lr, batch, result)
@@ -199,10 +196,9 @@ class Trainer:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        text = check_first_loss(loss, self.vocab, self.is_new) if self.state.step == 1 else ""
-        if text and self.recipe.train.startup_checks:
-            self.recorder.emit("warning", text, warning=True, reason=text)
-        sources = self.losses.take_sources(self.horizon.samples_per_step)
+        sources, mixture = dict[str, float](), self.mixture
+        if mixture is not None:
+            sources = source_counts(mixture, self.state.step, self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
@@ -221,7 +217,7 @@ class Trainer:
             # Nobody knows whether a user's module draws random numbers.
             seed_generators(ranks.device, step_seed(self.recipe.run.seed, batch.step, micro.k))
             ranks.mark(batch.step, "forward")
-            stage |= self.losses.by_source(micro.batch) | documents_of(micro.batch, self.model)
+            stage |= documents_of(micro.batch, self.model)
             with timer.phase("forward"):
                 with autocast(self.recipe, ranks.device):
                     result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
@@ -246,26 +242,24 @@ class Trainer:
 
         ranks.mark(batch.step, "optimizer")
         with timer.phase("optimizer"):
-            grad_norm, spike = self.update(batch.step, loss, lr_multiplier)
+            grad_norm = self.update(batch.step, loss, lr_multiplier)
         labels, tokens, padded = map(int, counts.wait())
         ranks.mark(batch.step, "step")
-        return StepResult(loss, grad_norm.detach(), tokens, labels, padded, spike)
+        return StepResult(loss, grad_norm.detach(), tokens, labels, padded)
 
-    def update(
-        self, step: int, loss: torch.Tensor, lr_multiplier: float
-    ) -> tuple[torch.Tensor, float | None]:
-        """Clip and update, unless the step is bad; returns the gradient norm, and a loss spike."""
+    def update(self, step: int, loss: torch.Tensor, lr_multiplier: float) -> torch.Tensor:
+        """Clip and update, unless the step is bad; returns the gradient norm."""
         check_gradients_reduced(self.model)
         ranks, clip = self.ranks, self.recipe.train.grad_clip
         scale = self.scaler.scale
         collectives.sum_over_tensor_ranks(self.parameters, ranks)
         grad_norm, zero = collectives.norm_and_sum(self.counted, loss * 0, ranks)
         grad_norm = grad_norm if scale is None else grad_norm / scale
-        bad, spike = self.bad_steps.observe(loss, grad_norm, zero)
+        bad = self.bad_steps.observe(loss, grad_norm, zero)
         if self.bad_steps.deferred:  # the device makes no update if it is 1
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
         self.saver.settle()
-        if spike is None and (self.bad_steps.deferred or not bool(bad)):
+        if self.bad_steps.deferred or not bool(bad):
             # The update itself divides the gradients, to clip them and by the loss scale.
             divisor = torch.clamp((grad_norm + 1e-6) / (clip or math.inf), min=1.0)
             divisor = divisor if scale is None else divisor * scale
@@ -278,7 +272,7 @@ class Trainer:
             self.average.update(step, bad)
         self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, spike
+        return grad_norm
 
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
@@ -293,9 +287,8 @@ class Trainer:
             kind=settings.order,
             device=self.ranks.device,
             first_step=state.step,
-            skipped=tuple(state.skipped),
             length_buckets=settings.length_buckets and ragged,
-            mixture=self.losses.mixture,
+            mixture=self.mixture,
         )
 
     def next_batch(self, loader: Loader) -> StepBatch:
@@ -310,8 +303,7 @@ class Trainer:
                 self.ranks.mark(step + 1, "data")
             self.recorder.beat()
             if self.stop.requested and self.ranks.world == 1:
-                if rewind_reason := self.bad_steps.decide(None, look=True):
-                    self.rewind(rewind_reason)
+                self.bad_steps.decide()
                 self.saver.stop_run(self.stop)
             if self.stop.seconds_since() > self.saver.grace:
                 self.saver.finish(FAILING_SAVE_SECONDS)
@@ -334,30 +326,7 @@ class Trainer:
             self.saver.save(BEST)
             self.saver.settle()  # a callback may change what it gets
         self.callbacks.evaluated(scores)
-        self.ends_early = recorder.stops_improving()
         return True
-
-    def rewind(self, reason: str) -> None:
-        """Return to the newest good checkpoint, and leave out the samples since then."""
-        recorder, state, global_batch = self.recorder, self.state, self.batch.global_batch
-        self.saver.finish()
-        checkpoint = self.directory.choose_earlier(reason)
-        for note in checkpoint.notes:
-            recorder.console.warning(note)
-        self.losses.reset()
-        model, recipe, ranks = self.model, self.recipe, self.ranks
-        saved = load_state(checkpoint, model, self.optimizer, self.average, recipe, ranks)
-        first = int(step_samples(saved.step, global_batch, saved.skipped)[0])
-        last = int(step_samples(state.step - 1, global_batch, state.skipped)[-1])
-        samples = (first, last + 1)
-        self.directory.leave_out(checkpoint, samples)
-        skipped, mixture = [*state.skipped, samples], state.mixture
-        vars(state).update(vars(saved))  # in place, because other parts refer to it
-        state.skipped, state.mixture = skipped, mixture
-        self.bad_steps.reset()
-        self.scaler.load(state)
-        self.saver.resume_from(state.step)
-        recorder.rewound(reason, *samples)
 
     def finish(self) -> None:
         """The last checkpoint, the summary, the end of the trackers."""
@@ -369,20 +338,5 @@ class Trainer:
         recorder.sampler.stop()
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
-        recorder.finished(self.ends_early)
+        recorder.emit("finished", f"finished: {recorder.run.path}")
         recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
-
-
-def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
-    """A warning if the loss of step 1 is far from guessing among `rows` tokens; else empty."""
-    chance = math.log(max(2, rows))
-    likely = loss < 1.5 * chance + 1 and (loss > 0.5 * chance or not fresh)
-    if likely or loss == 0 or not math.isfinite(loss):  # 0: every label of the step was masked
-        return ""
-    causes = "the tokenizer may not be the model's (data.tokenizer), or its weights were not loaded"
-    if fresh and loss > chance:
-        causes = "look at model.init_std and model.logit_cap, or the labels"
-    elif fresh:
-        causes = "labels may be in the input"
-    guess = f"guessing among {rows:,} tokens gives {chance:.4g}"
-    return f"the first loss is {loss:.4g}, and {guess}: {causes}"

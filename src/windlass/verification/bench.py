@@ -27,7 +27,6 @@ TINY = {
 COMMON = {
     "train": {"steps": STEPS, "global_batch": BATCH, "micro_batch": MICRO, "compile": False},
     "train.deterministic": True,
-    "train.on_spike": "ignore",
     "checkpoint": {"every": 1, "keep_last": 2 * STEPS, "best": "loss"},
     "eval": {"every": 0, "sample_every": 0, "suites": ["loss"]},
     "telemetry": {"every": 1, "trackers": []},
