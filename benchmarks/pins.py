@@ -140,11 +140,6 @@ RECIPES: dict[str, tuple[str, int, str]] = {
         1,
         "",
     ),
-    "init_from": (
-        f"{NEW_PARTS} model.activation=swiglu model.init_from=llama data.tokenizer=hf:llama model.ff_width=64 model.norm_eps=1e-6",
-        1,
-        "",
-    ),
     "hf_llama": (HF.format("llama"), 1, "export sample"),
     "hf_gpt2": (HF.format("gpt2"), 1, "export"),
     "hf_from_scratch": (f"{HF.format('gpt2')} model.from_scratch=true", 1, ""),

@@ -1,6 +1,6 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back, by tensors.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, by tensors.
 
-Each table serves both directions. Only functions import torch, because `plan` uses this module.
+Only functions import torch, because `plan` uses this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.recipe.network import ModelSettings, Multipliers
+from windlass.recipe.network import ModelSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,9 +138,10 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
     kind = architecture(m)
     own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
-    for name, width in unit_weights(m).items():
-        of_queries = m.multipliers.queries if "q_norm" in name else 1.0
-        yield name, torch.full((width,), of_queries)
+    for i in range(m.layers if m.qk_norm else 0):  # our model has no weights in these norms
+        for one, factor in (("q", m.multipliers.queries), ("k", 1.0)):
+            name = f"model.layers.{i}.self_attn.{one}_norm.weight"
+            yield name, torch.full((m.width // m.heads,), factor)
     for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
         missing = name not in own
         tensor = tensor.new_zeros(tensor.shape[0]) if missing else with_multipliers(m, name, read)
@@ -167,31 +168,6 @@ def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
         tensor = tensor.clone()
         tensor[: m.width] *= queries
     return tensor
-
-
-def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """Names and sizes of the norm weights of queries and keys, which our model does not have."""
-    layers = range(m.layers if m.qk_norm else 0)
-    norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
-    return dict.fromkeys(norms, m.width // m.heads)
-
-
-def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
-    import torch
-
-    tensor = torch.cat([read(there) for there in their_names(m, name)])
-    if name == "positions.weight":
-        return tensor[: m.context]
-    transposed = m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2
-    return tensor.t() if transposed else tensor
-
-
-def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
-    """Our names of the biases that only their model has; the models are equal if these are 0."""
-    kind = architecture(m)
-    own = set(our_names(kind, m, own_biases(m)))
-    theirs = our_names(kind, m, [key for key in BIASES if there.get(key)])
-    return [name for name in theirs if name not in own]
 
 
 def architecture(m: ModelSettings) -> str:
@@ -249,62 +225,3 @@ def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
         "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
     }
-
-
-def settings_of(config: Any) -> dict[str, Any]:
-    """The settings `[model]` of our GPT for a configuration of `transformers`, with `vocab`."""
-    kind = getattr(config, "model_type", "")
-    if kind not in SETTINGS:
-        fit = ", ".join(SETTINGS)
-        raise UserError(f"model.init_from: architecture {kind!r} does not fit; {fit} do")
-    settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
-    settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
-    ours = {there: own for own, there in ACTIVATIONS.items()}
-    if kind == "gpt2":
-        unlike = {
-            "activation_function": config.activation_function not in ours,
-            "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
-            "scale_attn_weights": not config.scale_attn_weights,
-        }
-        settings |= dict.fromkeys(BIASES, True)
-        settings["activation"] = ours.get(config.activation_function)
-        settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
-    else:
-        rope = getattr(config, "rope_parameters", None) or {}
-        heads = config.num_attention_heads
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        gated = "swiglu" in ALLOWED[kind]["activation"]
-        settings["activation"] = "swiglu" if gated else ours.get(config.hidden_act)
-        unlike = {
-            "hidden_act": config.hidden_act != "silu" if gated else config.hidden_act not in ours,
-            "sliding_window": bool(getattr(config, "use_sliding_window", False)),
-            "rope scaling": rope.get("rope_type", "default") != "default",
-            "head_dim": head_width * heads != config.hidden_size,
-        }
-        theta = rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
-        settings["rope_theta"] = float(theta)
-    if names := [name for name, differs in unlike.items() if differs]:
-        problem = f"this variant of {kind} is not one of our GPT's: {', '.join(names)}"
-        raise UserError(f"model.init_from: {problem}")
-    return settings | {"tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size}
-
-
-def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -> None:
-    """Raise UserError with every setting that must change for the weights to fit.
-
-    A shorter context, extra rows of the embedding and `dropped` biases fit.
-    """
-    if m.multipliers != Multipliers():
-        problem = f"model.init_from: the weights of {where} lack multipliers of muP"
-        raise UserError(f"{problem}: drop model.mup, or start from a run")
-    own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
-    fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
-    fits |= {key: True for key in BIASES if there.get(key)}
-    lines = [
-        f"  model.{key} = {json.dumps(value)}  (it is {json.dumps(own[key])})"
-        for key, value in there.items()
-        if not fits.get(key, own[key] == value)
-    ]
-    if lines:
-        problem = f"model.init_from: the weights of {where} have another shape; write"
-        raise UserError("\n".join([problem, *lines]))

@@ -165,8 +165,8 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Each sub-layer's output projection starts at zero, so each block starts as the identity."""
     init_from: str = ""
-    """Initial weights: a run (its newest checkpoint), a directory of `transformers`, or an adapter
-    to train further; empty: seed."""
+    """Initial weights: a run (its newest checkpoint), or an adapter to train further; empty:
+    seed."""
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
