@@ -112,7 +112,7 @@ def built(ranks, recipe, network=None):
         model = model.double()
     model = parallelize(model, ranks, recipe)
     if not network:
-        initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
+        initialise(unwrap(model), recipe.run.seed)
     return model, bare_trainer(model, recipe, ranks)
 
 

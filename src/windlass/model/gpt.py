@@ -14,7 +14,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, draw_in_turns, whole_shape
+from windlass.model.share import assign, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -369,23 +368,17 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = None) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and broadcasts them.
+    `fill_weights(seed)`, as `HfModel`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
-        owner.fill_weights(seed, group=group)
+        owner.fill_weights(seed)
         return
-
-    def draw(item: tuple[str, Tensor]) -> list[Tensor]:
-        name, parameter = item
+    for name, parameter in owner.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        return [owner.initial_value(name, whole_shape(parameter), generator(seed, name))]
-
-    # Those that ranks draw at the same time have similar sizes.
-    named = sorted(owner.named_parameters(), key=lambda item: -whole_shape(item[1]).numel())
-    for (_, parameter), values in draw_in_turns(named, draw, lambda item: [item[1]], group):
-        assign(parameter, values[0])
+        shape = whole_shape(parameter)
+        assign(parameter, owner.initial_value(name, shape, generator(seed, name)))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
@@ -84,9 +83,7 @@ class HfModel(nn.Module):
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
-    def fill_weights(
-        self, seed: int, directory: Path | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
@@ -105,9 +102,8 @@ class HfModel(nn.Module):
         if self.settings.from_scratch:
             template = hf_network.from_directory(self.directory, self.settings)
             hf_network.add_rows(template, self.vocab)
-            hf_files.fill_from_seed(
-                tensors, template, hf_network.find_blocks(template), seed, group
-            )
+            blocks = hf_network.find_blocks(template)
+            hf_files.fill_from_seed(tensors, template, blocks, seed)
         else:
             self._read_files(tensors, directory or hf_files.weights_directory(self))
         for layer in self.model.modules():  # DoRA's magnitudes are the norms of the matrices

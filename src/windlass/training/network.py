@@ -257,7 +257,7 @@ class Network:
         elif not self.own and recipe.model.init_from:
             load_initial(network, recipe, ranks)
         elif not self.own:
-            initialise(network, recipe.run.seed, ranks.mesh.loss_group)
+            initialise(network, recipe.run.seed)
         masked = masks_documents(data.train) and takes_documents(network)
         if masked or recipe.data.document_mask is True or recipe.data.packing == "best-fit":
             check_documents(model, ranks, recipe)
