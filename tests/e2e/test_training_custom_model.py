@@ -99,9 +99,6 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
     model.eval()  # nobody can tell which parts are in evaluation mode on purpose
     train(recipe(tmp_path / "other"), model, page["data"], callbacks=[each_step(forget)])
     assert all(seen[-1].values()) and not any(modes(model).values())
-    with refused("z_loss"):
-        train(recipe(tmp_path / "third", "train.z_loss=1e-4"), model.train(), page["data"])
-    assert all(modes(model).values())
 
 
 def test_a_module_without_trained_parameters_is_one_message(tmp_path, page):
@@ -288,8 +285,6 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
         train(recipe(tmp_path / "run"), model, page["data"])
     with refused("is for a recipe's own model"):
         train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
-    with refused("train.z_loss", "your own module computes its loss"):
-        train(recipe(tmp_path / "other", "train.z_loss=1e-4"), page["MyModel"](), page["data"])
 
 
 def llama(**changes):

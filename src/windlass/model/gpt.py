@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend, dropped
 from windlass.model.loss import (
-    PLAIN,
     Piece,
     SourceSums,
     Tail,
@@ -178,7 +177,6 @@ class Head(nn.Module):
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
         self.bias = nn.Parameter(torch.empty(vocab)) if m.head_bias else None
         self.cap = m.logit_cap
-        self.objective = PLAIN  # of the training
         self.loss_tail: Tail | None = None  # compiled
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
 
@@ -190,9 +188,8 @@ class Head(nn.Module):
         assert weight is not None
         if labels is None:
             return head_logits(x, weight, self.bias, self.cap)
-        how: Any = {"cap": self.cap, "piece": self.piece, "by_source": by_source}
-        how |= {"objective": self.objective if self.training else PLAIN, "tail": self.loss_tail}
-        return cross_entropy_sum(x, weight, labels, self.bias, **how)
+        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
+        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap, **how)
 
 
 class Pass(NamedTuple):

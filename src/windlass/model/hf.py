@@ -26,7 +26,6 @@ from windlass.model.frozen import Linear4bit, raised
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
     IGNORE_INDEX,
-    PLAIN,
     Piece,
     SourceSums,
     Tail,
@@ -78,7 +77,6 @@ class HfModel(nn.Module):
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
-        self.objective = PLAIN  # of the training
         self.balance = hf_network.balance_of(model, settings)
         self.loss_tail: Tail | None = None  # compiled
 
@@ -179,7 +177,6 @@ class HfModel(nn.Module):
         given |= self.keep_apart(documents)
         if cache is not None:
             return cache.read(tokens)
-        objective = self.objective if self.training else PLAIN
         if self.head_form is None or (labels is None and places is None):
             given = given if labels is None else self.for_training(given)
             with without_reads(documents):  # padding at the end needs no mask
@@ -187,8 +184,8 @@ class HfModel(nn.Module):
             logits: Tensor = output.logits
             if labels is None:
                 return logits if places is None else logits.flatten(0, 1)[places]
-            own = logits.flatten(0, 1), labels.flatten(), objective, by_source
-            return self.balanced(cross_entropy_of_logits(*own), output, labels)
+            loss = cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), by_source)
+            return self.balanced(loss, output, labels)
         scale, cap = self.head_form
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -206,9 +203,8 @@ class HfModel(nn.Module):
         if labels is None:
             return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         weight = raised(weight, hidden)
-        how: Any = {"cap": cap, "piece": self.piece, "objective": objective}
-        how |= {"by_source": by_source, "tail": self.loss_tail}
-        loss = cross_entropy_sum(hidden, weight, labels, head.bias, **how)
+        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
+        loss = cross_entropy_sum(hidden, weight, labels, head.bias, cap=cap, **how)
         return self.balanced(loss, output, labels)
 
     def for_training(self, given: dict[str, Any]) -> dict[str, Any]:

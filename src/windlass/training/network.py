@@ -38,7 +38,6 @@ from windlass.model.documents import Documents, takes_documents
 from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
-from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.dist import Ranks
@@ -235,15 +234,6 @@ class Network:
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
         ties, fp64 = tie_groups(self.model), self.precision == "fp64"
         master = torch.bfloat16 if recipe.train.master == "bf16" else torch.float32
-        objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
-        modules = list(self.model.modules())
-        owners = [m for m in modules if isinstance(getattr(m, "objective", None), Objective)]
-        for owner in owners:
-            owner.objective = objective  # type: ignore[assignment]
-        if any(objective) and not owners:
-            key = "train.z_loss" if objective.z else "train.label_smoothing"
-            problem = "your own module computes its loss itself"
-            raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
         model = parallelize(self.model.double() if fp64 else self.model, ranks, recipe)
         network = unwrap(model)
         if recipe.train.startup_checks:
