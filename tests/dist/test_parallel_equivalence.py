@@ -49,7 +49,7 @@ NEW = {
     "model__attn_bias": False,
 }
 MUP = {
-    "model__mup": {"base_width": 4, "base_head_width": 2, "input_multiplier": 2.0},
+    "model__mup_base_width": 4,
     "model__heads": 4,
     "model__qk_norm": True,
     "model__tie_head": False,

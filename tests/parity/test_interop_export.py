@@ -243,8 +243,7 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
     | {"activation": "relu2", "dropout": 0.1},
     "none": {"position": "none", "logit_cap": 5.0, "tie_head": True, "head_bias": True}
     | {"attn_bias": True, "ff_width": 50},
-    "mup": {"mup": {"base_width": 8, "base_head_width": 4, "input_multiplier": 3.0}}
-    | {"qk_norm": True, "tie_head": True},
+    "mup": {"mup_base_width": 8, "qk_norm": True, "tie_head": True},
 }
 
 

@@ -43,10 +43,9 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         check_adapter(origin.lora, recipe, keys)
         fill_base(checkpoint, model, recipe, ranks)
         restore(checkpoint, model)
-        if origin.multipliers != recipe.model.multipliers:
-            settings = origin.mup.model_dump() if origin.mup.base_width else {"base_width": 0}
-            lines = "; ".join(f"model.mup.{key} = {value}" for key, value in settings.items())
-            raise UserError(f"its weights are for other multipliers of muP; write {lines}")
+        if origin.width_multiple != recipe.model.width_multiple:
+            write = f"write model.mup_base_width = {origin.mup_base_width}"
+            raise UserError(f"its weights are for another width multiple of muP; {write}")
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 

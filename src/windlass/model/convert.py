@@ -139,12 +139,12 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
     kind = architecture(m)
     own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
     for i in range(m.layers if m.qk_norm else 0):  # our model has no weights in these norms
-        for one, factor in (("q", m.multipliers.queries), ("k", 1.0)):
-            name = f"model.layers.{i}.self_attn.{one}_norm.weight"
-            yield name, torch.full((m.width // m.heads,), factor)
+        for one in "qk":
+            yield f"model.layers.{i}.self_attn.{one}_norm.weight", torch.ones(m.width // m.heads)
     for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
-        missing = name not in own
-        tensor = tensor.new_zeros(tensor.shape[0]) if missing else with_multipliers(m, name, read)
+        tensor = read(name) if name in own else tensor.new_zeros(tensor.shape[0])
+        if name.startswith("norm.") and m.width_multiple != 1:
+            tensor = tensor / m.width_multiple  # muP's division of the logits
         there = their_names(m, name)
         if kind == "gpt2" and name.startswith("blocks.") and tensor.dim() == 2:
             yield there[0], tensor.t().contiguous()
@@ -154,20 +154,6 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
             head = m.width // m.heads
             rows = [m.heads * head, m.kv_heads_ * head, m.kv_heads_ * head]
             yield from zip(there, (part.contiguous() for part in tensor.split(rows)), strict=True)
-
-
-def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
-    """One of our weights for a model without muP's multipliers: the weights contain them."""
-    tensor, (embedding, queries, hidden) = read(name), m.multipliers
-    if name in ("embedding.weight", "positions.weight"):
-        return tensor if embedding == 1 else tensor * embedding
-    if name.startswith("norm."):  # scales the logits; a tied head has the embedding's multiplier
-        factor = hidden / embedding if m.tie_head else hidden
-        return tensor if factor == 1 else tensor * factor
-    if ".attn.qkv." in name and queries != 1 and not m.qk_norm:
-        tensor = tensor.clone()
-        tensor[: m.width] *= queries
-    return tensor
 
 
 def architecture(m: ModelSettings) -> str:
@@ -198,7 +184,7 @@ def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
     entries = _entries(m, vocab, {key: key for key in OWN_SETTINGS})
     entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
-    entries |= {"multipliers": m.multipliers._asdict()}
+    entries |= {"width_multiple": m.width_multiple}
     return entries | {"auto_map": auto_map}
 
 

@@ -99,7 +99,6 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
-        self.multiplier = m.multipliers.queries
         rows = (m.heads + 2 * m.kv_heads_) * self.head_width
         self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
@@ -117,7 +116,6 @@ class Attention(nn.Module):
             q, k = qk.to(v.dtype).split([H, K], dim=2)
         else:
             q, k, v = qkv.split([H, K, K], dim=2)
-        q = multiplied(q, self.multiplier)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         rate = self.dropout if self.training else 0.0
         if cache:
@@ -268,7 +266,7 @@ class GPT(nn.Module):
             x = self.embedding(here.tokens)
         if m.position == "learned":
             x = x + self.positions(here.positions)
-        return self.drop(multiplied(self.lowered(x), m.multipliers.embedding), here), table
+        return self.drop(self.lowered(x), here), table
 
     def lowered(self, x: Tensor) -> Tensor:
         """The stream, in autocast's precision with `low_stream`."""
@@ -302,7 +300,7 @@ class GPT(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         m = self.settings
-        x = multiplied(self.norm(x) if m.final_norm else x, m.multipliers.hidden)
+        x = multiplied(self.norm(x) if m.final_norm else x, 1 / m.width_multiple)  # muP
         if places is not None:
             x = x.flatten(0, 1)[places]
         elif cache:

@@ -78,24 +78,10 @@ def heads(r: Any) -> Problems:
 
 
 def mup(r: Any) -> Problems:
-    m, settings = r.model, r.model.mup
-    if m.kind == "hf":
-        return  # `unused_keys` reports it
-    defaults = type(settings).model_fields
-    keys = settings.model_fields_set
-    given = [key for key in keys if getattr(settings, key) != defaults[key].default]
-    if not settings.base_width:
-        if given:
-            keys = ", ".join(f"model.mup.{key}" for key in sorted(given))
-            yield keys, "it belongs to muP: set model.mup.base_width too, or drop it"
-        return
-    head_width = settings.base_head_width or m.width // m.heads
-    if settings.base_width % head_width:
-        problem = f"heads of {head_width} do not divide the base width {settings.base_width}"
-        advice = "write the width of the base model's heads as model.mup.base_head_width"
-        yield "model.mup.base_width", f"{problem}: {advice}"
-    if "." in r.optim.kind:
-        yield "optim.kind", 'muP lacks rules for it: write "adamw" or "muon", or drop model.mup'
+    m = r.model
+    if m.kind == "gpt" and m.mup_base_width and "." in r.optim.kind:
+        advice = 'write "adamw" or "muon", or drop model.mup_base_width'
+        yield "optim.kind", f"muP lacks rules for it: {advice}"
 
 
 def vocab(r: Any) -> Problems:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -62,33 +61,6 @@ class LoraSettings(Section):
     `embed_tokens,lm_head`."""
     base: Literal["fp32", "4bit"] = "fp32"
     """Format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314; `bitsandbytes`)."""
-
-
-class Multipliers(NamedTuple):
-    """The factors of a model's activations; all 1 without muP."""
-
-    embedding: float = 1.0  # the embedded tokens, with their learned positions
-    queries: float = 1.0
-    hidden: float = 1.0  # the last hidden state, before the head
-
-
-class MupSettings(Section):
-    """muP: hyperparameters that stay right at any width (Tensor Programs V, arXiv 2203.03466).
-
-    With m = width / `base_width`, the initial variance and AdamW's learning rate of the blocks'
-    matrices, AdamW's eps, and the logits are divided by m. Without `base_width` all this is off.
-    """
-
-    base_width: int = Field(0, ge=0)
-    """The width for which `optim.lr`, `model.init_std` and the rest are right; 0: no muP. A wider
-    model has all its widths in proportion, also `ff_width`."""
-    base_head_width: int = Field(0, ge=0)
-    """Width of a head at `base_width`: attention scores are then multiplied by sqrt(this) / width
-    of a head. 0: heads are equally wide at all widths, so the usual 1 / sqrt(width of a head)."""
-    input_multiplier: float = Field(1.0, gt=0)
-    """Factor of the embedding's output, equal at all widths: to tune at `base_width`."""
-    output_multiplier: float = Field(1.0, gt=0)
-    """Factor of the logits beside 1 / m, equal at all widths: to tune at `base_width`."""
 
 
 # keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone
@@ -178,8 +150,11 @@ class ModelSettings(Section):
     router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
     training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""
-    mup: MupSettings = MupSettings()
-    """`model.mup.base_width`, `.base_head_width`, `.input_multiplier`, `.output_multiplier`."""
+    mup_base_width: int = Field(0, ge=0)
+    """muP (arXiv 2203.03466): the width for which `optim.lr`, `init_std` and the rest are right; a
+    wider model has all its widths in proportion, and equally wide heads. 0: no muP. With m = width
+    / this, the initial variance and AdamW's learning rate of the blocks' matrices, AdamW's eps, and
+    the logits are divided by m."""
     lora: LoraSettings = LoraSettings()
     """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.modules_to_save`,
     `.base`."""
@@ -206,11 +181,4 @@ class ModelSettings(Section):
     @property
     def width_multiple(self) -> float:
         """How often the width has muP's base width; 1 without muP."""
-        return self.width / (self.mup.base_width or self.width)
-
-    @property
-    def multipliers(self) -> Multipliers:
-        mup, head_width = self.mup, self.width // self.heads
-        queries = math.sqrt((mup.base_head_width or head_width) / head_width)
-        hidden = mup.output_multiplier / self.width_multiple
-        return Multipliers(mup.input_multiplier, queries, hidden)
+        return self.width / (self.mup_base_width or self.width)
