@@ -92,7 +92,7 @@ RECIPES: dict[str, tuple[str, int, str]] = {
         "",
     ),
     "old_parts": (
-        "model.activation=gelu_tanh model.head_bias=true model.ff_width=96 data.order=sequential",
+        "model.activation=gelu_tanh model.ff_width=96 data.order=sequential",
         1,
         "",
     ),

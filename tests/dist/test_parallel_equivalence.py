@@ -35,7 +35,7 @@ from harness import run_ranks
 from windlass.data.samples import Batch, positions_of
 from windlass.errors import UserError
 
-OLD = {"model__heads": 4, "model__head_bias": True}
+OLD = {"model__heads": 4}
 NEW = {
     "model__position": "rope",
     "model__norm": "rmsnorm",

@@ -74,14 +74,14 @@ def each(join, recipes):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_layout_shows_the_losses_of_one_process(world):
-    [alone] = run_ranks(by_source, 1, settings("fp64", "single", model__head_bias=True))
+    [alone] = run_ranks(by_source, 1, settings("fp64", "single"))
     (first, second), evaluated = alone
     assert {name for name in evaluated if "source" in name} == {
         f"source.{name}.{loss}" for name in NAMES for loss in ("loss", "full_loss")
     }
     assert sum(first[f"source.{name}.samples"] for name in NAMES) == 2 * BATCH
     assert sum(second[f"source.{name}.samples"] for name in NAMES) == 5 * BATCH
-    recipes = [settings(world=world, model__head_bias=True, **cell) for cell in CELLS[world]]
+    recipes = [settings(world=world, **cell) for cell in CELLS[world]]
     wanted = [first, second, evaluated]
     for per_rank in run_ranks(each, world, recipes, timeout=120):
         for cell, (fields, scores) in zip(CELLS[world], per_rank, strict=True):

@@ -241,7 +241,7 @@ NO_ARCHITECTURE: dict[str, dict[str, Any]] = {
     "c4-29m": {},
     "rope": {"position": "rope", "norm": "layernorm", "kv_heads": 2, "qk_norm": True}
     | {"activation": "relu2", "dropout": 0.1},
-    "none": {"position": "none", "logit_cap": 5.0, "tie_head": True, "head_bias": True}
+    "none": {"position": "none", "logit_cap": 5.0, "tie_head": True}
     | {"attn_bias": True, "ff_width": 50},
     "mup": {"mup_base_width": 8, "qk_norm": True, "tie_head": True},
 }

@@ -31,7 +31,6 @@ NEW: dict[str, Any] = {
     "activation": "swiglu",
     "qk_norm": True,
     "tie_head": False,
-    "head_bias": True,
     "logit_cap": 8.0,
     "kv_heads": 2,
 }
@@ -126,7 +125,7 @@ def test_logits_are_those_of_the_plain_model_divided_by_hand(parts):
         table = plain.embedding if plain.settings.tie_head else plain.head
         logits = x @ table.weight.T / 4
         if parts:
-            logits = 8 * torch.tanh((logits + model.head.bias) / 8)
+            logits = 8 * torch.tanh(logits / 8)
     torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(cached, logits, rtol=1e-9, atol=1e-12)
 
@@ -141,7 +140,6 @@ def test_all_gradients_shrink_as_the_width_grows(parts):
         named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
         # A shift of all keys changes no attention: the gradient of their bias is rounding.
         sizes.append({n: float(g.square().mean().sqrt()) for n, g in named if "qkv.bias" not in n})
-        sizes[-1].pop("head.bias", None)  # the only parameter behind the logits' factor
     logs = np.log(widths)
     powers = {n: np.polyfit(logs, np.log([one[n] for one in sizes]), 1)[0] for n in sizes[0]}
     assert {n: p for n, p in powers.items() if not -1.3 < p < -0.8} == {}

@@ -306,7 +306,7 @@ computed in float32, or in the widest precision of its inputs."""
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "kv_heads": 1}
 AUTOCAST_STEPS = {
     "gpt2": ({}, []),
-    "gelu": ({"activation": "gelu", "head_bias": True, "tie_head": False}, ["optim.kind=muon"]),
+    "gelu": ({"activation": "gelu", "tie_head": False}, ["optim.kind=muon"]),
     "relu": ({"activation": "relu"}, ["train.average.kind=ema"]),
     "relu2": ({"activation": "relu2", "qk_norm": True, "logit_cap": 5.0}, []),
     "llama": (LLAMA, ["train.stream=bf16"]),

@@ -109,7 +109,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         if config.final_norm:
             self.norm = norm(config)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
     def get_output_embeddings(self):

@@ -82,7 +82,7 @@ SETTINGS = {
     "apertus": LLAMA_SETTINGS,
 }
 """Our settings, and the entries of a configuration with the same meaning."""
-COMMON: dict[str, Any] = {"logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
+COMMON: dict[str, Any] = {"logit_cap": (0.0,), "final_norm": (True,)}
 ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
@@ -102,7 +102,7 @@ of a gated feed-forward layer and of normalised queries and keys."""
 OWN_SETTINGS = (
     *("layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm"),
     *("norm_eps", "position", "rope_theta", "activation", "attn_bias", "ff_bias", "norm_bias"),
-    *("head_bias", "qk_norm", "logit_cap", "dropout", "init_std"),
+    *("qk_norm", "logit_cap", "dropout", "init_std"),
 )
 """Settings in the configuration of a model that is exported with its code."""
 CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}

@@ -173,7 +173,6 @@ class Head(nn.Module):
     def __init__(self, m: ModelSettings, vocab: int):
         super().__init__()
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
-        self.bias = nn.Parameter(torch.empty(vocab)) if m.head_bias else None
         self.cap = m.logit_cap
         self.loss_tail: Tail | None = None  # compiled
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
@@ -185,9 +184,9 @@ class Head(nn.Module):
         weight = table if self.weight is None else self.weight
         assert weight is not None
         if labels is None:
-            return head_logits(x, weight, self.bias, self.cap)
+            return head_logits(x, weight, cap=self.cap)
         how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
-        return cross_entropy_sum(x, weight, labels, self.bias, cap=self.cap, **how)
+        return cross_entropy_sum(x, weight, labels, cap=self.cap, **how)
 
 
 class Pass(NamedTuple):

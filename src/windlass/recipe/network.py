@@ -122,8 +122,6 @@ class ModelSettings(Section):
     """Biases in the feed-forward layer."""
     norm_bias: bool = True
     """A bias in each LayerNorm (RMSNorm never has one)."""
-    head_bias: bool = False
-    """A bias in the head."""
     tie_head: bool = True
     """The head is the embedding's transpose, one tensor."""
     qk_norm: bool = False
