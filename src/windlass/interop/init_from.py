@@ -28,7 +28,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
     path = Path(name).expanduser()
     if (path / CONFIG).is_file() and not Run(path).exists:
         there = LoraSettings(**adapter_settings(path)["lora"])
-        check_adapter(there, recipe, ("rank", "alpha", "rslora", "dora"))
+        check_adapter(there, recipe, ("rank", "alpha"))
         model.fill_weights(recipe.run.seed)  # type: ignore[operator]
         fill_from_adapter(model.model, path)  # type: ignore[arg-type]
         return

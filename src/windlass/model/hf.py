@@ -35,7 +35,7 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, is_sharded
+from windlass.model.share import assign
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -104,11 +104,6 @@ class HfModel(nn.Module):
             hf_files.fill_from_seed(tensors, template, blocks, seed)
         else:
             self._read_files(tensors, directory or hf_files.weights_directory(self))
-        for layer in self.model.modules():  # DoRA's magnitudes are the norms of the matrices
-            for vector in getattr(layer, "lora_magnitude_vector", {}).values():
-                weight = layer.get_base_layer().weight  # type: ignore[operator]
-                weight = weight.full_tensor() if is_sharded(weight) else weight
-                assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
 
     def _read_files(self, tensors: dict[str, Tensor], directory: Path) -> None:
         files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)

@@ -46,10 +46,9 @@ def arithmetic(r: Any) -> Problems:
 
 def adapters(r: Any) -> Problems:
     lora = r.model.lora
-    given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
-    given["model.lora.modules_to_save"] = bool(lora.modules_to_save)
-    if keys := [key for key, is_set in given.items() if is_set and not lora.rank]:
-        yield ", ".join(keys), "it needs adapters: set model.lora.rank, as 16, or drop it"
+    if lora.modules_to_save and not lora.rank:
+        advice = "set model.lora.rank, as 16, or drop it"
+        yield "model.lora.modules_to_save", f"it needs adapters: {advice}"
     for key in ("targets", "modules_to_save"):
         for pattern in getattr(lora, key):
             try:
@@ -57,8 +56,6 @@ def adapters(r: Any) -> Problems:
             except re.error as error:
                 problem = f"{pattern} is not a regular expression: {error}"
                 yield f"model.lora.{key}", f"{problem}; write a layer's name, as q_proj"
-    if lora.dora and lora.base == "4bit":
-        yield "model.lora.dora", 'it needs whole matrices: write model.lora.base="fp32", or drop it'
     if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
         advice = "set model.lora.rank, on a model with weights"
         yield "model.lora.base", f"4-bit weights cannot be trained: {advice}"

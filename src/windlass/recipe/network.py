@@ -46,11 +46,6 @@ class LoraSettings(Section):
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = Field(16.0, gt=0)
     """Scale of the adapters' output: alpha / rank."""
-    rslora: bool = False
-    """Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    dora: bool = False
-    """Also train the norm of each adapted matrix's outputs (DoRA, arXiv 2402.09353): slower, more
-    memory."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
@@ -154,8 +149,7 @@ class ModelSettings(Section):
     / this, the initial variance and AdamW's learning rate of the blocks' matrices, AdamW's eps, and
     the logits are divided by m."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.modules_to_save`,
-    `.base`."""
+    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.modules_to_save`, `.base`."""
 
     @property
     def unused(self) -> list[str]:
