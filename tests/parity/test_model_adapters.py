@@ -1,6 +1,4 @@
-"""How a Hugging Face model computes: attention by the name that `transformers` has for it, base
-weights in 4 bits.
-"""
+"""Adapters: those of `peft`, patterns, added tokens, base weights in 4 bits."""
 
 import json
 import math
@@ -69,21 +67,6 @@ def check_resume(recipe: Recipe) -> Run:
     run = train(recipe)
     assert curve(run) == curve(straight)
     return run
-
-
-def test_attention_is_the_one_that_is_named(tmp_path: Path) -> None:
-    curves = []
-    for name in ("eager", "sdpa"):
-        recipe = recipe_of(tmp_path, name, attention=name)
-        model: Any = build_model(recipe, 0)
-        assert model.config._attn_implementation == name
-        curves.append([loss for _, loss in curve(train(recipe), "loss")])
-    assert curves[0] == pytest.approx(curves[1], abs=1e-4) and curves[0] != curves[1]
-    assert len({recipe_of(tmp_path, attention=name).config_hash for name in ("auto", "eager")}) == 2
-    if not installed("flash_attn"):
-        with refused("flash_attention_2", "pip install flash_attn"):
-            train(recipe_of(tmp_path, "flash", attention="flash_attention_2"))
-        assert not (tmp_path / "flash").exists()
 
 
 PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, hf_network
-from windlass.model.documents import Documents, edges_of
+from windlass.model.documents import Documents
 from windlass.model.frozen import Linear4bit, raised
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
@@ -123,27 +123,13 @@ class HfModel(nn.Module):
         hf_files.fill_from_files(tensors, files, prefix, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
-        """The arguments for rows of documents, which `transformers` finds from the positions.
-
-        Flash attention would look at a single row only, so it gets the edges.
-        """
-        on_gpu = documents is not None and documents.positions.device.type == "cuda"
-        wanted = (
-            hf_network.attention_within_documents(self.model, self.settings)
-            if on_gpu
-            else self.plain
-        )
+        """The arguments for rows of documents, which `transformers` finds from the positions."""
+        wanted = self.plain
+        if documents is not None and documents.positions.device.type == "cuda":
+            wanted = hf_network.attention_within_documents(self.model, self.plain)
         if self.config._attn_implementation != wanted:
             self.model.set_attn_implementation(wanted)  # type: ignore[operator]
-        if documents is None:
-            return {}
-        given: dict[str, Any] = {"position_ids": documents.positions}
-        if wanted.startswith("flash"):
-            length = documents.positions.shape[1]
-            edges = edges_of(documents.spans(0, length).keys, documents.positions.device)
-            given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
-            given |= {"max_length_q": length, "max_length_k": length}
-        return given
+        return {} if documents is None else {"position_ids": documents.positions}
 
     def blocks(self) -> list[nn.Module]:
         return hf_network.find_blocks(self.model)

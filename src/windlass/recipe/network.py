@@ -61,7 +61,7 @@ class LoraSettings(Section):
 # keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
-    *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
+    *("name", "revision", "trust_remote_code", "from_scratch", "lora"),
     *("frozen_precision", "neftune_alpha", "router_loss", "kernels"),
 )
 
@@ -79,9 +79,6 @@ class ModelSettings(Section):
     """With `hf`: whether code that comes with the model may run here."""
     from_scratch: bool = False
     """With `hf`: take only the architecture from the model, and fresh weights from the seed."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """With `hf`: the implementation of attention, as in `transformers`; `auto`: the fastest that
-    needs no other package. (`gpt` uses PyTorch's `scaled_dot_product_attention`.)"""
     kernels: Literal["torch", "liger"] = "torch"
     """With `hf`: `liger` trains with Liger's kernels for norms, rotary embeddings and gated layers,
     on a GPU (`liger-kernel`)."""
