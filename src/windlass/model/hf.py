@@ -244,12 +244,12 @@ def wrap(model: Any, context: int) -> HfModel:
         advice = "load it unquantised, or use model.lora.base=4bit in the recipe"
         raise UserError(f"model: {kind} is quantised; {advice}")
     name = str(getattr(config, "_name_or_path", "") or kind)
-    settings = ModelSettings(kind="hf", name=name, router_loss=0)
+    settings = ModelSettings(kind="hf", name=name)
     own = HfModel(model.float(), Path(name), settings)
     if context > own.limit:
         problem = f"model.context = {context} is longer than {kind}'s limit"
         raise UserError(f"{problem}: write {own.limit}, or less")
-    own.context = context
+    own.context, own.balance = context, None
     return own
 
 

@@ -147,17 +147,15 @@ def attention_within_documents(model: Any, current: str) -> str:
 
 
 def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[..., Tensor]] | None:
-    """The coefficient and the function of the routers' balancing loss; None without one."""
-    wanted, own = settings.router_loss, float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
+    """The coefficient and the function of the routers' balancing loss; None without one, and for
+    adapters."""
+    coefficient = float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if function and list(inspect.signature(function).parameters) != BALANCING_LOSS:
-        function = None  # such as Doge's
-    if wanted == "auto":
-        wanted = 0.0 if settings.lora.rank or function is None else own
-    if wanted and function is None:
-        problem = f"{type(model).__name__} lacks a balancing loss of routers"
-        raise UserError(f"model.router_loss = {wanted}: {problem}; write 0")
-    return (wanted, function) if wanted else None
+    if not coefficient or settings.lora.rank or function is None:
+        return None
+    # Doge's has other parameters.
+    fits = list(inspect.signature(function).parameters) == BALANCING_LOSS
+    return (coefficient, function) if fits else None
 
 
 STYLES = ("colwise", "rowwise")  # of linear layers: some of the outputs, some of the inputs

@@ -62,7 +62,7 @@ class LoraSettings(Section):
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
     *("name", "revision", "trust_remote_code", "from_scratch", "lora"),
-    *("frozen_precision", "neftune_alpha", "router_loss", "kernels"),
+    *("frozen_precision", "neftune_alpha", "kernels"),
 )
 
 
@@ -137,9 +137,6 @@ class ModelSettings(Section):
     neftune_alpha: float = Field(0.0, ge=0)
     """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x
     width) (NEFTune, arXiv 2310.05914); 0: none."""
-    router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
-    training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""
     mup_base_width: int = Field(0, ge=0)
     """muP (arXiv 2203.03466): the width for which `optim.lr`, `init_std` and the rest are right; a
     wider model has all its widths in proportion, and equally wide heads. 0: no muP. With m = width
