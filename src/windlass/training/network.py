@@ -29,9 +29,7 @@ from windlass.model.build import (
     build_model,
     evaluating,
     keeping_modes,
-    own_module,
     scalar,
-    set_training,
     sizes_of,
 )
 from windlass.model.documents import Documents, takes_documents
@@ -179,8 +177,9 @@ class Network:
         self.recipe, self.ranks, self.own = recipe, ranks, module is not None
         if module is not None:
             stack.enter_context(keeping_modes(module))
-            set_training(module)
-            model = own_module(module, recipe.model.context)
+            model = module
+            if not model.training:  # parts may be in evaluation mode on purpose
+                model.train()
             if recipe.train.master == "bf16":
                 hold_trained(model)
         else:
@@ -197,9 +196,7 @@ class Network:
         self.groups = count_groups(make_groups(model, recipe.optim))
         self.origin = dict[str, Any]()  # for `environment.json`
         if self.own:
-            wrapped = isinstance(model, HfModel)
-            name = type(model.model if wrapped else model).__name__
-            self.origin = {"own_model": name, "wrapped": wrapped}
+            self.origin = {"own_model": type(model).__name__}
         elif isinstance(model, HfModel):
             self.origin = {"model": hf_files.describe_origin(model)}
         # Forward and backward; None: unknown
@@ -238,7 +235,7 @@ class Network:
         network = unwrap(model)
         if recipe.train.startup_checks:
             check_weights(network, ties, torch.float64 if fp64 else master, ranks)
-        if isinstance(network, HfModel) and not self.own:
+        if isinstance(network, HfModel):
             ranks.decide("origin", partial(hf_files.save_origin, network, run))
         if from_checkpoint:
             return model
