@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -235,44 +234,28 @@ def without_reads(documents: Documents | None) -> Iterator[None]:
 
 
 class HfCache:
-    """Keys and values, or states of a recurrent network; without them it reads all tokens again."""
+    """Keys and values, or states of a recurrent network; a model without them reads all tokens
+    again."""
 
     def __init__(self, model: nn.Module):
         from transformers import DynamicCache
 
         accepted = inspect.signature(model.forward).parameters
         self.model: Any = model
+        self.given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.name = next((name for name in CACHE_NAMES if name in accepted), "")
-        self.cache: Any = DynamicCache(config=model.config) if self.name else None
-        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self.tokens: Tensor | None = None
+        if self.name:
+            self.given[self.name] = DynamicCache(config=model.config)
+        self.tokens: Tensor | None = None  # read so far
 
     def read(self, tokens: Tensor) -> Tensor:
-        first = self.tokens is None
-        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
-        if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
-            self.cache = None  # recurrent networks continue from their state by one token at a time
-        cached = self.cache is not None
-        if not cached and len(self.tokens[0]) > tokens.shape[1]:
-            what = f"{type(self.model).__name__} keeps no cache of these tokens"
-            warnings.warn(f"{what}: each new token reads all tokens again", stacklevel=2)
-        given = {self.name: self.cache, **self.last_only} if cached else self.last_only
-        ids = tokens if cached else self.tokens
-        logits: Tensor = self.model(input_ids=ids, use_cache=cached, **given).logits
-        if cached and first and not is_filled(self.cache, tokens.shape[1]):
-            self.cache = None
+        if not self.name:
+            tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+            self.tokens = tokens
+        logits: Tensor = self.model(
+            input_ids=tokens, use_cache=bool(self.name), **self.given
+        ).logits
         return logits[:, -1:]
-
-
-def is_filled(cache: Any, length: int) -> bool:
-    layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
-    for layer in layers:
-        states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
-        if not (states or has_keys) or not all(states.values()):
-            return False
-        if has_keys and not (layer.is_initialized and layer.get_seq_length() == length):
-            return False
-    return bool(layers)
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
