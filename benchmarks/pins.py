@@ -92,7 +92,7 @@ RECIPES: dict[str, tuple[str, int, str]] = {
         "",
     ),
     "old_parts": (
-        "model.activation=gelu_tanh model.head_bias=true model.ff_width=96 data.order=sequential",
+        "model.activation=gelu_tanh model.ff_width=96 data.order=sequential",
         1,
         "",
     ),
@@ -135,8 +135,6 @@ RECIPES: dict[str, tuple[str, int, str]] = {
     "bpe": ("data.tokenizer=bpe data.tokenizer_vocab=400", 1, "export"),
     "resume": ("model.dropout=0.1", 1, "resume"),
     "reshard": ("model.dropout=0.1 parallel.strategy=full_shard", 2, "reshard"),
-    "init_from": (
-        f"{NEW_PARTS} model.activation=swiglu model.init_from=llama data.tokenizer=hf:llama model.ff_width=64 model.norm_eps=1e-6",
         1,
         "",
     ),

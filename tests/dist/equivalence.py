@@ -77,12 +77,12 @@ def reference(**more):
         if any(fnmatch(name, pattern) for pattern in recipe.model.freeze):
             continue
         wider = (
-            4 if recipe.model.mup.base_width and name.startswith("blocks.") and p.dim() == 2 else 1
+            4 if recipe.model.mup_base_width and name.startswith("blocks.") and p.dim() == 2 else 1
         )
         decay = 0.1 * wider if p.dim() >= 2 else 0.0
         groups.append({"params": [p], "lr": 3e-3 / wider, "weight_decay": decay})
         trained.append(p)
-    eps = 1e-8 / (4 if recipe.model.mup.base_width else 1)
+    eps = 1e-8 / (4 if recipe.model.mup_base_width else 1)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps, foreach=False, fused=False)
     rates = [group["lr"] for group in optimizer.param_groups]
     data, losses, norms = rows(), [], []
@@ -112,7 +112,7 @@ def built(ranks, recipe, network=None):
         model = model.double()
     model = parallelize(model, ranks, recipe)
     if not network:
-        initialise(unwrap(model), recipe.run.seed, ranks.mesh.loss_group)
+        initialise(unwrap(model), recipe.run.seed)
     return model, bare_trainer(model, recipe, ranks)
 
 

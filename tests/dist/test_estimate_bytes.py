@@ -75,7 +75,7 @@ def test_bytes_of_four_ranks():
 @pytest.mark.parametrize("again", [{}, SELECTIVE, FULL], ids=["none", "selective", "full"])
 def test_bytes_of_other_layouts(again):
     cells = [
-        on(tensor=4) | {"model__kv_heads": 1, "model__head_bias": True},
+        on(tensor=4) | {"model__kv_heads": 1},
         on(context=2, pipeline=2),
         on(context=2, strategy="full_shard"),
         on(pipeline=2, strategy="full_shard"),

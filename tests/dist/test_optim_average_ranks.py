@@ -21,7 +21,7 @@ LAYOUTS = [
 
 def recipe_of(world: int, layout: dict):
     average = {"train__average": BETA}
-    return settings(world=world, accumulation=2, model__head_bias=True, **average, **layout)
+    return settings(world=world, accumulation=2, **average, **layout)
 
 
 def whole(model, tensors) -> dict[str, torch.Tensor]:

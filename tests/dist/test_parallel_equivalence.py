@@ -33,7 +33,7 @@ from harness import run_ranks
 
 from windlass.data.samples import Batch, positions_of
 
-OLD = {"model__heads": 4, "model__head_bias": True}
+OLD = {"model__heads": 4}
 NEW = {
     "model__position": "rope",
     "model__norm": "rmsnorm",
@@ -47,7 +47,7 @@ NEW = {
     "model__attn_bias": False,
 }
 MUP = {
-    "model__mup": {"base_width": 4, "base_head_width": 2, "input_multiplier": 2.0},
+    "model__mup_base_width": 4,
     "model__heads": 4,
     "model__qk_norm": True,
     "model__tie_head": False,

@@ -29,7 +29,7 @@ def initial_values(join, layouts):
                 drawn.append(x.numel()) or x, *how, **kwargs
             )
             try:
-                initialise(model, 3, ranks.mesh.loss_group)
+                initialise(model, 3)
             finally:
                 torch.Tensor.normal_ = normal
             pairs = zip(alone, map(local_part, model.parameters()), strict=True)

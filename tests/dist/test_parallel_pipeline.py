@@ -19,7 +19,7 @@ from windlass.parallel.parallelize import counted, parallelize, unwrap
 from windlass.parallel.pipeline import needs, order, timetable
 from windlass.recipe.network import ModelSettings
 
-TIED = {"model__layers": 5, "model__head_bias": True}
+TIED = {"model__layers": 5}
 TWO = {"accumulation": 4, "pipeline": 2, **TIED}
 
 

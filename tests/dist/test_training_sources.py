@@ -68,12 +68,10 @@ def each(join, recipes):
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_every_layout_shows_the_losses_of_the_rows_one_by_one(world):
-    [[wanted, expected]] = run_ranks(
-        by_source, 1, settings("fp64", "single", model__head_bias=True)
-    )
+    [[wanted, expected]] = run_ranks(by_source, 1, settings("fp64", "single"))
     assert len(expected) == 3 and {"source.a.loss", *expected} <= set(wanted)
     assert {name: wanted[name] for name in expected} == pytest.approx(expected, rel=1e-12, abs=0)
-    recipes = [settings(world=world, model__head_bias=True, **cell) for cell in CELLS[world]]
+    recipes = [settings(world=world, **cell) for cell in CELLS[world]]
     for per_rank in run_ranks(each, world, recipes, timeout=120):
         for cell, (scores, _) in zip(CELLS[world], per_rank, strict=True):
             assert scores == pytest.approx(wanted, rel=1e-9, abs=0), cell

@@ -27,15 +27,13 @@ WSD = {
 }
 
 OPTIONS = {
-    "train.z_loss": 1e-3,
-    "train.label_smoothing": 0.1,
     "optim.schedule.kind": "wsd",
     "optim.schedule.warmup": 2,
     "optim.schedule.decay": 6,
     "optim.schedule.decay_shape": "1-sqrt",
     "checkpoint.keep_last": 10,
 }
-"""Options of the objective and the schedule."""
+"""Options of the schedule."""
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ ADAPTERS = {"lora": {"rank": 4}}
 FREEZE = {"freeze": ["model.embed_tokens.*", "model.layers.0.*"]}
 KINDS: dict[str, dict[str, Any]] = {
     "lora": ADAPTERS,
-    "dora": {"lora": {"rank": 4, "dora": True, "dropout": 0.1}},
+    "dropout": {"lora": {"rank": 4, "dropout": 0.1}},
     "freeze": FREEZE,
     "bf16": {**ADAPTERS, "frozen_precision": "bf16"},
     "4bit": {"lora": {"rank": 4, "base": "4bit"}},
@@ -308,7 +308,7 @@ TENSOR = "parallel.tensor=2"
     ("kind", "before", "after"),
     [
         ("lora", (2, "parallel.strategy=full_shard"), (1, "parallel.strategy=auto")),
-        ("dora", (1, "parallel.strategy=auto"), (2, "parallel.strategy=full_shard")),
+        ("dropout", (1, "parallel.strategy=auto"), (2, "parallel.strategy=full_shard")),
         ("bf16", (2, "parallel.strategy=ddp"), (2, "parallel.strategy=full_shard")),
         ("freeze", (2, TENSOR), (1, "parallel.tensor=1")),
         ("freeze", (2, "parallel.strategy=shard_optim"), (2, TENSOR)),

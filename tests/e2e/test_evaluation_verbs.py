@@ -2,7 +2,6 @@
 learned, exported and told alike.
 """
 
-import hashlib
 import io
 import json
 import math
@@ -70,7 +69,6 @@ def test_results_tell_what_they_were_measured_on(run: Path, tmp_path: Path) -> N
     first = record("eval.hellaswag_items=2")
     assert first["results"]["hellaswag"]["items"] == 2
     measured = first["measured"]["hellaswag"]
-    assert measured["files"] == {str(file): hashlib.sha256(file.read_bytes()).hexdigest()}
     settings = {"eval.hellaswag_file": str(file), "eval.hellaswag_items": 2}
     assert measured["settings"].items() >= (settings | {"train.precision": "fp32"}).items()
     # a suite measured again replaces its scores, the others stay

@@ -43,10 +43,10 @@ def test_changes_are_equal_at_all_widths_with_mup_alone(tmp_path, monkeypatch, c
         monkeypatch.setattr(build, "blocks_of", lambda model: [])
     corpus, sizes = write_corpus(tmp_path / "text.txt", 4000), list[dict[str, float]]()
     for width in WIDTHS:
-        changed = {"model.width": width, "model.heads": 2, "model.dropout": 0.0}
+        changed = {"model.width": width, "model.heads": width // 16, "model.dropout": 0.0}
         changed |= {"optim.lr": QUICKSTART.optim.lr, "optim.schedule.kind": "constant"}
         if case != "standard":
-            changed |= {"model.mup.base_width": BASE, "model.mup.base_head_width": BASE // 2}
+            changed |= {"model.mup_base_width": BASE}
         changed |= {"optim.schedule.warmup": 2, "train.threads": 1, "checkpoint.every": 0}
         recipe = tiny_recipe(corpus, tmp_path / f"{case}-{width}").replace(changed)
         sizes.append(changes(recipe))

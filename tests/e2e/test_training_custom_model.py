@@ -72,7 +72,7 @@ def modes(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was(tmp_path, page):
-    """`from_pretrained` returns models in evaluation mode; a part may be in it on purpose."""
+    """A part may be in evaluation mode on purpose."""
 
     class Model(page["MyModel"]):
         def __init__(self):
@@ -80,7 +80,6 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
             self.frozen = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())
             self.frozen.requires_grad_(False)
             self.batch_norm = torch.nn.BatchNorm1d(16)
-            self.pretrained = llama(attention_dropout=0.5).eval()
 
     def forget(now):
         seen.append(modes(now.model))
@@ -99,9 +98,6 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
     model.eval()  # nobody can tell which parts are in evaluation mode on purpose
     train(recipe(tmp_path / "other"), model, page["data"], callbacks=[each_step(forget)])
     assert all(seen[-1].values()) and not any(modes(model).values())
-    with refused("z_loss"):
-        train(recipe(tmp_path / "third", "train.z_loss=1e-4"), model.train(), page["data"])
-    assert all(modes(model).values())
 
 
 def test_a_module_without_trained_parameters_is_one_message(tmp_path, page):
@@ -290,8 +286,6 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
         train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
     with refused("32 bits", "model.float()", "train.master"):
         train(recipe(tmp_path / "other"), page["MyModel"]().bfloat16(), page["data"])
-    with refused("train.z_loss", "your own module computes its loss"):
-        train(recipe(tmp_path / "other", "train.z_loss=1e-4"), page["MyModel"](), page["data"])
 
 
 def llama(**changes):
@@ -331,15 +325,14 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
 
     cases = [
         (Mean(16, 2), ["forward(tokens, labels)", "TypeError", "summed"]),
-        (AutoModel.from_config(config("llama", vocab=50)), ["AutoModelForCausalLM"]),
-        (llama(max_position_embeddings=8), ["model.context = 16", "write 8"]),
+        (AutoModel.from_config(config("llama", vocab=50)), ["forward(tokens, labels)", "scalar"]),
     ]
     for model, words in cases:
         with refused(*words):
             train(recipe(tmp_path / "run"), model, page["data"])
         assert not (tmp_path / "run" / "recipe.toml").exists()
     # the directory is free
-    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished"
+    assert train(recipe(tmp_path / "run"), page["MyModel"](), page["data"]).state == "finished"
 
 
 def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):

@@ -139,15 +139,13 @@ def test_a_divided_run_is_evaluated_sampled_and_exported(grid, exported):
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("origin", ["run", pytest.param("hf", marks=pytest.mark.full)])
-def test_first_weights_come_from_a_run_and_from_an_export(request, corpus, tmp_path, grid, origin):
+def test_first_weights_come_from_a_run(corpus, tmp_path, grid):
     """Into tensor 2; the loss at step 0 is the origin's last one."""
-    source = grid.path if origin == "run" else request.getfixturevalue("exported")
-    more = {"model.init_from": f"'{source}'", "train.steps": 1, **LLAMA}
+    more = {"model.init_from": f"'{grid.path}'", "train.steps": 1, **LLAMA}
     windlass(*words(corpus, tmp_path / "run", TENSOR, **more))
     first, last = Run(tmp_path / "run").lines("eval")[0], grid.lines("eval")[-1]
     assert first["step"] == 0
-    assert first["loss"] == pytest.approx(last["loss"], rel=EXACT if origin == "run" else 1e-6)
+    assert first["loss"] == pytest.approx(last["loss"], rel=EXACT)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ CASES = [
 def test_killed_and_resumed_is_bit_for_bit_the_same(
     corpus, tmp_path, strategy, world, micro, layout
 ):
-    """With dropout, accumulation, options of the objective and the schedule, and epochs' edges
+    """With dropout, accumulation, options of the schedule, and epochs' edges
     before and after the kill.
     """
     whole, broken, more = Run(tmp_path / "whole"), Run(tmp_path / "broken"), OPTIONS | layout

@@ -23,7 +23,6 @@ SHAPES: list[dict[str, Any]] = [
         "norm": "rmsnorm",
         "activation": "relu2",
         "logit_cap": 5.0,
-        "head_bias": True,
     },
 ]
 

@@ -1,6 +1,4 @@
-"""How a Hugging Face model computes: attention by the name that `transformers` has for it, base
-weights in 4 bits.
-"""
+"""Adapters: those of `peft`, patterns, added tokens, base weights in 4 bits."""
 
 import json
 import math
@@ -71,33 +69,11 @@ def check_resume(recipe: Recipe) -> Run:
     return run
 
 
-def test_attention_is_the_one_that_is_named(tmp_path: Path) -> None:
-    curves = []
-    for name in ("eager", "sdpa"):
-        recipe = recipe_of(tmp_path, name, attention=name)
-        model: Any = build_model(recipe, 0)
-        assert model.config._attn_implementation == name
-        curves.append([loss for _, loss in curve(train(recipe), "loss")])
-    assert curves[0] == pytest.approx(curves[1], abs=1e-4) and curves[0] != curves[1]
-    assert len({recipe_of(tmp_path, attention=name).config_hash for name in ("auto", "eager")}) == 2
-    if not installed("flash_attn"):
-        with refused("flash_attention_2", "pip install flash_attn"):
-            train(recipe_of(tmp_path, "flash", attention="flash_attention_2"))
-        assert not (tmp_path / "flash").exists()
-
-
-VARIANTS = {
-    "dora": {"dora": True, "rank": 4, "dropout": 0.1},
-    "both": {"dora": True, "rslora": True, "rank": 16},
-}
-
-
 PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
 @PEFT
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_lora_are_those_of_peft(variant: str, tmp_path: Path) -> None:
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     """Sizes, first logits, resume, merged and separate export, and an adapter that is read back."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -105,17 +81,14 @@ def test_variants_of_lora_are_those_of_peft(variant: str, tmp_path: Path) -> Non
     def base() -> Any:
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="sdpa")
 
-    lora = VARIANTS[variant]
-    recipe, optim = recipe_of(tmp_path, "run", lora=lora), ["optim.lr=1e-2"]
-    recipe = recipe.replace(*optim)
+    recipe = recipe_of(tmp_path, "run", lora={"rank": 4, "dropout": 0.1}).replace("optim.lr=1e-2")
     check_resume(recipe)
     begun: Any = build_model(recipe, 0, device="cpu").eval()
     initialise(begun, 0)
     with torch.no_grad():  # B is zero
         assert (begun(IDS) - base()(IDS).logits).abs().max() < 1e-5
 
-    options = {"use_dora": "dora" in lora, "use_rslora": "rslora" in lora, "lora_alpha": 16}
-    config = LoraConfig(r=lora["rank"], target_modules="all-linear", **options)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_alpha=16)
     reference = get_peft_model(base(), config)
     trained = sum(p.numel() for p in reference.parameters() if p.requires_grad)
     assert read_sizes(recipe).trained == trained
@@ -164,10 +137,10 @@ def test_an_adapter_on_a_tied_head_or_embedding_changes_one_use(
             assert (again(IDS) - ours).abs().max() < 1e-5
     assert not merged.config.tie_word_embeddings and merged.lm_head.weight.shape[0] == 512
     config = json.loads((adapter / "adapter_config.json").read_text())
-    other = config | {"layer_replication": [[0, 1]]}
-    (adapter / "adapter_config.json").write_text(json.dumps(other))
-    with refused("layer_replication", "merge_and_unload"):
-        find_source(str(adapter))
+    for key, value in (("layer_replication", [[0, 1]]), ("use_dora", True), ("use_rslora", True)):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+        with refused(key, "merge_and_unload"):
+            find_source(str(adapter))
 
 
 def adapter_of_peft(base: Path, **options: Any) -> Any:
@@ -414,12 +387,7 @@ def test_a_frozen_embedding_does_not_learn_added_tokens(tmp_path: Path) -> None:
         build_model(recipe.replace("data.add_tokens=[]"), VOCAB + 3)
 
 
-def test_variants_without_adapters_or_on_4_bits_are_refused(tmp_path: Path) -> None:
-    for key, settings in (("model.lora.dora", {"dora": True}), ("rslora", {"rslora": True})):
-        with refused(key, "model.lora.rank", error=RecipeError):
-            recipe_of(tmp_path, lora=settings)
-    with refused("model.lora.dora", "fp32", error=RecipeError):
-        recipe_of(tmp_path, lora={"dora": True, "rank": 4, "base": "4bit"})
+def test_modules_in_4_bits_are_not_trained_whole(tmp_path: Path) -> None:
     for name in ("layers.1", "mlp", "up_proj"):
         lora = {"rank": 4, "base": "4bit", "modules_to_save": [name]}
         with refused("model.lora.modules_to_save", name, "model.lora.base=fp32"):

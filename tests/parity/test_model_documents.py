@@ -165,17 +165,21 @@ def test_documents_without_flash_attention_take_one_attention_a_block(
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention", "wanted"),
-    [("llama", "auto", "flex_attention"), ("llama", "sdpa", "sdpa"), ("gpt2", "auto", "sdpa")],
+    ("kind", "current", "wanted"),
+    [
+        ("llama", "sdpa", "flex_attention"),
+        ("gpt2", "sdpa", "sdpa"),
+        ("gpt2", "flash_attention_2", "sdpa"),
+    ],
 )
 def test_attention_of_a_model_of_transformers_on_a_gpu(
-    kind: str, attention: str, wanted: str, tmp_path: Path
+    kind: str, current: str, wanted: str, tmp_path: Path
 ) -> None:
     """GPT-2 has dropout, which flex attention rejects."""
     folder = hf_fixtures.save(kind, tmp_path / kind)
-    tree = {"kind": "hf", "name": str(folder), "context": CONTEXT, "attention": attention}
+    tree = {"kind": "hf", "name": str(folder), "context": CONTEXT}
     model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
-    assert attention_within_documents(model.model, model.settings) == wanted
+    assert attention_within_documents(model.model, current) == wanted
 
 
 def test_documents_of_some_rows() -> None:

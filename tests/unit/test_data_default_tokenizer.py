@@ -23,7 +23,6 @@ def tokenizer_of(**model: str) -> str:
 def test_it_is_the_models_own(tmp_path: Path) -> None:
     assert tokenizer_of() == "byte"
     assert tokenizer_of(kind="hf", name="some/model") == "hf:some/model"
-    assert tokenizer_of(kind="gpt", init_from="hf:gpt2") == "hf:gpt2"
     names = {name: name for name in ("gpt2", "hf:a/b", "byte")} | {
         "bpe": f"hf:{tmp_path}/tokenizer"
     }
@@ -119,7 +118,6 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path: Path) -> None:
     ("key", "settings"),
     [
         ("model.name", {"model.kind": "hf", "model.name": "./nowhere"}),
-        ("model.init_from", {"model.init_from": "hf:./nowhere"}),
         ("data.tokenizer", {"data.tokenizer": "hf:./nowhere"}),
     ],
 )

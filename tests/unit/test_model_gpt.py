@@ -37,11 +37,11 @@ CHOICES: dict[str, list[Any]] = {
     "tie_head": [True, False],
 }
 BIASES: list[dict[str, Any]] = [
-    {"head_bias": True},
+    {},
     {"attn_bias": False, "norm_bias": False, "final_norm": False},
-    {"attn_bias": False, "ff_bias": False, "head_bias": True, "logit_cap": 4.0},
+    {"attn_bias": False, "ff_bias": False, "logit_cap": 4.0},
 ]
-"""Beside the defaults: every bias but the head's, and a final norm."""
+"""Beside the defaults: every bias, and a final norm."""
 
 
 def gpt(seed: int = 0, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
@@ -134,7 +134,7 @@ def test_rotation_turns_pairs_by_their_place() -> None:
     [
         {"position": "learned"},
         {"position": "rope", "qk_norm": True, "kv_heads": 2, "norm": "rmsnorm"},
-        {"position": "none", "kv_heads": 1, "tie_head": False, "head_bias": True, "logit_cap": 3.0},
+        {"position": "none", "kv_heads": 1, "tie_head": False, "logit_cap": 3.0},
     ],
 )
 @pytest.mark.parametrize("cuts", [[1] * 24, [10, *[1] * 14], [5, 7, 1, 11], [24]])
@@ -166,7 +166,7 @@ def test_names_are_stable() -> None:
 
 
 def weights(seed: int, dtype: torch.dtype = torch.float32, layers: int = 3) -> dict[str, Tensor]:
-    model = gpt(seed, dtype, layers=layers, width=64, head_bias=True, tie_head=False)
+    model = gpt(seed, dtype, layers=layers, width=64, tie_head=False)
     return dict(model.state_dict())
 
 
@@ -249,7 +249,7 @@ def test_flops_and_bytes_of_known_models() -> None:
     [
         {"tie_head": False, "activation": "swiglu", "kv_heads": 2},
         {"position": "rope", "norm": "rmsnorm"},
-        {"attn_bias": True, "ff_bias": True, "head_bias": True},
+        {"attn_bias": True, "ff_bias": True},
     ],
 )
 def test_flops_are_those_that_torch_counts(settings: dict[str, Any]) -> None:

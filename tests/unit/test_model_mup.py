@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -32,7 +31,6 @@ NEW: dict[str, Any] = {
     "activation": "swiglu",
     "qk_norm": True,
     "tie_head": False,
-    "head_bias": True,
     "logit_cap": 8.0,
     "kv_heads": 2,
 }
@@ -42,11 +40,9 @@ OPTIM = OptimSettings(lr=0.02, eps=1e-6, weight_decay=0.3, betas=(0.8, 0.9))
 def gpt(
     width: int, *, base: int = BASE, dtype: torch.dtype = torch.float64, **settings: Any
 ) -> GPT:
-    own = {key: settings.pop(key) for key in tuple(settings) if "multiplier" in key}
-    own |= {"base_head_width": settings.pop("base_head_width", 0), "base_width": base}
     shape = {"layers": 2, "heads": width // 8, "width": width, "context": 12}
     with torch.device("meta"):
-        model = GPT(ModelSettings(**{**shape, **settings, "mup": own}), VOCAB)
+        model = GPT(ModelSettings(**{**shape, **settings, "mup_base_width": base}), VOCAB)
     model = model.to_empty(device="cpu").to(dtype)
     initialise(model, 3)
     return model
@@ -104,7 +100,7 @@ def test_the_groups_are_described_with_their_rates():
 
 @pytest.mark.parametrize("parts", [OLD, NEW])
 def test_at_the_base_width_nothing_changes(parts):
-    plain, same = gpt(BASE, base=0, **parts), gpt(BASE, base_head_width=8, **parts)
+    plain, same = gpt(BASE, base=0, **parts), gpt(BASE, **parts)
     tokens = some_tokens()
     for _ in range(3):
         assert all(map(torch.equal, plain.state_dict().values(), same.state_dict().values()))
@@ -117,30 +113,19 @@ def test_at_the_base_width_nothing_changes(parts):
 
 
 @pytest.mark.parametrize("parts", [OLD, NEW])
-def test_logits_are_those_of_the_plain_model_with_the_factors_by_hand(parts):
-    """Embeddings x 3, scores sqrt(2) / 8 (heads of 2 at the base width, of 8 here), logits x 5 / 4."""
-    own = {"base_head_width": 2, "input_multiplier": 3.0, "output_multiplier": 5.0}
-    model, plain = gpt(4 * BASE, **own, **parts), gpt(4 * BASE, base=0, **parts)
+def test_logits_are_those_of_the_plain_model_divided_by_hand(parts):
+    model, plain = gpt(4 * BASE, **parts), gpt(4 * BASE, base=0, **parts)
     plain.load_state_dict(model.state_dict())
     tokens = some_tokens()
     with torch.no_grad():
         mine, cache = model(tokens), model.new_cache(4, 12)
         cached = torch.cat([model(part, cache=cache) for part in tokens.split(1, 1)], 1)
-        attention = torch.nn.functional.scaled_dot_product_attention
-        for table in ("embedding", "positions"):
-            if hasattr(plain, table):
-                getattr(plain, table).weight *= 3
-        head = plain.embedding if plain.settings.tie_head else plain.head
-        weight = model.embedding.weight if plain.settings.tie_head else head.weight
-        with mock.patch(
-            "torch.nn.functional.scaled_dot_product_attention",
-            lambda *qkv, **how: attention(*qkv, **how, scale=math.sqrt(2) / 8),
-        ):
-            here = plain.prepare(tokens, None, 0, None)
-            x = plain.norm(plain.through(plain.begin(here)[0], range(2), here))
-        logits = x @ weight.T * 5 / 4
+        here = plain.prepare(tokens, None, 0, None)
+        x = plain.norm(plain.through(plain.begin(here)[0], range(2), here))
+        table = plain.embedding if plain.settings.tie_head else plain.head
+        logits = x @ table.weight.T / 4
         if parts:
-            logits = 8 * torch.tanh((logits + model.head.bias) / 8)
+            logits = 8 * torch.tanh(logits / 8)
     torch.testing.assert_close(mine, logits, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(cached, logits, rtol=1e-9, atol=1e-12)
 
@@ -155,7 +140,6 @@ def test_all_gradients_shrink_as_the_width_grows(parts):
         named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
         # A shift of all keys changes no attention: the gradient of their bias is rounding.
         sizes.append({n: float(g.square().mean().sqrt()) for n, g in named if "qkv.bias" not in n})
-        sizes[-1].pop("head.bias", None)  # the only parameter behind the logits' factor
     logs = np.log(widths)
     powers = {n: np.polyfit(logs, np.log([one[n] for one in sizes]), 1)[0] for n in sizes[0]}
     assert {n: p for n, p in powers.items() if not -1.3 < p < -0.8} == {}
@@ -164,16 +148,8 @@ def test_all_gradients_shrink_as_the_width_grows(parts):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (["model.mup.input_multiplier=2"], ["model.mup.input_multiplier", "base_width"]),
-        (["model.mup.base_width=100"], ["model.mup.base_width", "base_head_width"]),
-        (
-            ["model.mup.base_width=64", "optim.kind=torch.optim.SGD"],
-            ["optim.kind", "adamw", "muon"],
-        ),
-        (
-            ["model.kind=hf", "model.name=gpt2", "model.mup.base_width=64"],
-            ["model.mup", "config.json"],
-        ),
+        (["model.mup_base_width=64", "optim.kind=torch.optim.SGD"], ["optim.kind", "adamw"]),
+        (["model.kind=hf", "model.name=gpt2", "model.mup_base_width=64"], ["model.mup_base_width"]),
     ],
 )
 def test_settings_that_do_not_go_with_mup_are_refused(changes, words):
@@ -181,10 +157,10 @@ def test_settings_that_do_not_go_with_mup_are_refused(changes, words):
         Recipe.load("shakespeare-char-fast", changes)
 
 
-def test_first_weights_with_other_multipliers_are_refused(tmp_path: Path):
+def test_first_weights_of_another_width_multiple_are_refused(tmp_path: Path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat " * 40)
     tree: dict[str, Any] = {
-        "model": {"layers": 1, "heads": 2, "width": 16, "context": 8, "mup": {"base_width": 8}},
+        "model": {"layers": 1, "heads": 2, "width": 16, "context": 8, "mup_base_width": 8},
         "train": {"steps": 2, "global_batch": 4, "threads": 1},
         "data": {"source": str(tmp_path / "text.txt"), "dir": str(tmp_path / "data")},
         "eval.every": 0,
@@ -194,6 +170,6 @@ def test_first_weights_with_other_multipliers_are_refused(tmp_path: Path):
     again = Recipe.from_dict(tree).replace({"model.init_from": str(run.path)})
     load_initial(build_model(again, 257, device="cpu"), again)
     for base in (0, 16):
-        other = again.replace({"model.mup.base_width": base})
-        with refused("model.init_from", "model.mup.base_width = 8"):
+        other = again.replace({"model.mup_base_width": base})
+        with refused("model.init_from", "model.mup_base_width = 8"):
             load_initial(build_model(other, 257, device="cpu"), other)

@@ -71,7 +71,7 @@ def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
 
 
 def test_mup_keeps_the_learning_rate(gpt2: Recipe):
-    recipe = gpt2.replace({"model.mup.base_width": 256, "model.mup.base_head_width": 64})
+    recipe = gpt2.replace("model.mup_base_width=256")
     assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10], VOCAB))
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import hf_fixtures
 from helpers import tiny_recipe
@@ -17,7 +16,6 @@ from windlass.estimate.devices import Device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
 from windlass.model.build import read_sizes
-from windlass.model.hf import HfCache
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
@@ -163,13 +161,3 @@ def test_which_rows_are_ragged():
     squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
     assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
     assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_
-
-
-def test_a_model_without_a_cache_says_once_that_it_reads_all_tokens_again(tmp_path):
-    hf_fixtures.save("llama", tmp_path)
-    cache = HfCache(AutoModelForCausalLM.from_pretrained(tmp_path))
-    cache.cache, tokens = None, torch.tensor([[1]])
-    cache.read(tokens)
-    with pytest.warns(UserWarning, match="reads all tokens again") as caught:
-        cache.read(tokens)
-    assert len(caught) == 1

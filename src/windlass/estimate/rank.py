@@ -208,7 +208,6 @@ class Rank:
         ends = self.first * self.sizes.positions + self.last * norm
         self.replicated = ends + layers * whole  # parameters that the ranks of `tensor` replicate
         tables = (self.first + self.last * (not self.tied)) * self.table
-        tables += self.last * model.head_bias * -(-vocab // t)
         self.total = tables + layers * cut + self.replicated
 
     def moments(self, optimizer: str, master: int) -> int:

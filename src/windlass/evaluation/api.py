@@ -4,14 +4,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,16 @@ from torch.utils.data import Dataset
 
 from windlass.data.chat import prompt_tokens, stop_tokens
 from windlass.data.open import Data, open_data, own_data
-from windlass.data.split import suite_sources
 from windlass.errors import UserError, argument
 from windlass.evaluation.generate import Sampling, generate_events, in_order, prompt_ids
 from windlass.evaluation.source import Source, alone, find_source, open_model
-from windlass.evaluation.suites import HARNESS, Scores, Suites, step_name, write_predictions
+from windlass.evaluation.suites import Scores, Suites, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, unwrap
 from windlass.recipe import Changes, Recipe, dotted
-from windlass.recipe.settings import LOSS_SUITE, SQUAD_SUITE, SUITE
+from windlass.recipe.settings import LOSS_SUITE, SUITE
 from windlass.recipe.units import samples_per_pass
 from windlass.run import Run
 from windlass.telemetry.ledger import plain
@@ -182,21 +179,11 @@ def measure(
 def measured_on(
     suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
 ) -> dict[str, Any]:
-    """Everything except the model that the scores of a suite depend on, by kind."""
+    """The settings that the scores of a suite depend on, and the fingerprint of the loss's data."""
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
     settings["train.precision"] = resolve_precision(recipe.train.precision, device)
-    if suite == LOSS_SUITE:
-        return {"settings": settings, "data": fingerprint}
-    if suite.startswith(HARNESS):
-        return {"settings": settings, "lm_eval": metadata.version("lm_eval")}
-    files = [recipe.eval.hellaswag_file]
-    if suite == SQUAD_SUITE:
-        sources = suite_sources(recipe) or recipe.data.sources
-        files = [source.partition(":")[2] for source in sources]
-    # Items without a file come from the Hub.
-    hashes = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file}
-    return {"settings": settings, "files": hashes}
+    return {"settings": settings} | ({"data": fingerprint} if suite == LOSS_SUITE else {})
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
@@ -28,39 +26,6 @@ from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_bytes
-
-MOST_ROWS = 64
-WEIGHTS = 2**20  # of a matrix; smaller ones stay in a core's cache
-
-
-def few_rows(model: nn.Module) -> AbstractContextManager[Any]:
-    """`FewRows`, or nothing if no matrix is large: it costs 2 us an operation."""
-    matrices = (p for p in model.parameters() if p.dim() > 1 and p.device.type == "cpu")
-    helps = torch.backends.mkl.is_available() and any(p.numel() >= WEIGHTS for p in matrices)
-    return FewRows() if helps else nullcontext()
-
-
-class FewRows(TorchFunctionMode):
-    """Float32 products of few rows with large matrices on a CPU use oneDNN, without gradients, in
-    two thirds of MKL's time (docs/LOG.md)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        info = Path("/proc/cpuinfo")  # on CPUs of others than Intel, MKL has one thread for one row
-        is_intel = not info.exists() or "GenuineIntel" in info.read_text(errors="replace")
-        self.least = 4 if is_intel else 1
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is nn.functional.linear and not kwargs and not torch.is_autocast_enabled("cpu"):
-            x, weight, bias = (*args, None)[:3]
-            plain = type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type == "cpu"
-            few = self.least <= x.numel() // x.shape[-1] <= MOST_ROWS and weight.numel() >= WEIGHTS
-            if plain and few and x.dtype == weight.dtype == torch.float32:
-                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return func(*args, **(kwargs or {}))
-
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
 # Prompt tokens decoded with the next ones: some tokenizers drop the space before a text.
@@ -219,7 +184,6 @@ def generate_events(
     lengths, numbers = list(map(len, prompts)), range(len(prompts)) if indices is None else indices
     groups = iter(batches(lengths, batch, window(model), sampling.max_tokens))
     group: _Texts | None = None
-    products = few_rows(model)
     with evaluating(model), varying_shapes():
         while True:
             if group is None or not group.active:
@@ -233,7 +197,7 @@ def generate_events(
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
-            with torch.no_grad(), casting_once(autocast), products:
+            with torch.no_grad(), casting_once(autocast):
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())

@@ -25,8 +25,7 @@ from windlass.data.sources import open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
 from windlass.model.build import casting_once, evaluating, scalar
-from windlass.model.documents import Branches, documents_of
-from windlass.model.gpt import GPT
+from windlass.model.documents import documents_of
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks
@@ -141,33 +140,32 @@ def log_likelihoods(
 ) -> list[Likelihood] | None:
     """Log-likelihood of each ending after its context, of all rows on every rank.
 
-    One rank scores a row, and a row longer than the model's context loses its beginning. Windlass's
-    own model reads a context once for all of its endings. Texts in a pass have similar lengths.
-    Padding is at their end, so that a causal model does not see it. `model(tokens)` returns logits
-    [B, T, V]; if it takes `places`, only the logits of these tokens.
+    One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
+    pass have similar lengths. Padding is at their end, so that a causal model does not see it.
+    `model(tokens)` returns logits [B, T, V]; if it takes `places`, only those of these tokens.
     """
     model, mesh, device = unwrap(model), ranks.mesh, ranks.device
-    texts = texts_of(rows, model.context, isinstance(model, GPT))
+    texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
+    counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     chooses = "places" in inspect.signature(type(model).forward).parameters
-    logits_of = [text.scored if chooses else text.length for text in texts]
-    passes = plan_passes([text.length for text in texts], logits_of, model.vocab, device.type)
-    scored = list[Text]()  # on this rank
-    results = list[Tensor]()  # for each ending the sum, and whether greedy
+    lengths = [len(text) - 1 for text in texts]  # the model does not read the last token
+    passes = plan_passes(lengths, counts if chooses else lengths, model.vocab, device.type)
+    scored = list[int]()  # on this rank
+    results = list[Tensor]()  # for each of them the sum, and whether greedy
     with evaluating(model), torch.no_grad():
         for first in range(0, len(passes), mesh.data_world):
             at = first + mesh.data_rank
-            own = [texts[i] for i in passes[at]] if at < len(passes) else []
+            own = passes[at] if at < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            batch = tensors_of(own or [Text([0], {0: [0]})], device)
-            given: dict[str, Any] = {"places": batch.places} if chooses else {}
-            if any(len(text.endings) > 1 for text in own):
-                given["documents"] = Branches(batch.branches, batch.positions)
+            pairs = [(texts[i], counts[i]) for i in own] or [([0, 0], 1)]
+            tokens, places, wanted = tensors_of(pairs, device)
+            given: dict[str, Any] = {"places": places} if chooses else {}
             with casting_once(autocast):
-                logits = model(batch.tokens, **given)
+                logits = model(tokens, **given)
             if own:
-                logits = logits if chooses else logits.flatten(0, 1)[batch.places]
-                lengths = [len(ending) for text in own for ending in text.endings.values()]
-                results += map(score, logits.split(lengths), batch.wanted.split(lengths))
+                logits = logits if chooses else logits.flatten(0, 1)[places]
+                sizes = [counts[i] for i in own]
+                results += map(score, logits.split(sizes), wanted.split(sizes))
                 scored += own
             if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
@@ -176,13 +174,10 @@ def log_likelihoods(
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
     # the host waits for the device only here
     fetched = torch.stack(results).tolist() if results and mesh.counts_rows else []
-    numbers = (i for text in scored for i in text.endings)
-    for i, (total, is_greedy) in zip(numbers, fetched, strict=False):
+    for i, (total, is_greedy) in zip(scored, fetched, strict=False):
         sums[i], greedy_rows[i] = total, is_greedy
     merged = sum_async([*sums, *greedy_rows], ranks).wait()
-    counts = {i: len(ending) for text in texts for i, ending in text.endings.items()}
-    in_order = (counts[i] for i in range(len(rows)))
-    return list(map(Likelihood, merged[: len(rows)], in_order, map(bool, merged[len(rows) :])))
+    return list(map(Likelihood, merged[: len(rows)], counts, map(bool, merged[len(rows) :])))
 
 
 def score(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -193,67 +188,25 @@ def score(logits: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([scores.double().sum(), greedy])
 
 
-class Text(NamedTuple):
-    """A context and its endings, by the numbers of their rows."""
+def tensors_of(
+    pairs: Sequence[tuple[Sequence[int], int]], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Texts, each with the number of its last tokens to score, as tensors on `device`.
 
-    context: Sequence[int]
-    endings: dict[int, Sequence[int]]
-
-    @property
-    def scored(self) -> int:
-        return sum(map(len, self.endings.values()))
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model reads; it does not need the last of an ending."""
-        return len(self.context) + self.scored - len(self.endings)
-
-
-def texts_of(rows: Sequence[Continuation], context: int, share: bool) -> list[Text]:
-    """Texts of at most `context` tokens; if they `share`, rows with equal contexts are one text."""
-    texts, latest = list[Text](), dict[tuple[int, ...], Text]()
-    for i, row in enumerate(rows):
-        ids = [*row.context, *row.ending][-(context + 1) :]
-        cut = max(1, len(ids) - len(row.ending))
-        before, ending = tuple(ids[:cut]), ids[cut:]
-        text = latest.get(before) if share else None
-        if text is None or text.length + len(ending) - 1 > context:
-            text = latest[before] = Text(before, {})
-            texts.append(text)
-        text.endings[i] = ending
-    return texts
-
-
-class TextTensors(NamedTuple):
-    """Texts in the rows of a pass: each has its context, then one ending after another."""
-
-    tokens: Tensor  # [B, T]
-    positions: Tensor  # [B, T]
-    branches: Tensor  # the number of each token's ending, from 1, 0 in the context; on the host
-    places: Tensor  # of the tokens before the wanted ones, counted over all rows [N]
-    wanted: Tensor  # the tokens of all endings [N]
-
-
-def tensors_of(texts: Sequence[Text], device: torch.device) -> TextTensors:
-    longest, columns = max(text.length for text in texts), list[list[Tensor]]()
+    Returns the tokens to read [B, T], and for all scored tokens [N] the place (counted over all
+    rows) of the token before, and the token.
+    """
+    tokens = pad_sequence([torch.tensor(text[:-1]) for text, _ in pairs], batch_first=True)
     places, wanted = list[int](), list[int]()
-    for row, text in enumerate(texts):
-        before = len(text.context)
-        tokens, positions, branches = list(text.context), list(range(before)), [0] * before
-        for number, ending in enumerate(text.endings.values(), 1):
-            first, count = row * longest + len(tokens), len(ending) - 1
-            places += [row * longest + before - 1, *range(first, first + count)]
-            wanted += ending
-            tokens += ending[:-1]
-            positions += range(before, before + count)
-            branches += [number] * count
-        columns.append(list(map(torch.tensor, (tokens, positions, branches))))
-    fields = [pad_sequence(column, batch_first=True) for column in zip(*columns, strict=True)]
-    fields += map(torch.tensor, (places, wanted))
+    for row, (text, count) in enumerate(pairs):
+        end = row * tokens.shape[1] + len(text) - 1
+        places += range(end - count, end)
+        wanted += text[-count:]
+    fields = [tokens, torch.tensor(places), torch.tensor(wanted)]
     if device.type == "cuda":
         fields = [field.pin_memory() for field in fields]
-    moved = [field.to(device, non_blocking=True) for field in fields]
-    return TextTensors(*moved)._replace(branches=fields[2])
+    tokens, before, scored = (field.to(device, non_blocking=True) for field in fields)
+    return tokens, before, scored
 
 
 def plan_passes(

@@ -23,13 +23,11 @@ from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
 from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
-from windlass.evaluation.suites import step_name
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.frozen import Linear4bit
-from windlass.recipe import Changes, Recipe
-from windlass.recipe.layers import typed
+from windlass.recipe import Changes
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
@@ -120,11 +118,8 @@ def plain_template(tokenizer: Tokenizer) -> str:
 
 
 def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
-    # a model of `transformers` is inside an `HfModel`
-    wrapped = source.run and source.run.environment.get("wrapped")
-    prefix = f"{MODEL}model." if wrapped else MODEL
-    names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
-    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory, dtype)
+    names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
+    save_weights(((name, checkpoint.tensor(MODEL + name)) for name in names), directory, dtype)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
     text = OWN_MODEL.read_text(encoding="utf-8")
@@ -326,13 +321,6 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         measured = {"loss": "average_loss", "full_loss": "full_average_loss"}
         line = lines.get(LOSS_SUITE, {})
         lines = {LOSS_SUITE: {k: line[name] for k, name in measured.items() if name in line}}
-    name_of_record = f"{step_name(step, source.weights)}.json"
-    record = read_json(run.path / "eval" / name_of_record)
-    results = [(suite, line, "") for suite, line in lines.items()]
-    for suite, line in record.get("results", {}).items():
-        other = _other_data(suite, record.get("measured", {}).get(suite, {}), checkpoint, recipe)
-        # On the run's own data, `windlass eval` measures all of it.
-        results = [one for one in results if other or one[0] != suite] + [(suite, line, other)]
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -348,29 +336,13 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         code=", trust_remote_code=True" if convert.export_note(recipe.model) else "",
         settings=tomli_w.dumps(scrub(recipe.tree())),
         scores=[
-            (suite, measure, _shown(value), other or "the run's own validation data")
-            for suite, line, other in results
+            (suite, measure, _shown(value))
+            for suite, line in lines.items()
             for measure, value in decode(line).items()
             if isinstance(value, float) and of_eval(measure).role in ("score", "derived")
         ],
         **_origin(run, recipe.model),
     )
-
-
-def _other_data(
-    suite: str, measured: dict[str, Any], checkpoint: Checkpoint, recipe: Recipe
-) -> str:
-    """The settings of other data that `windlass eval` measured; empty for the run's own data."""
-    settings, own = measured.get("settings", {}), recipe.flat()
-    if suite == LOSS_SUITE and measured.get("data") == checkpoint.meta.get("data"):
-        return ""
-    changed = [
-        f"`{key}={typed(scrub(value))}`"
-        for key, value in settings.items()
-        if key.startswith("data.") or key.endswith("_file")
-        if value != own.get(key) and key != "data.dir"
-    ]
-    return ", ".join(changed) or "other data" * (suite == LOSS_SUITE)
 
 
 def _shown(value: float) -> str:

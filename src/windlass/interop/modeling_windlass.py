@@ -42,7 +42,6 @@ class Attention(nn.Module):
         self.layer, self.heads, self.kv_heads = layer, config.heads, config.kv_heads
         self.head_width = config.width // config.heads
         self.qk_norm, self.norm_eps, self.dropout = config.qk_norm, config.norm_eps, config.dropout
-        self.multiplier = config.multipliers["queries"]
         rows = (config.heads + 2 * config.kv_heads) * self.head_width
         self.qkv = nn.Linear(config.width, rows, bias=config.attn_bias)
         self.out = nn.Linear(config.width, config.width, bias=config.attn_bias)
@@ -57,7 +56,6 @@ class Attention(nn.Module):
             cos, sin = rotary
             qk = qk * cos + qk.roll(self.head_width // 2, dims=-1) * sin
         q, k = qk.to(v.dtype).split([H, K], dim=2)
-        q = q * self.multiplier
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # [B, K, S, E]
@@ -111,7 +109,7 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         if config.final_norm:
             self.norm = norm(config)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=config.head_bias)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         self.post_init()
 
     def get_output_embeddings(self):
@@ -148,12 +146,12 @@ class WindlassForCausalLM(PreTrainedModel, GenerationMixin):
             x = x + self.positions(position_ids)
         elif m.position == "rope":
             rotary = self._rotary(position_ids, x)
-        x = F.dropout(x * m.multipliers["embedding"], m.dropout, self.training)
+        x = F.dropout(x, m.dropout, self.training)
         for block in self.blocks:
             x = block(x, rotary, mask, past_key_values)
         x = x[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else x[:, logits_to_keep]
         x = self.norm(x) if m.final_norm else x
-        logits = self.head(x * m.multipliers["hidden"])
+        logits = self.head(x / m.width_multiple)
         if m.logit_cap:
             logits = m.logit_cap * torch.tanh(logits / m.logit_cap)
         loss = None

@@ -21,12 +21,12 @@ from windlass.recipe.network import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of the names in an adapter's file
-VECTOR = "lora_magnitude_vector"  # of DoRA; `peft` saves it without `.weight`
 LINEAR = ("Linear", "Linear4bit", "Conv1D")
 MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")  # as `peft` lists them
 UNLIKE_OURS = (
     *("lora_bias", "rank_pattern", "alpha_pattern", "trainable_token_indices"),
     *("target_parameters", "layer_replication", "use_qalora", "use_bdlora"),
+    *("use_dora", "use_rslora"),
 )
 """Entries of an adapter's configuration that change its result and that `model.lora` lacks."""
 BASE_KEPT = ("true", "gaussian", "eva", "orthogonal")
@@ -53,8 +53,6 @@ def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
         fan_in_fan_out="Conv1D" in kinds.values(),  # transposed, as in GPT-2
         target_modules=targets,
         exclude_modules="|".join(excluded) or None,
@@ -116,7 +114,6 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     names = [name.removeprefix(PREFIX) for name in WeightFiles(directory, WEIGHTS).files]
     lora: dict[str, Any] = {"rank": config["r"], "alpha": config["lora_alpha"]}
     lora["dropout"] = config.get("lora_dropout") or 0.0
-    lora |= {key: bool(config.get(f"use_{key}")) for key in ("rslora", "dora")}
     lora["targets"] = sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
     whole = [name for name in names if ".lora_" not in name and ".base_layer." not in name]
     lora["modules_to_save"] = sorted({name.rpartition(".")[0] for name in whole})
@@ -129,7 +126,7 @@ def fill_from_adapter(model: nn.Module, directory: Path) -> None:
     files = WeightFiles(directory, WEIGHTS).files
     ours, names = dict[str, Tensor](), dict[int, list[str]]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        key = PREFIX + name.replace(".default", "").replace(f"{VECTOR}.weight", VECTOR)
+        key = PREFIX + name.replace(".default", "")
         # `peft` writes the matrix of an adapted embedding or head, too.
         written = key in files and ".base_layer." in name
         if ".lora_" in name or parameter.requires_grad or written:

@@ -1,6 +1,6 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, and back, by tensors.
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, by tensors.
 
-Each table serves both directions. Only functions import torch, because `plan` uses this module.
+Only functions import torch, because `plan` uses this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from windlass.errors import UserError
-from windlass.recipe.network import ModelSettings, Multipliers
+from windlass.recipe.network import ModelSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ SETTINGS = {
     "apertus": LLAMA_SETTINGS,
 }
 """Our settings, and the entries of a configuration with the same meaning."""
-COMMON: dict[str, Any] = {"logit_cap": (0.0,), "head_bias": (False,), "final_norm": (True,)}
+COMMON: dict[str, Any] = {"logit_cap": (0.0,), "final_norm": (True,)}
 ROPE: dict[str, Any] = {"position": ("rope",), "norm": ("rmsnorm",), **COMMON}
 ALLOWED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gpt2": {
@@ -102,7 +102,7 @@ of a gated feed-forward layer and of normalised queries and keys."""
 OWN_SETTINGS = (
     *("layers", "heads", "kv_heads", "width", "ff_width", "context", "norm", "final_norm"),
     *("norm_eps", "position", "rope_theta", "activation", "attn_bias", "ff_bias", "norm_bias"),
-    *("head_bias", "qk_norm", "logit_cap", "dropout", "init_std"),
+    *("qk_norm", "logit_cap", "dropout", "init_std"),
 )
 """Settings in the configuration of a model that is exported with its code."""
 CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}
@@ -138,12 +138,13 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
 
     kind = architecture(m)
     own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
-    for name, width in unit_weights(m).items():
-        of_queries = m.multipliers.queries if "q_norm" in name else 1.0
-        yield name, torch.full((width,), of_queries)
+    for i in range(m.layers if m.qk_norm else 0):  # our model has no weights in these norms
+        for one in "qk":
+            yield f"model.layers.{i}.self_attn.{one}_norm.weight", torch.ones(m.width // m.heads)
     for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
-        missing = name not in own
-        tensor = tensor.new_zeros(tensor.shape[0]) if missing else with_multipliers(m, name, read)
+        tensor = read(name) if name in own else tensor.new_zeros(tensor.shape[0])
+        if name.startswith("norm.") and m.width_multiple != 1:
+            tensor = tensor / m.width_multiple  # muP's division of the logits
         there = their_names(m, name)
         if kind == "gpt2" and name.startswith("blocks.") and tensor.dim() == 2:
             yield there[0], tensor.t().contiguous()
@@ -153,45 +154,6 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
             head = m.width // m.heads
             rows = [m.heads * head, m.kv_heads_ * head, m.kv_heads_ * head]
             yield from zip(there, (part.contiguous() for part in tensor.split(rows)), strict=True)
-
-
-def with_multipliers(m: ModelSettings, name: str, read: Read) -> Tensor:
-    """One of our weights for a model without muP's multipliers: the weights contain them."""
-    tensor, (embedding, queries, hidden) = read(name), m.multipliers
-    if name in ("embedding.weight", "positions.weight"):
-        return tensor if embedding == 1 else tensor * embedding
-    if name.startswith("norm."):  # scales the logits; a tied head has the embedding's multiplier
-        factor = hidden / embedding if m.tie_head else hidden
-        return tensor if factor == 1 else tensor * factor
-    if ".attn.qkv." in name and queries != 1 and not m.qk_norm:
-        tensor = tensor.clone()
-        tensor[: m.width] *= queries
-    return tensor
-
-
-def unit_weights(m: ModelSettings) -> dict[str, int]:
-    """Names and sizes of the norm weights of queries and keys, which our model does not have."""
-    layers = range(m.layers if m.qk_norm else 0)
-    norms = [f"model.layers.{i}.self_attn.{one}_norm.weight" for i in layers for one in "qk"]
-    return dict.fromkeys(norms, m.width // m.heads)
-
-
-def from_hf(m: ModelSettings, name: str, read: Read) -> Tensor:
-    import torch
-
-    tensor = torch.cat([read(there) for there in their_names(m, name)])
-    if name == "positions.weight":
-        return tensor[: m.context]
-    transposed = m.position == "learned" and name.startswith("blocks.") and tensor.dim() == 2
-    return tensor.t() if transposed else tensor
-
-
-def dropped(m: ModelSettings, there: dict[str, Any]) -> list[str]:
-    """Our names of the biases that only their model has; the models are equal if these are 0."""
-    kind = architecture(m)
-    own = set(our_names(kind, m, own_biases(m)))
-    theirs = our_names(kind, m, [key for key in BIASES if there.get(key)])
-    return [name for name in theirs if name not in own]
 
 
 def architecture(m: ModelSettings) -> str:
@@ -222,7 +184,7 @@ def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
     entries = _entries(m, vocab, {key: key for key in OWN_SETTINGS})
     entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
-    entries |= {"multipliers": m.multipliers._asdict()}
+    entries |= {"width_multiple": m.width_multiple}
     return entries | {"auto_map": auto_map}
 
 
@@ -249,62 +211,3 @@ def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
         "pad_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
     }
-
-
-def settings_of(config: Any) -> dict[str, Any]:
-    """The settings `[model]` of our GPT for a configuration of `transformers`, with `vocab`."""
-    kind = getattr(config, "model_type", "")
-    if kind not in SETTINGS:
-        fit = ", ".join(SETTINGS)
-        raise UserError(f"model.init_from: architecture {kind!r} does not fit; {fit} do")
-    settings = {key: getattr(config, there) for key, there in SETTINGS[kind].items()}
-    settings |= {key: values[0] for key, values in ALLOWED[kind].items()}
-    ours = {there: own for own, there in ACTIVATIONS.items()}
-    if kind == "gpt2":
-        unlike = {
-            "activation_function": config.activation_function not in ours,
-            "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
-            "scale_attn_weights": not config.scale_attn_weights,
-        }
-        settings |= dict.fromkeys(BIASES, True)
-        settings["activation"] = ours.get(config.activation_function)
-        settings |= {"kv_heads": config.n_head, "ff_width": config.n_inner or 4 * config.n_embd}
-    else:
-        rope = getattr(config, "rope_parameters", None) or {}
-        heads = config.num_attention_heads
-        head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        gated = "swiglu" in ALLOWED[kind]["activation"]
-        settings["activation"] = "swiglu" if gated else ours.get(config.hidden_act)
-        unlike = {
-            "hidden_act": config.hidden_act != "silu" if gated else config.hidden_act not in ours,
-            "sliding_window": bool(getattr(config, "use_sliding_window", False)),
-            "rope scaling": rope.get("rope_type", "default") != "default",
-            "head_dim": head_width * heads != config.hidden_size,
-        }
-        theta = rope.get("rope_theta", getattr(config, "rope_theta", 10_000.0))
-        settings["rope_theta"] = float(theta)
-    if names := [name for name, differs in unlike.items() if differs]:
-        problem = f"this variant of {kind} is not one of our GPT's: {', '.join(names)}"
-        raise UserError(f"model.init_from: {problem}")
-    return settings | {"tie_head": bool(config.tie_word_embeddings), "vocab": config.vocab_size}
-
-
-def check_fit(m: ModelSettings, vocab: int, there: dict[str, Any], where: str) -> None:
-    """Raise UserError with every setting that must change for the weights to fit.
-
-    A shorter context, extra rows of the embedding and `dropped` biases fit.
-    """
-    if m.multipliers != Multipliers():
-        problem = f"model.init_from: the weights of {where} lack multipliers of muP"
-        raise UserError(f"{problem}: drop model.mup, or start from a run")
-    own = {**m.model_dump(), "kv_heads": m.kv_heads_, "ff_width": m.ff_width_, "vocab": vocab}
-    fits = {"context": own["context"] <= there["context"], "vocab": vocab >= there["vocab"]}
-    fits |= {key: True for key in BIASES if there.get(key)}
-    lines = [
-        f"  model.{key} = {json.dumps(value)}  (it is {json.dumps(own[key])})"
-        for key, value in there.items()
-        if not fits.get(key, own[key] == value)
-    ]
-    if lines:
-        problem = f"model.init_from: the weights of {where} have another shape; write"
-        raise UserError("\n".join([problem, *lines]))

@@ -153,16 +153,6 @@ class Documents:
         return Spans(queries, keys, mask, self.positions.device)
 
 
-class Branches(Documents):
-    """The beginning of a row (number 0) and its continuations, which see it and themselves."""
-
-    def spans(self, first: int, stop: int, dtype: torch.dtype | None = None) -> Spans:
-        numbers = self.numbers.to(self.positions.device, non_blocking=True)
-        queries, keys = numbers[:, first:stop, None], numbers[:, None, :stop]
-        seen = ((keys == 0) | (keys == queries)).tril(first)
-        return Spans([], [], seen.unsqueeze(1), self.positions.device)
-
-
 def documents_of(batch: Any, model: nn.Module) -> dict[str, Documents]:
     """The argument `documents` of a model's forward pass, if rows have several."""
     if batch.documents is None or not takes_documents(model):

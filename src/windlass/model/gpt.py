@@ -14,13 +14,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from windlass.model.documents import Documents, attend, dropped
 from windlass.model.loss import (
-    PLAIN,
     Piece,
     SourceSums,
     Tail,
@@ -29,7 +27,7 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, draw_in_turns, whole_shape
+from windlass.model.share import assign, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -101,7 +99,6 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_width = m.heads, m.kv_heads_, m.width // m.heads
         self.qk_norm, self.norm_eps, self.dropout = m.qk_norm, m.norm_eps, m.dropout
-        self.multiplier = m.multipliers.queries
         rows = (m.heads + 2 * m.kv_heads_) * self.head_width
         self.qkv = nn.Linear(m.width, rows, bias=m.attn_bias)
         self.out = nn.Linear(m.width, m.width, bias=m.attn_bias)
@@ -119,7 +116,6 @@ class Attention(nn.Module):
             q, k = qk.to(v.dtype).split([H, K], dim=2)
         else:
             q, k, v = qkv.split([H, K, K], dim=2)
-        q = multiplied(q, self.multiplier)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # [B, H or K, T, E]
         rate = self.dropout if self.training else 0.0
         if cache:
@@ -177,9 +173,7 @@ class Head(nn.Module):
     def __init__(self, m: ModelSettings, vocab: int):
         super().__init__()
         self.weight = None if m.tie_head else nn.Parameter(torch.empty(vocab, m.width))
-        self.bias = nn.Parameter(torch.empty(vocab)) if m.head_bias else None
         self.cap = m.logit_cap
-        self.objective = PLAIN  # of the training
         self.loss_tail: Tail | None = None  # compiled
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
 
@@ -190,10 +184,9 @@ class Head(nn.Module):
         weight = table if self.weight is None else self.weight
         assert weight is not None
         if labels is None:
-            return head_logits(x, weight, self.bias, self.cap)
-        how: Any = {"cap": self.cap, "piece": self.piece, "by_source": by_source}
-        how |= {"objective": self.objective if self.training else PLAIN, "tail": self.loss_tail}
-        return cross_entropy_sum(x, weight, labels, self.bias, **how)
+            return head_logits(x, weight, cap=self.cap)
+        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
+        return cross_entropy_sum(x, weight, labels, cap=self.cap, **how)
 
 
 class Pass(NamedTuple):
@@ -272,7 +265,7 @@ class GPT(nn.Module):
             x = self.embedding(here.tokens)
         if m.position == "learned":
             x = x + self.positions(here.positions)
-        return self.drop(multiplied(self.lowered(x), m.multipliers.embedding), here), table
+        return self.drop(self.lowered(x), here), table
 
     def lowered(self, x: Tensor) -> Tensor:
         """The stream, in autocast's precision with `low_stream`."""
@@ -306,7 +299,7 @@ class GPT(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         m = self.settings
-        x = multiplied(self.norm(x) if m.final_norm else x, m.multipliers.hidden)
+        x = multiplied(self.norm(x) if m.final_norm else x, 1 / m.width_multiple)  # muP
         if places is not None:
             x = x.flatten(0, 1)[places]
         elif cache:
@@ -369,23 +362,17 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, seed: int, group: dist.ProcessGroup | None = None) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Give every parameter, whole or sharded, its initial value, in place.
 
     The unwrapped model has `initial_value(name, shape, generator) -> Tensor`, as `GPT`, or
-    `fill_weights(seed)`, as `HfModel`. Each rank of `group` draws some and broadcasts them.
+    `fill_weights(seed)`, as `HfModel`.
     """
     owner: Any = model
     if hasattr(owner, "fill_weights"):
-        owner.fill_weights(seed, group=group)
+        owner.fill_weights(seed)
         return
-
-    def draw(item: tuple[str, Tensor]) -> list[Tensor]:
-        name, parameter = item
+    for name, parameter in owner.named_parameters():
         assert not parameter.is_meta, f"{name} is on the meta device: materialise it first"
-        return [owner.initial_value(name, whole_shape(parameter), generator(seed, name))]
-
-    # Those that ranks draw at the same time have similar sizes.
-    named = sorted(owner.named_parameters(), key=lambda item: -whole_shape(item[1]).numel())
-    for (_, parameter), values in draw_in_turns(named, draw, lambda item: [item[1]], group):
-        assign(parameter, values[0])
+        shape = whole_shape(parameter)
+        assign(parameter, owner.initial_value(name, shape, generator(seed, name)))

@@ -9,25 +9,22 @@ import contextlib
 import inspect
 import math
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, hf_network
-from windlass.model.documents import Documents, edges_of
+from windlass.model.documents import Documents
 from windlass.model.frozen import Linear4bit, raised
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
     IGNORE_INDEX,
-    PLAIN,
     Piece,
     SourceSums,
     Tail,
@@ -37,7 +34,7 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, is_sharded
+from windlass.model.share import assign
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -79,14 +76,11 @@ class HfModel(nn.Module):
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
-        self.objective = PLAIN  # of the training
         self.balance = hf_network.balance_of(model, settings)
         self.loss_tail: Tail | None = None  # compiled
 
     @torch.no_grad()
-    def fill_weights(
-        self, seed: int, directory: Path | None = None, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def fill_weights(self, seed: int, directory: Path | None = None) -> None:
         """Give every parameter and saved buffer its value, in place.
 
         Weights come from the files in `directory` (None: the model's origin), or with
@@ -105,16 +99,10 @@ class HfModel(nn.Module):
         if self.settings.from_scratch:
             template = hf_network.from_directory(self.directory, self.settings)
             hf_network.add_rows(template, self.vocab)
-            hf_files.fill_from_seed(
-                tensors, template, hf_network.find_blocks(template), seed, group
-            )
+            blocks = hf_network.find_blocks(template)
+            hf_files.fill_from_seed(tensors, template, blocks, seed)
         else:
             self._read_files(tensors, directory or hf_files.weights_directory(self))
-        for layer in self.model.modules():  # DoRA's magnitudes are the norms of the matrices
-            for vector in getattr(layer, "lora_magnitude_vector", {}).values():
-                weight = layer.get_base_layer().weight  # type: ignore[operator]
-                weight = weight.full_tensor() if is_sharded(weight) else weight
-                assign(vector.weight, vector.get_weight_norm(weight, weight.new_zeros(()), 1.0))
 
     def _read_files(self, tensors: dict[str, Tensor], directory: Path) -> None:
         files = hf_files.WeightFiles(directory, remote_code=self.settings.trust_remote_code)
@@ -134,27 +122,13 @@ class HfModel(nn.Module):
         hf_files.fill_from_files(tensors, files, prefix, longer)
 
     def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
-        """The arguments for rows of documents, which `transformers` finds from the positions.
-
-        Flash attention would look at a single row only, so it gets the edges.
-        """
-        on_gpu = documents is not None and documents.positions.device.type == "cuda"
-        wanted = (
-            hf_network.attention_within_documents(self.model, self.settings)
-            if on_gpu
-            else self.plain
-        )
+        """The arguments for rows of documents, which `transformers` finds from the positions."""
+        wanted = self.plain
+        if documents is not None and documents.positions.device.type == "cuda":
+            wanted = hf_network.attention_within_documents(self.model, self.plain)
         if self.config._attn_implementation != wanted:
             self.model.set_attn_implementation(wanted)  # type: ignore[operator]
-        if documents is None:
-            return {}
-        given: dict[str, Any] = {"position_ids": documents.positions}
-        if wanted.startswith("flash"):
-            length = documents.positions.shape[1]
-            edges = edges_of(documents.spans(0, length).keys, documents.positions.device)
-            given |= {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
-            given |= {"max_length_q": length, "max_length_k": length}
-        return given
+        return {} if documents is None else {"position_ids": documents.positions}
 
     def blocks(self) -> list[nn.Module]:
         return hf_network.find_blocks(self.model)
@@ -183,7 +157,6 @@ class HfModel(nn.Module):
         given |= self.keep_apart(documents)
         if cache is not None:
             return cache.read(tokens)
-        objective = self.objective if self.training else PLAIN
         if self.head_form is None or (labels is None and places is None):
             given = given if labels is None else self.for_training(given)
             with without_reads(documents):  # padding at the end needs no mask
@@ -191,8 +164,8 @@ class HfModel(nn.Module):
             logits: Tensor = output.logits
             if labels is None:
                 return logits if places is None else logits.flatten(0, 1)[places]
-            own = logits.flatten(0, 1), labels.flatten(), objective, by_source
-            return self.balanced(cross_entropy_of_logits(*own), output, labels)
+            loss = cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), by_source)
+            return self.balanced(loss, output, labels)
         scale, cap = self.head_form
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -210,9 +183,8 @@ class HfModel(nn.Module):
         if labels is None:
             return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         weight = raised(weight, hidden)
-        how: Any = {"cap": cap, "piece": self.piece, "objective": objective}
-        how |= {"by_source": by_source, "tail": self.loss_tail}
-        loss = cross_entropy_sum(hidden, weight, labels, head.bias, **how)
+        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
+        loss = cross_entropy_sum(hidden, weight, labels, head.bias, cap=cap, **how)
         return self.balanced(loss, output, labels)
 
     def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -261,64 +233,29 @@ def without_reads(documents: Documents | None) -> Iterator[None]:
         yield
 
 
-def wrap(model: Any, context: int) -> HfModel:
-    """Wrap a loaded model of `transformers`, perhaps with adapters of `peft`, in float32."""
-    kind, config = type(model).__name__, model.config
-    if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
-        advice = "load it with AutoModelForCausalLM"
-        raise UserError(f"model: {kind} is not a causal language model; {advice}")
-    if getattr(model, "is_quantized", False):
-        advice = "load it unquantised, or use model.lora.base=4bit in the recipe"
-        raise UserError(f"model: {kind} is quantised; {advice}")
-    name = str(getattr(config, "_name_or_path", "") or kind)
-    settings = ModelSettings(kind="hf", name=name, router_loss=0)
-    own = HfModel(model.float(), Path(name), settings)
-    if context > own.limit:
-        problem = f"model.context = {context} is longer than {kind}'s limit"
-        raise UserError(f"{problem}: write {own.limit}, or less")
-    own.context = context
-    return own
-
-
 class HfCache:
-    """Keys and values, or states of a recurrent network; without them it reads all tokens again."""
+    """Keys and values, or states of a recurrent network; a model without them reads all tokens
+    again."""
 
     def __init__(self, model: nn.Module):
         from transformers import DynamicCache
 
         accepted = inspect.signature(model.forward).parameters
         self.model: Any = model
+        self.given: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.name = next((name for name in CACHE_NAMES if name in accepted), "")
-        self.cache: Any = DynamicCache(config=model.config) if self.name else None
-        self.last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self.tokens: Tensor | None = None
+        if self.name:
+            self.given[self.name] = DynamicCache(config=model.config)
+        self.tokens: Tensor | None = None  # read so far
 
     def read(self, tokens: Tensor) -> Tensor:
-        first = self.tokens is None
-        self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
-        if not first and tokens.shape[1] > 1 and getattr(self.model, "_is_stateful", False):
-            self.cache = None  # recurrent networks continue from their state by one token at a time
-        cached = self.cache is not None
-        if not cached and len(self.tokens[0]) > tokens.shape[1]:
-            what = f"{type(self.model).__name__} keeps no cache of these tokens"
-            warnings.warn(f"{what}: each new token reads all tokens again", stacklevel=2)
-        given = {self.name: self.cache, **self.last_only} if cached else self.last_only
-        ids = tokens if cached else self.tokens
-        logits: Tensor = self.model(input_ids=ids, use_cache=cached, **given).logits
-        if cached and first and not is_filled(self.cache, tokens.shape[1]):
-            self.cache = None
+        if not self.name:
+            tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+            self.tokens = tokens
+        logits: Tensor = self.model(
+            input_ids=tokens, use_cache=bool(self.name), **self.given
+        ).logits
         return logits[:, -1:]
-
-
-def is_filled(cache: Any, length: int) -> bool:
-    layers = [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
-    for layer in layers:
-        states, has_keys = getattr(layer, "has_previous_state", {}), hasattr(layer, "keys")
-        if not (states or has_keys) or not all(states.values()):
-            return False
-        if has_keys and not (layer.is_initialized and layer.get_seq_length() == length):
-            return False
-    return bool(layers)
 
 
 def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
-from windlass.model.share import assign, cut_of, draw_in_turns, is_sharded, whole_shape
+from windlass.model.share import assign, cut_of, is_sharded, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -130,22 +129,17 @@ def fill_from_seed(
     template: nn.Module,
     blocks: Sequence[nn.Module],
     seed: int,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Initialise parameters, whole or sharded, as the architecture does, from seed and names alone.
 
     One block or other module of `template`, on the meta device, gets storage at a time.
     """
-    left, units = dict(parameters), list[tuple[nn.Module, str, dict[str, Tensor]]]()
+    left = dict(parameters)
     inside = {id(module) for block in blocks for module in block.modules()}
     for prefix, unit in template.named_modules():
         is_block = any(unit is block for block in blocks)
-        if is_block or (id(unit) not in inside and unit._parameters):
-            names = [name for name, _ in unit.named_parameters(prefix) if name in left]
-            units.append((unit, prefix, {name: left.pop(name) for name in names}))
-
-    def draw(item: tuple[nn.Module, str, dict[str, Tensor]]) -> list[Tensor]:
-        unit, prefix, own = item
+        if not is_block and (id(unit) in inside or not unit._parameters):
+            continue
         for module in unit.modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
@@ -155,14 +149,10 @@ def fill_from_seed(
             torch.manual_seed(seed_of(f"windlass/hf/{seed}/{prefix}"))
             for module in reversed(list(unit.modules())):  # children first, as in `transformers`
                 template._init_weights(module)  # type: ignore[operator]
-        values = dict(unit.named_parameters(prefix, remove_duplicate=False))
-        drawn = [values[name].detach() for name in own]
+        for name, value in unit.named_parameters(prefix, remove_duplicate=False):
+            if name in left:
+                assign(left.pop(name), value.detach())
         unit.to("meta")
-        return drawn
-
-    for (_, _, own), values in draw_in_turns(units, draw, lambda item: [*item[2].values()], group):
-        for parameter, value in zip(own.values(), values, strict=True):
-            assign(parameter, value)
     if left:
         problem = f"the architecture lacks an initial value for {min(left)}"
         raise UserError(f"model.from_scratch: {problem}")

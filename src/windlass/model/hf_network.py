@@ -30,9 +30,6 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
     what, remote = f"model.name: {settings.name}", settings.trust_remote_code
     for package in ("transformers", "accelerate"):
         require(package, what)
-    how = {} if settings.attention == "auto" else {"attn_implementation": settings.attention}
-    if settings.attention == "flash_attention_2":
-        require("flash_attn", 'model.attention = "flash_attention_2"')
     try:
         from accelerate import init_empty_weights  # peft needs it, so windlass-lm[hf] brings it
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,17 +40,13 @@ def from_directory(directory: Path, settings: ModelSettings) -> nn.Module:
             raise UserError(f"{what} is quantised: name the model that it was made from")
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model: nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=remote, **how
+                config, dtype=torch.float32, trust_remote_code=remote
             )
     except UserError:
         raise
     except ImportError as error:
         raise UserError(f"{what} {hub.missing_package(error)}") from None
     except Exception as error:  # of `transformers`, or of code that came with the model
-        if how and "ttention" in str(error):
-            name = f'model.attention = "{settings.attention}"'
-            problem = f"{name} does not work for {settings.name} here: {first_line(error)}"
-            raise UserError(f"{problem}; write auto") from None
         if "trust_remote_code" in str(error):
             advice = "read the code that comes with it; model.trust_remote_code=true runs it"
             raise UserError(f"{what}: {advice}") from None
@@ -141,27 +134,28 @@ def head_form(model: Any) -> tuple[float, float] | None:
         return None
 
 
-def attention_within_documents(model: Any, settings: ModelSettings) -> str:
-    """The attention for rows of documents on a GPU; flex attention lacks dropout."""
-    current = str(model.config._attn_implementation)
+def attention_within_documents(model: Any, current: str) -> str:
+    """The attention for rows of documents on a GPU.
+
+    Flex attention lacks dropout. Flash attention finds documents in a single row only.
+    """
     text = model.config.get_text_config()
     dropout = any(getattr(text, name, None) for name in ATTENTION_DROPOUT)
-    flex = settings.attention == "auto" and model._supports_flex_attn and not dropout
-    return "flex_attention" if flex and not current.startswith("fl") else current
+    if model._supports_flex_attn and not dropout:
+        return "flex_attention"
+    return "sdpa" if current.startswith("flash") else current
 
 
 def balance_of(model: Any, settings: ModelSettings) -> tuple[float, Callable[..., Tensor]] | None:
-    """The coefficient and the function of the routers' balancing loss; None without one."""
-    wanted, own = settings.router_loss, float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
+    """The coefficient and the function of the routers' balancing loss; None without one, and for
+    adapters."""
+    coefficient = float(getattr(model, "router_aux_loss_coef", 0.0) or 0.0)
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    if function and list(inspect.signature(function).parameters) != BALANCING_LOSS:
-        function = None  # such as Doge's
-    if wanted == "auto":
-        wanted = 0.0 if settings.lora.rank or function is None else own
-    if wanted and function is None:
-        problem = f"{type(model).__name__} lacks a balancing loss of routers"
-        raise UserError(f"model.router_loss = {wanted}: {problem}; write 0")
-    return (wanted, function) if wanted else None
+    if not coefficient or settings.lora.rank or function is None:
+        return None
+    # Doge's has other parameters.
+    fits = list(inspect.signature(function).parameters) == BALANCING_LOSS
+    return (coefficient, function) if fits else None
 
 
 STYLES = ("colwise", "rowwise")  # of linear layers: some of the outputs, some of the inputs

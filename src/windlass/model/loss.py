@@ -1,7 +1,7 @@
 """Cross-entropy from hidden states; with a large vocabulary the logits of all tokens never exist.
 
-The value is the plain cross-entropy, so that runs compare; the gradient is the `Objective`'s. The
-forward pass computes it as well, while it holds a chunk's logits: three products, none repeated.
+The forward pass also computes the gradient, while it holds a chunk's logits: three products, none
+repeated.
 
 Legend: N tokens, D model width, V vocabulary.
 """
@@ -25,7 +25,6 @@ from windlass.recipe.settings import IGNORE_INDEX
 class Piece(NamedTuple):
     group: str  # torch's name of the process group of the ranks that hold all of it together
     first: int  # the number of this rank's first row
-    vocab: int  # the rows of all ranks
     most: int  # the rows of the rank with most: each rank must choose the same chunks
     enter: Callable[[Tensor], Tensor]  # whole hidden states on each rank, from this rank's
 
@@ -33,21 +32,7 @@ class Piece(NamedTuple):
         dist.all_reduce(tensor, op, dist.distributed_c10d._resolve_process_group(self.group))
 
 
-class Objective(NamedTuple):
-    """The loss that a training minimises for each unmasked label, beside the cross-entropy.
-
-    With logits l over V tokens and log Z = log sum exp l: the cross-entropy to the label's
-    distribution (1 - smoothing) and a uniform one (smoothing; arXiv 1512.00567, section 7), plus
-    z (log Z)^2 (arXiv 2204.02311, section 5).
-    """
-
-    z: float = 0.0
-    smoothing: float = 0.0
-
-
-PLAIN = Objective()
-
-Tail = Callable[[Tensor, Tensor, float, float, float], Tensor]
+Tail = Callable[[Tensor, Tensor, float], Tensor]
 """`loss_tail`, compiled."""
 
 
@@ -97,12 +82,11 @@ def cross_entropy_sum(
     cap: float = 0.0,
     chunk: int | None = None,
     piece: Piece | None = None,
-    objective: Objective = PLAIN,
     by_source: SourceSums | None = None,
     tail: Tail | None = None,
 ) -> Tensor:
     """Sum of the cross-entropy over the unmasked labels: a scalar in float32, or float64 like the
-    hidden states. Its gradient is the one of the summed `objective`.
+    hidden states.
 
     Args:
         x: Hidden states [..., D].
@@ -126,10 +110,9 @@ def cross_entropy_sum(
     if chunk or piece:
         size, grad = chunk or len(labels), torch.is_grad_enabled()
         return _ChunkedCrossEntropy.apply(
-            x, weight, bias, labels, cap, size, grad, piece, objective, by_source, tail
+            x, weight, bias, labels, cap, size, grad, piece, by_source, tail
         )
-    logits = head_logits(x, weight, bias, cap)
-    return cross_entropy_of_logits(logits, labels, objective, by_source)
+    return cross_entropy_of_logits(head_logits(x, weight, bias, cap), labels, by_source)
 
 
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -140,33 +123,18 @@ def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def cross_entropy_of_logits(
-    logits: Tensor,
-    labels: Tensor,
-    objective: Objective = PLAIN,
-    by_source: SourceSums | None = None,
+    logits: Tensor, labels: Tensor, by_source: SourceSums | None = None
 ) -> Tensor:
     """The same from all logits [N, V] and labels [N], by autograd."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if by_source is None:
-        loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    else:
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        by_source.add(losses, labels)
-        loss = losses.sum()
-    if not any(objective):
-        return loss
-    masked, more = labels == IGNORE_INDEX, torch.zeros_like(loss)
-    if objective.z:
-        log_z = logits.logsumexp(1).masked_fill(masked, 0.0)
-        more = objective.z * log_z.square().sum()
-    if objective.smoothing:
-        at_label = logits.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-        above_mean = (at_label - logits.mean(1)).masked_fill(masked, 0.0)
-        more = more + objective.smoothing * above_mean.sum()
-    return loss + (more - more.detach())
+        return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    by_source.add(losses, labels)
+    return losses.sum()
 
 
-def loss_tail(logits: Tensor, labels: Tensor, cap: float, z: float, smoothing: float) -> Tensor:
+def loss_tail(logits: Tensor, labels: Tensor, cap: float) -> Tensor:
     """The cross-entropy of each row [n] of a chunk's logits [n, V], which the gradient overwrites.
 
     For the compiler, which makes two kernels of it; uncompiled, `eager_tail` needs less memory.
@@ -177,20 +145,14 @@ def loss_tail(logits: Tensor, labels: Tensor, cap: float, z: float, smoothing: f
     log_z = wide.logsumexp(1, keepdim=True)
     losses = (log_z - wide.gather(1, target)).squeeze(1) * (labels != IGNORE_INDEX)
     d = (wide - log_z).exp()
-    d = d * (1 + 2 * z * log_z) if z else d
     at_label = torch.arange(logits.shape[1], device=logits.device) == target
-    d = torch.where(at_label, d - (1 - smoothing), d) - smoothing / logits.shape[1]
+    d = torch.where(at_label, d - 1, d)
     logits.copy_(d * (1 - (wide / cap).square()) if cap else d)
     return losses
 
 
 def eager_tail(
-    last: list[Tensor],
-    labels: Tensor,
-    cap: float,
-    objective: Objective,
-    piece: Piece | None,
-    grad: bool,
+    last: list[Tensor], labels: Tensor, cap: float, piece: Piece | None, grad: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The losses [n] of logits [n, V], and the gradient; empties `last` to free its memory."""
     logits, slope = last.pop(), None
@@ -203,7 +165,6 @@ def eager_tail(
         row = target - piece.first
         target = row.clamp(0, logits.shape[1] - 1)
         here = (row == target).to(logits.dtype)
-    at_target = logits.gather(1, target) if objective.z else None
     if piece:
         peak = logits.amax(1, keepdim=True)
         piece.reduce(peak, dist.ReduceOp.MAX)
@@ -213,17 +174,12 @@ def eager_tail(
     else:
         log_p = logits.log_softmax(1)
     del logits
-    log_p_target = log_p.gather(1, target)
     unmasked = (labels != IGNORE_INDEX).unsqueeze(1)
-    losses = (log_p_target * unmasked).mul_(here).neg_().squeeze(1)
+    losses = (log_p.gather(1, target) * unmasked).mul_(here).neg_().squeeze(1)
     if not grad:
         return losses, None
-    d, vocab = log_p.exp_(), piece.vocab if piece else log_p.shape[1]
-    if at_target is not None:  # log Z is the logit less its log-probability
-        d.mul_(1 + 2 * objective.z * (at_target - log_p_target))
-    d.scatter_(1, target, d.gather(1, target) - (1 - objective.smoothing) * here)
-    if objective.smoothing:
-        d.sub_(objective.smoothing / vocab)
+    d = log_p.exp_()
+    d.scatter_(1, target, d.gather(1, target) - here)
     return losses, d if slope is None else d.mul_(slope)
 
 
@@ -239,7 +195,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         grad: bool,
         piece: Piece | None,
-        objective: Objective,
         by_source: SourceSums | None,
         tail: Tail | None,
     ) -> Tensor:
@@ -258,10 +213,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # A NaN in a masked row changes nothing.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 if tail is not None:
-                    losses = tail(d := F.linear(rows, head, shift), labels[part], cap, *objective)
+                    losses = tail(d := F.linear(rows, head, shift), labels[part], cap)
                 else:
                     logits = [F.linear(rows, head, shift).to(total)]
-                    losses, d = eager_tail(logits, labels[part], cap, objective, piece, any(wants))
+                    losses, d = eager_tail(logits, labels[part], cap, piece, any(wants))
                 loss += losses.sum()
                 if by_source is not None:
                     by_source.add(losses, labels, part, piece)
@@ -292,7 +247,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, factor: Tensor) -> Any:
         assert ctx.grads is not None, "a chunked loss has one backward pass"
         grads, ctx.grads = ctx.grads, None
-        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 8)
+        return (*(None if g is None else g.mul_(factor) for g in grads), *[None] * 7)
 
 
 def look_up(table: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 # torch's functional collectives, which `torch.compile` traces.
 collective = torch.ops._c10d_functional
 T_ = TypeVar("T_", bound=Tensor)
-Item = TypeVar("Item")
 
 
 def is_sharded(tensor: Tensor | None) -> TypeGuard[DTensor]:
@@ -114,32 +112,6 @@ def blocks_of(model: Any) -> list[nn.Module] | None:
     if isinstance(blocks, nn.Module):
         return list(blocks) if isinstance(blocks, nn.ModuleList | nn.Sequential) else None
     return list(blocks()) if callable(blocks) else None
-
-
-def draw_in_turns(
-    items: Sequence[Item],
-    draw: Callable[[Item], list[Tensor]],
-    parameters: Callable[[Item], list[Tensor]],
-    group: dist.ProcessGroup | None,
-) -> Iterator[tuple[Item, list[Tensor]]]:
-    """Each item with the whole values of its `parameters`, which one rank of `group` draws."""
-    size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    for start in range(0, len(items), size):
-        turn = items[start : start + size]
-        mine = draw(turn[rank]) if rank < len(turn) else []
-        for sender, item in enumerate(turn):
-            values = []
-            for i, parameter in enumerate(parameters(item)):
-                mesh: Any = getattr(parameter, "device_mesh", None)
-                device = parameter.device if mesh is None else mesh.device_type
-                if sender == rank:
-                    value = mine[i].to(device)
-                else:
-                    value = torch.empty(whole_shape(parameter), device=device)
-                if size > 1:
-                    dist.broadcast(value, group=group, group_src=sender)
-                values.append(value)
-            yield item, values
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ class Parameters:
     attention: int  # query, key, value and output projections of all blocks
     feed_forward: int
     norms: int  # before each sub-layer, and the final one
-    head: int  # its own matrix and bias; 0 for a tied head without a bias
+    head: int  # its own matrix; 0 for a tied head
     tied: bool = False  # whether the head is the embedding's transpose
 
     @property
@@ -54,7 +54,7 @@ def count(settings: ModelSettings, vocab: int) -> Parameters:
         attention=m.layers * attention,
         feed_forward=m.layers * feed_forward,
         norms=(2 * m.layers + m.final_norm) * norm,
-        head=(0 if m.tie_head else vocab * m.width) + (vocab if m.head_bias else 0),
+        head=0 if m.tie_head else vocab * m.width,
         tied=m.tie_head,
     )
 

@@ -226,7 +226,7 @@ class Divider:
         for key, _ in module.named_parameters(recurse=False):
             self.cuts[f"{name}.{key}"] = Cut(0, vocab, (module.held,), self.tensor)
         most = -(-vocab // self.tensor.size)
-        return Piece(self.tensor.group, module.held.start, vocab, most, module.enter)
+        return Piece(self.tensor.group, module.held.start, most, module.enter)
 
     def keep_parts(self) -> Cuts:
         """Replace parameters by this rank's parts; tied ones stay tied."""

@@ -46,10 +46,9 @@ def arithmetic(r: Any) -> Problems:
 
 def adapters(r: Any) -> Problems:
     lora = r.model.lora
-    given = {"model.lora.dora": lora.dora, "model.lora.rslora": lora.rslora}
-    given["model.lora.modules_to_save"] = bool(lora.modules_to_save)
-    if keys := [key for key, is_set in given.items() if is_set and not lora.rank]:
-        yield ", ".join(keys), "it needs adapters: set model.lora.rank, as 16, or drop it"
+    if lora.modules_to_save and not lora.rank:
+        advice = "set model.lora.rank, as 16, or drop it"
+        yield "model.lora.modules_to_save", f"it needs adapters: {advice}"
     for key in ("targets", "modules_to_save"):
         for pattern in getattr(lora, key):
             try:
@@ -57,8 +56,6 @@ def adapters(r: Any) -> Problems:
             except re.error as error:
                 problem = f"{pattern} is not a regular expression: {error}"
                 yield f"model.lora.{key}", f"{problem}; write a layer's name, as q_proj"
-    if lora.dora and lora.base == "4bit":
-        yield "model.lora.dora", 'it needs whole matrices: write model.lora.base="fp32", or drop it'
     if lora.base == "4bit" and (not lora.rank or r.model.from_scratch):
         advice = "set model.lora.rank, on a model with weights"
         yield "model.lora.base", f"4-bit weights cannot be trained: {advice}"
@@ -78,24 +75,10 @@ def heads(r: Any) -> Problems:
 
 
 def mup(r: Any) -> Problems:
-    m, settings = r.model, r.model.mup
-    if m.kind == "hf":
-        return  # `unused_keys` reports it
-    defaults = type(settings).model_fields
-    keys = settings.model_fields_set
-    given = [key for key in keys if getattr(settings, key) != defaults[key].default]
-    if not settings.base_width:
-        if given:
-            keys = ", ".join(f"model.mup.{key}" for key in sorted(given))
-            yield keys, "it belongs to muP: set model.mup.base_width too, or drop it"
-        return
-    head_width = settings.base_head_width or m.width // m.heads
-    if settings.base_width % head_width:
-        problem = f"heads of {head_width} do not divide the base width {settings.base_width}"
-        advice = "write the width of the base model's heads as model.mup.base_head_width"
-        yield "model.mup.base_width", f"{problem}: {advice}"
-    if "." in r.optim.kind:
-        yield "optim.kind", 'muP lacks rules for it: write "adamw" or "muon", or drop model.mup'
+    m = r.model
+    if m.kind == "gpt" and m.mup_base_width and "." in r.optim.kind:
+        advice = 'write "adamw" or "muon", or drop model.mup_base_width'
+        yield "optim.kind", f"muP lacks rules for it: {advice}"
 
 
 def vocab(r: Any) -> Problems:

@@ -252,9 +252,6 @@ class Recipe(Frozen):
                 require("liger_kernel", 'model.kernels = "liger"')
         if self.optim.kind.startswith("pytorch_optimizer."):
             require("pytorch_optimizer", f'optim.kind = "{self.optim.kind}"')
-        init_from = self.model.init_from
-        if init_from.startswith("hf:") or Path(init_from, "config.json").is_file():
-            require("transformers", f"model.init_from: {init_from}")
         for suite in self.eval.suites:
             if suite.startswith("lm-eval:"):
                 require("lm_eval", f"eval.suites: {suite}")
@@ -327,8 +324,6 @@ def default_lr(model: ModelSettings) -> float:
 def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
-    if origin.startswith("hf:"):
-        return origin
     path = Path(origin.partition("@")[0]).expanduser()
     for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -47,11 +46,6 @@ class LoraSettings(Section):
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = Field(16.0, gt=0)
     """Scale of the adapters' output: alpha / rank."""
-    rslora: bool = False
-    """Scale the adapters' output by alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732)."""
-    dora: bool = False
-    """Also train the norm of each adapted matrix's outputs (DoRA, arXiv 2402.09353): slower, more
-    memory."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout before the adapters."""
     targets: Annotated[list[str], Names] = []
@@ -64,38 +58,11 @@ class LoraSettings(Section):
     """Format of the blocks' frozen matrices: `4bit` is NF4 (arXiv 2305.14314; `bitsandbytes`)."""
 
 
-class Multipliers(NamedTuple):
-    """The factors of a model's activations; all 1 without muP."""
-
-    embedding: float = 1.0  # the embedded tokens, with their learned positions
-    queries: float = 1.0
-    hidden: float = 1.0  # the last hidden state, before the head
-
-
-class MupSettings(Section):
-    """muP: hyperparameters that stay right at any width (Tensor Programs V, arXiv 2203.03466).
-
-    With m = width / `base_width`, the initial variance and AdamW's learning rate of the blocks'
-    matrices, AdamW's eps, and the logits are divided by m. Without `base_width` all this is off.
-    """
-
-    base_width: int = Field(0, ge=0)
-    """The width for which `optim.lr`, `model.init_std` and the rest are right; 0: no muP. A wider
-    model has all its widths in proportion, also `ff_width`."""
-    base_head_width: int = Field(0, ge=0)
-    """Width of a head at `base_width`: attention scores are then multiplied by sqrt(this) / width
-    of a head. 0: heads are equally wide at all widths, so the usual 1 / sqrt(width of a head)."""
-    input_multiplier: float = Field(1.0, gt=0)
-    """Factor of the embedding's output, equal at all widths: to tune at `base_width`."""
-    output_multiplier: float = Field(1.0, gt=0)
-    """Factor of the logits beside 1 / m, equal at all widths: to tune at `base_width`."""
-
-
 # keys of `[model]` for every kind of model, and keys for `kind = "hf"` alone
 ALL_KINDS = ("kind", "context", "init_from", "freeze")
 HF_ONLY = (
-    *("name", "revision", "trust_remote_code", "from_scratch", "attention", "lora"),
-    *("frozen_precision", "neftune_alpha", "router_loss", "kernels"),
+    *("name", "revision", "trust_remote_code", "from_scratch", "lora"),
+    *("frozen_precision", "neftune_alpha", "kernels"),
 )
 
 
@@ -112,9 +79,6 @@ class ModelSettings(Section):
     """With `hf`: whether code that comes with the model may run here."""
     from_scratch: bool = False
     """With `hf`: take only the architecture from the model, and fresh weights from the seed."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """With `hf`: the implementation of attention, as in `transformers`; `auto`: the fastest that
-    needs no other package. (`gpt` uses PyTorch's `scaled_dot_product_attention`.)"""
     kernels: Literal["torch", "liger"] = "torch"
     """With `hf`: `liger` trains with Liger's kernels for norms, rotary embeddings and gated layers,
     on a GPU (`liger-kernel`)."""
@@ -150,8 +114,6 @@ class ModelSettings(Section):
     """Biases in the feed-forward layer."""
     norm_bias: bool = True
     """A bias in each LayerNorm (RMSNorm never has one)."""
-    head_bias: bool = False
-    """A bias in the head."""
     tie_head: bool = True
     """The head is the embedding's transpose, one tensor."""
     qk_norm: bool = False
@@ -165,8 +127,8 @@ class ModelSettings(Section):
     zero_init_output: bool = False
     """Each sub-layer's output projection starts at zero, so each block starts as the identity."""
     init_from: str = ""
-    """Initial weights: a run (its newest checkpoint), a directory of `transformers`, or an adapter
-    to train further; empty: seed."""
+    """Initial weights: a run (its newest checkpoint), or an adapter to train further; empty:
+    seed."""
     freeze: Annotated[list[str], Names] = []
     """Frozen parameters: patterns of names, as `"embedding.*"` or (`hf`) `"model.layers.0.*"`."""
     frozen_precision: Literal["auto", "bf16", "fp32"] = "auto"
@@ -175,14 +137,13 @@ class ModelSettings(Section):
     neftune_alpha: float = Field(0.0, ge=0)
     """With `hf`: noise on the embedded tokens in training, uniform up to this / sqrt(length x
     width) (NEFTune, arXiv 2310.05914); 0: none."""
-    router_loss: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """With `hf` and experts: coefficient of the routers' balancing loss (arXiv 2101.03961) in
-    training; `auto`: the model's own, but 0 for adapters. The loss of a run is without it."""
-    mup: MupSettings = MupSettings()
-    """`model.mup.base_width`, `.base_head_width`, `.input_multiplier`, `.output_multiplier`."""
+    mup_base_width: int = Field(0, ge=0)
+    """muP (arXiv 2203.03466): the width for which `optim.lr`, `init_std` and the rest are right; a
+    wider model has all its widths in proportion, and equally wide heads. 0: no muP. With m = width
+    / this, the initial variance and AdamW's learning rate of the blocks' matrices, AdamW's eps, and
+    the logits are divided by m."""
     lora: LoraSettings = LoraSettings()
-    """`model.lora.rank`, `.alpha`, `.rslora`, `.dora`, `.dropout`, `.targets`, `.modules_to_save`,
-    `.base`."""
+    """`model.lora.rank`, `.alpha`, `.dropout`, `.targets`, `.modules_to_save`, `.base`."""
 
     @property
     def unused(self) -> list[str]:
@@ -206,11 +167,4 @@ class ModelSettings(Section):
     @property
     def width_multiple(self) -> float:
         """How often the width has muP's base width; 1 without muP."""
-        return self.width / (self.mup.base_width or self.width)
-
-    @property
-    def multipliers(self) -> Multipliers:
-        mup, head_width = self.mup, self.width // self.heads
-        queries = math.sqrt((mup.base_head_width or head_width) / head_width)
-        hidden = mup.output_multiplier / self.width_multiple
-        return Multipliers(mup.input_multiplier, queries, hidden)
+        return self.width / (self.mup_base_width or self.width)

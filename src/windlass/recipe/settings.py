@@ -82,12 +82,6 @@ class TrainSettings(Section):
     Windlass's own GPT without `deterministic`, in a run of at least 1,000 steps."""
     grad_clip: float = Field(1.0, ge=0)
     """Largest norm of the whole gradient; 0: no clipping."""
-    z_loss: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Weight of the square of each label's log Z in the training objective: it keeps logits small
-    (arXiv 2204.02311, with 1e-4). Reported losses are without it."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of each label that the training objective spreads evenly over the vocabulary (arXiv
-    1512.00567). Reported losses are without it."""
     deterministic: bool = False
     """Use deterministic kernels: slower, and necessary for bit-exact repetition on CUDA."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -196,7 +196,7 @@ def assignments(
     for size in sizes:
         shape = shape_of(recipe, size, vocab)
         ratio = count(recipe.replace(shape).model, vocab).total / own
-        if not recipe.model.mup.base_width:
+        if not recipe.model.mup_base_width:
             shape["optim.lr"] = float(f"{recipe.optim.lr * ratio**LR_EXPONENT:.3g}")
         batch = recipe.train.global_batch * ratio**BATCH_EXPONENT
         shape["train.global_batch"] = 1 << max(0, round(batch).bit_length() - 1)

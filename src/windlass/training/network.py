@@ -27,16 +27,13 @@ from windlass.model.build import (
     build_model,
     evaluating,
     keeping_modes,
-    own_module,
     scalar,
-    set_training,
     sizes_of,
 )
 from windlass.model.documents import Documents, takes_documents
 from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
-from windlass.model.loss import Objective
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.dist import Ranks
@@ -155,7 +152,7 @@ class Network:
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
-            model = own_module(module, recipe.model.context)
+            model = module
             low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
             if recipe.train.master == "bf16":
                 hold_trained(model)
@@ -176,9 +173,7 @@ class Network:
         self.groups = count_groups(make_groups(model, recipe.optim))
         self.origin = dict[str, Any]()  # for `environment.json`
         if self.own:
-            wrapped = isinstance(model, HfModel)
-            name = type(model.model if wrapped else model).__name__
-            self.origin = {"own_model": name, "wrapped": wrapped}
+            self.origin = {"own_model": type(model).__name__}
         elif isinstance(model, HfModel):
             self.origin = {"model": hf_files.describe_origin(model)}
         # Forward and backward; None: unknown
@@ -208,20 +203,11 @@ class Network:
         """The model on its device, divided among the ranks; with its first weights, unless they
         come `from_checkpoint`."""
         recipe, ranks = self.recipe.replace({"train.compile": self.compiled}), self.ranks
-        objective = Objective(recipe.train.z_loss, recipe.train.label_smoothing)
-        modules = list(self.model.modules())
-        owners = [m for m in modules if isinstance(getattr(m, "objective", None), Objective)]
-        for owner in owners:
-            owner.objective = objective  # type: ignore[assignment]
-        if any(objective) and not owners:
-            key = "train.z_loss" if objective.z else "train.label_smoothing"
-            problem = "your own module computes its loss itself"
-            raise UserError(f"{key}: {problem}: add the term there, and write {key}=0")
         if self.precision == "fp64":
             self.model.double()
         model = parallelize(self.model, ranks, recipe)
         network = unwrap(model)
-        if isinstance(network, HfModel) and not self.own:
+        if isinstance(network, HfModel):
             ranks.decide("origin", partial(hf_files.save_origin, network, run))
         if from_checkpoint:
             return model
@@ -230,7 +216,7 @@ class Network:
         elif not self.own and recipe.model.init_from:
             load_initial(network, recipe, ranks)
         elif not self.own:
-            initialise(network, recipe.run.seed, ranks.mesh.loss_group)
+            initialise(network, recipe.run.seed)
         masked = masks_documents(data.train) and takes_documents(network)
         if masked or recipe.data.document_mask is True or recipe.data.packing == "best-fit":
             check_documents(model, ranks, recipe)

@@ -28,7 +28,7 @@ from windlass.run import LOCK, Run, last_start
 # fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
     *("optim.", "data.mix", "data.stages", "train.steps", "train.average", "train.on_"),
-    *("train.max_skips", "train.grad_clip", "train.z_loss", "train.label_smoothing"),
+    *("train.max_skips", "train.grad_clip"),
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
