@@ -72,7 +72,7 @@ def modes(model: torch.nn.Module) -> dict[str, bool]:
 
 
 def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was(tmp_path, page):
-    """A part may be in evaluation mode on purpose."""
+    """`from_pretrained` returns models in evaluation mode; a part may be in it on purpose."""
 
     class Model(page["MyModel"]):
         def __init__(self):
@@ -80,6 +80,7 @@ def test_training_uses_training_mode_and_the_user_gets_the_module_back_as_it_was
             self.frozen = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout())
             self.frozen.requires_grad_(False)
             self.batch_norm = torch.nn.BatchNorm1d(16)
+            self.pretrained = llama(attention_dropout=0.5).eval()
 
     def forget(now):
         seen.append(modes(now.model))
@@ -318,6 +319,36 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
 
 
+def llama(**changes):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config("llama", vocab=50, **changes))
+
+
+def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
+    """As the same weights train by name; it is evaluated, sampled and exported, and has its new
+    weights in place.
+    """
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    before = model.lm_head.weight.detach().clone()
+    small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "optim.lr": 2e-3}
+    own = Recipe().replace({**small, "telemetry.every": 1, "run.dir": str(tmp_path / "run")})
+    run = train(own, model, page["data"])
+    by_name = {"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": 2e-3}
+    named = train(own.replace({**by_name, "run.dir": str(tmp_path / "named")}), data=page["data"])
+    losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
+    assert run.state == "finished" and losses[0] == losses[1]
+    assert not model.lm_head.weight.equal(before)
+    assert run.environment["own_model"] == "LlamaForCausalLM"
+    again = evaluate(run, model=llama(), data=page["data"])
+    assert again.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
+    weights = load_file(export(run, tmp_path / "out") / "model.safetensors")
+    assert weights.keys() <= model.state_dict().keys()
+    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
+
+
 def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
     class Mean(torch.nn.Linear):
         def forward(self, tokens):
@@ -325,14 +356,15 @@ def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
 
     cases = [
         (Mean(16, 2), ["forward(tokens, labels)", "TypeError", "summed"]),
-        (AutoModel.from_config(config("llama", vocab=50)), ["forward(tokens, labels)", "scalar"]),
+        (AutoModel.from_config(config("llama", vocab=50)), ["AutoModelForCausalLM"]),
+        (llama(max_position_embeddings=8), ["model.context = 16", "write 8"]),
     ]
     for model, words in cases:
         with refused(*words):
             train(recipe(tmp_path / "run"), model, page["data"])
         assert not (tmp_path / "run" / "recipe.toml").exists()
     # the directory is free
-    assert train(recipe(tmp_path / "run"), page["MyModel"](), page["data"]).state == "finished"
+    assert train(recipe(tmp_path / "run"), llama(), page["data"]).state == "finished"
 
 
 def test_a_module_that_draws_its_own_noise_resumes_and_is_measured_exactly(tmp_path, page):

@@ -1,6 +1,5 @@
 """A table that is also the head's matrix: one gradient, equal to the sum of autograd's two."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -9,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from windlass.model.gpt import GPT, initialise
-from windlass.model.hf import HfModel
+from windlass.model.hf import wrap
 from windlass.model.loss import _Tied, look_up
 from windlass.model.size import CHUNK_BYTES
 from windlass.recipe.network import ModelSettings
@@ -84,9 +83,7 @@ def test_models_of_transformers_make_one_gradient_of_their_table(kind: str) -> N
         sizes = {"hidden_size": 8, "ffn_dim": 16, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 2, "word_embed_proj_dim": 8, "dropout": 0.0}
     config = AutoConfig.for_model(kind, vocab_size=VOCAB, **sizes)
-    settings = ModelSettings(kind="hf", name=kind)
-    model = HfModel(AutoModelForCausalLM.from_config(config), Path(kind), settings)
-    model = model.double().train()
+    model = wrap(AutoModelForCausalLM.from_config(config), 8).double().train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

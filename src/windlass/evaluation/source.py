@@ -21,7 +21,7 @@ from windlass.data.tokenizer import FOLDER, Tokenizer
 from windlass.errors import UserError, argument
 from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter
-from windlass.model.build import build_model
+from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
@@ -135,7 +135,7 @@ def find_source(
 def open_model(source: Source, ranks: Ranks) -> nn.Module:
     """The model with its weights, of which each rank reads its part; a user's keeps its mode."""
     recipe = source.recipe
-    model = source.module
+    model = source.module and own_module(source.module, recipe.model.context)
     if source.own_model and model is None:
         raise UserError(
             f"{source.name} is the run of your model class ({source.own_model}): "

@@ -118,8 +118,11 @@ def plain_template(tokenizer: Tokenizer) -> str:
 
 
 def _write_own(source: Source, checkpoint: Checkpoint, directory: Path, dtype: str) -> None:
-    names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
-    save_weights(((name, checkpoint.tensor(MODEL + name)) for name in names), directory, dtype)
+    # a model of `transformers` is inside an `HfModel`
+    wrapped = source.run and source.run.environment.get("wrapped")
+    prefix = f"{MODEL}model." if wrapped else MODEL
+    names = [name.removeprefix(prefix) for name in checkpoint.names(MODEL)]
+    save_weights(((name, checkpoint.tensor(prefix + name)) for name in names), directory, dtype)
     if source.tokenizer is not None:
         save_tokenizer(source.tokenizer, source.template, source.recipe.model.context, directory)
     text = OWN_MODEL.read_text(encoding="utf-8")

@@ -73,6 +73,28 @@ def materialise(model: nn.Module, device: torch.device, buffer_device: torch.dev
                 tensors[name] = moved[tensor]
 
 
+def own_module(model: nn.Module, context: int) -> nn.Module:
+    """A user's own module; wraps a causal language model of `transformers` as `HfModel`."""
+    if not all(hasattr(model, name) for name in ("config", "get_output_embeddings")):
+        return model
+    from windlass.model.hf import wrap
+
+    return wrap(model, context)
+
+
+def set_training(model: nn.Module) -> None:
+    """Put a user's module in training mode: `from_pretrained` returns models in evaluation mode.
+
+    A frozen part or a single layer inside a training module keeps its evaluation mode.
+    """
+    parts = [part for whole in model.modules() if whole.training for part in whole.children()]
+    evaluating = [part for part in parts if not part.training]
+    model.train()
+    for part in evaluating:
+        if not any(p.requires_grad for p in part.parameters()) or not list(part.children()):
+            part.eval()
+
+
 @contextmanager
 def keeping_modes(model: nn.Module) -> Iterator[None]:
     """Give every part of a module its mode (training or evaluation) back at the end."""

@@ -233,6 +233,25 @@ def without_reads(documents: Documents | None) -> Iterator[None]:
         yield
 
 
+def wrap(model: Any, context: int) -> HfModel:
+    """Wrap a loaded model of `transformers`, perhaps with adapters of `peft`, in float32."""
+    kind, config = type(model).__name__, model.config
+    if model.get_output_embeddings() is None or config.get_text_config().is_encoder_decoder:
+        advice = "load it with AutoModelForCausalLM"
+        raise UserError(f"model: {kind} is not a causal language model; {advice}")
+    if getattr(model, "is_quantized", False):
+        advice = "load it unquantised, or use model.lora.base=4bit in the recipe"
+        raise UserError(f"model: {kind} is quantised; {advice}")
+    name = str(getattr(config, "_name_or_path", "") or kind)
+    settings = ModelSettings(kind="hf", name=name)
+    own = HfModel(model.float(), Path(name), settings)
+    if context > own.limit:
+        problem = f"model.context = {context} is longer than {kind}'s limit"
+        raise UserError(f"{problem}: write {own.limit}, or less")
+    own.context, own.balance = context, None
+    return own
+
+
 class HfCache:
     """Keys and values, or states of a recurrent network; a model without them reads all tokens
     again."""

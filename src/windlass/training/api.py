@@ -63,6 +63,7 @@ def train(
             [B, T])` returns the loss summed over labels that are not -100. FSDP2, activation
             checkpointing, compilation and Muon need `blocks()`, a list of repeated parts. With
             `vocab` Windlass compares it with the data; with `new_cache` (as in `GPT`) it samples.
+            A causal language model of `transformers` works as it is.
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
             tensors [T + 1] for `model.context` T, or a pair of these, for training and validation.
             Windlass generates no text without a tokenizer.

@@ -27,7 +27,9 @@ from windlass.model.build import (
     build_model,
     evaluating,
     keeping_modes,
+    own_module,
     scalar,
+    set_training,
     sizes_of,
 )
 from windlass.model.documents import Documents, takes_documents
@@ -152,8 +154,12 @@ class Network:
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
+<<<<<<< HEAD
             model = module
             low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
+=======
+            model = own_module(module, recipe.model.context)
+>>>>>>> parent of ad1909e3 (Give up model objects of transformers in train(): model.kind=hf trains them by name)
             if recipe.train.master == "bf16":
                 hold_trained(model)
             elif low:
@@ -173,7 +179,9 @@ class Network:
         self.groups = count_groups(make_groups(model, recipe.optim))
         self.origin = dict[str, Any]()  # for `environment.json`
         if self.own:
-            self.origin = {"own_model": type(model).__name__}
+            wrapped = isinstance(model, HfModel)
+            name = type(model.model if wrapped else model).__name__
+            self.origin = {"own_model": name, "wrapped": wrapped}
         elif isinstance(model, HfModel):
             self.origin = {"model": hf_files.describe_origin(model)}
         # Forward and backward; None: unknown
@@ -207,7 +215,13 @@ class Network:
             self.model.double()
         model = parallelize(self.model, ranks, recipe)
         network = unwrap(model)
+<<<<<<< HEAD
         if isinstance(network, HfModel):
+=======
+        if recipe.train.startup_checks:
+            check_weights(network, ties, torch.float64 if fp64 else master, ranks)
+        if isinstance(network, HfModel) and not self.own:
+>>>>>>> parent of ad1909e3 (Give up model objects of transformers in train(): model.kind=hf trains them by name)
             ranks.decide("origin", partial(hf_files.save_origin, network, run))
         if from_checkpoint:
             return model
