@@ -341,20 +341,23 @@ def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
     assert tokenizer.eot in chat.stop_tokens(tokenizer, endless)
 
 
-def test_a_template_is_a_setting(tmp_path: Path) -> None:
+def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:
     file = tmp_path / "layout.jinja"
     file.write_text(
-        "{% if enable_thinking %}think{% endif %}"
+        "{% if enable_thinking %}think{% endif %}{{ style }}"
         + LOOP.replace("BODY", "{{ m.content }}{{ eos_token }}")
     )
-    data = DataSettings(chat_template=str(file))
+    values = {"enable_thinking": False, "style": 'a "b"'}
+    data = DataSettings(chat_template=str(file), chat_template_kwargs=values)
     template = Template("other", {"eos_token": "<|endoftext|>"}).with_settings(data)
     assert template.tokens == {"eos_token": "<|endoftext|>"}
-    assert template.text(TALK[1:2], BYTES, ask=False) == "Who are you?  é 中<|endoftext|>"
+    assert template.text(TALK[1:2], BYTES, ask=False) == 'a "b"Who are you?  é 中<|endoftext|>'
     own = template.text(TALK[1:2], BYTES, False, {"enable_thinking": True})
-    assert own.startswith("thinkWho")
+    assert own.startswith('thinka "b"')
     with refused("data.chat_template", "none.jinja"):
         Template().with_settings(DataSettings(chat_template=str(tmp_path / "none.jinja")))
+    with refused("data.chat_template_kwargs"):
+        Template().with_settings(DataSettings(chat_template_kwargs=values))
 
 
 def test_templates_that_cannot_be_used_are_refused() -> None:

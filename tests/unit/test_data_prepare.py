@@ -752,10 +752,13 @@ def test_a_template_file_that_changed_is_noticed_and_may_go(tmp_path):
     shown = lines(describe(before), 900)
     documents = before.prepared.corpora[0].index.documents
     assert documents > 60 and " rows" in shown["training"]
+    values = recipe.replace("data.chat_template_kwargs.loud=true")
+    assert data_dirs(values) != data_dirs(recipe)
     layout.write_text("{{ 1 if loud }}" + REWRITES)
     with refused("data.chat_template", 'data.changed="keep"'):
         open_data(recipe)
     renewed = open_data(recipe.replace("data.changed=prepare"))
     assert renewed.template.source.startswith("{{ 1 if") and renewed.template != before.template
+    assert open_data(values).template.source.startswith("{%- if loud is not defined")
     layout.unlink()
     assert open_data(recipe).fingerprint == renewed.fingerprint

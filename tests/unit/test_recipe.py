@@ -468,7 +468,7 @@ def test_the_version_and_the_schema():
     assert "Peak learning rate" in json.dumps(json.loads(windlass("recipe", "--schema").stdout))
 
 
-@pytest.mark.parametrize("key", ["data.columns"])
+@pytest.mark.parametrize("key", ["data.columns", "data.chat_template_kwargs"])
 def test_an_empty_table_empties_a_setting_and_changes_no_section(key, tmp_path):
     name = key.partition(".")[2]
     plain = Recipe().replace("data.format=chat", "data.chat_template=x")

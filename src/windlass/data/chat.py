@@ -74,15 +74,23 @@ class Template:
         return Template, (self.source, dict(self.tokens))  # without the compiled template
 
     def with_settings(self, data: DataSettings) -> Template:
-        """The template of `data.chat_template`, else this one."""
-        if not data.chat_template:
-            return self
-        try:
-            source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            problem = f"data.chat_template: {data.chat_template} cannot be read"
-            raise UserError(f"{problem}: {first_line(error)}") from None
-        return replace(self, source=source)
+        """The template of `data.chat_template`, else this one, with `data.chat_template_kwargs`."""
+        source = self.source
+        if data.chat_template:
+            try:
+                source = Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                problem = f"data.chat_template: {data.chat_template} cannot be read"
+                raise UserError(f"{problem}: {first_line(error)}") from None
+        if data.chat_template_kwargs and not source:
+            remedy = "set data.chat_template to a file with one"
+            raise UserError(f"data.chat_template_kwargs need a chat template; {remedy}")
+        defaults = (
+            f"{{%- if {name} is not defined %}}{{%- set {name} = {json.dumps(value)} %}}"
+            "{%- endif %}"
+            for name, value in data.chat_template_kwargs.items()
+        )
+        return replace(self, source="".join([*defaults, source]))
 
     def save(self, directory: Path) -> None:
         config = {**self.tokens, "chat_template": self.source}

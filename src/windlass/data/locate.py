@@ -350,6 +350,8 @@ def source_key(spec: SourceSpec, recipe: Recipe) -> dict[str, Any]:
     key, data = tokenizer_key(recipe) | {"source": spec.key}, recipe.as_written.data
     if spec.format == "chat" and data.chat_template:
         key["chat_template"] = data.chat_template
+    if spec.format == "chat" and data.chat_template_kwargs:
+        key["chat_template_kwargs"] = data.chat_template_kwargs
     if spec.name.startswith("shards:") and data.shards_dtype != "auto":
         key["dtype"] = data.shards_dtype
     return key

@@ -125,11 +125,13 @@ def items(r: Any) -> Problems:
         yield "data.separator", "only text files have documents between separators: drop it"
     if d.shards_dtype != "auto" and not any(name.startswith("shards:") for name in names):
         yield "data.shards_dtype", "only a source shards:... has a type of its ids: drop it"
-    for key in ("answers", "chat_template"):
+    for key in ("answers", "chat_template", "chat_template_kwargs"):
         if getattr(d, key) not in ("auto", "", {}) and "chat" not in formats:
             yield f"data.{key}", 'it is for conversations: write data.format = "chat", or drop it'
     if d.columns and set(formats) == {"text"}:
         yield "data.columns", "it renames fields of conversations; a text has data.text_key"
+    for name in filter(lambda name: not name.isidentifier(), d.chat_template_kwargs):
+        yield f"data.chat_template_kwargs.{name}", "a template cannot read such a name"
 
 
 def is_file(source: str) -> bool:

@@ -144,6 +144,8 @@ class DataSettings(Section):
     with a completion only the completion's, as TRL. `everything`: prompts have a loss, too."""
     chat_template: str = ""
     """With `chat`: file of a chat template; empty: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """With `chat`: values that the template reads, as `{enable_thinking = false}`."""
     train_size: int = Field(0, ge=0)
     """With `squad` and `chat`: training items, chosen by `run.seed`; 0: all."""
     eval_size: int = Field(0, ge=0)

@@ -154,12 +154,8 @@ class Network:
         if module is not None:
             stack.enter_context(keeping_modes(module))
             set_training(module)
-<<<<<<< HEAD
-            model = module
-            low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
-=======
             model = own_module(module, recipe.model.context)
->>>>>>> parent of ad1909e3 (Give up model objects of transformers in train(): model.kind=hf trains them by name)
+            low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
             if recipe.train.master == "bf16":
                 hold_trained(model)
             elif low:
@@ -215,13 +211,7 @@ class Network:
             self.model.double()
         model = parallelize(self.model, ranks, recipe)
         network = unwrap(model)
-<<<<<<< HEAD
-        if isinstance(network, HfModel):
-=======
-        if recipe.train.startup_checks:
-            check_weights(network, ties, torch.float64 if fp64 else master, ranks)
         if isinstance(network, HfModel) and not self.own:
->>>>>>> parent of ad1909e3 (Give up model objects of transformers in train(): model.kind=hf trains them by name)
             ranks.decide("origin", partial(hf_files.save_origin, network, run))
         if from_checkpoint:
             return model
