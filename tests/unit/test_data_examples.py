@@ -119,6 +119,12 @@ def test_fields_beside_a_conversation_are_read() -> None:
     )
     weighted = [TALK[1], {**TALK[2], "weight": 0}, TALK[1], {**TALK[2], "content": "B"}]
     assert learned(encode({"messages": weighted, **beside})) == " B<|endoftext|>"
+    history = {"instruction": "two?", "output": ["2", "two"], "history": [["one?", "1"]]}
+    turns = [("user", "one?"), ("assistant", "1"), ("user", "two?"), ("assistant", "2")]
+    same = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    assert encode(history).tokens.tolist() == encode(same).tokens.tolist()
+    with refused("talk.jsonl, line 7", "Alpaca"):
+        encode({**history, "history": [["one?"]]})
     switch = Template(
         "{% if loud %}LOUD{% endif %}" + "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
@@ -191,8 +197,8 @@ def test_which_answers_have_a_loss_is_a_setting(layout: Any) -> None:
         assert "?" not in text and found.text == encode(talk).text
 
 
-def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout):
-    key = {"weight": 0}
+@pytest.mark.parametrize("key", [{"weight": 0}, {"train": False}])
+def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout, key):
     template, tokenizer, end = layout
     first, last = [*TWO[:1], {**TWO[1], **key}, *TWO[2:]], [*TWO[:3], {**TWO[3], **key}]
     empty = [*TWO[:3], {**TWO[3], "content": " "}]
@@ -214,7 +220,9 @@ def test_an_answer_of_weight_0_or_an_empty_one_does_not_count(layout):
         ),
         ([{"from": "robot", "value": "x"}], ("turn 1", "'robot'", "human", "gpt", "assistant")),
         ([{"from": ["x"], "value": "x"}], ("turn 1", "role")),
+        ([{**SHAREGPT[1], "train": True}, SHAREGPT[2]], ("turn 1", "user", "train")),
         ([SHAREGPT[1], {**SHAREGPT[2], "weight": 0.5}], ("turn 2", "0.5", "0 or 1")),
+        ([SHAREGPT[1], {**SHAREGPT[2], "train": "no"}], ("turn 2", "'no'", "true or false")),
         (SHAREGPT[:2], ("no answer",)),
         ("text", ("a list of turns, not text",)),
         ([], ("a list of turns",)),

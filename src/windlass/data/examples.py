@@ -174,10 +174,12 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
     turns, prompt = record[SHAPES[shape][0]], 0
     if shape == "Alpaca":
         request = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-        turns = [
-            {"role": "user", "content": request},
-            {"role": "assistant", "content": record["output"]},
-        ]
+        answers = record["output"]
+        answer = answers[0] if answers and isinstance(answers, list) else answers
+        turns = []
+        for asked, replied in (*(record.get("history") or ()), (request, answer)):
+            turns.append({"role": "user", "content": asked})
+            turns.append({"role": "assistant", "content": replied})
     elif shape == "prompt and completion":
         before, answer = record["prompt"], record["completion"]
         if isinstance(before, str) and isinstance(answer, str):
@@ -192,7 +194,7 @@ def _conversation(record: dict[str, Any], shape: str) -> Conversation:
         message = _message(turn, f"turn {place + 1}")
         messages.append(message)
         is_empty = not message.get("tool_calls") and not message["content"].strip()
-        if is_empty or turn.get("weight") == 0:
+        if is_empty or 0 in (turn.get("weight"), turn.get("train")):
             untrained.add(place)
     if (system := record.get("system")) and messages[0]["role"] != "system":
         messages.insert(0, _message({"role": "system", "content": system}, "system"))
@@ -225,9 +227,12 @@ def _message(turn: Any, where: str) -> Message:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not calls:
         raise ValueError(f"{where}: a content is text, not {kind_of(content)}")
-    if turn.get("weight") not in (None, 0, 1):
-        raise ValueError(f"{where} has weight {turn['weight']!r}; it is 0 or 1")
-    left_out = ("from", "value", "weight")
+    for key in ("weight", "train"):
+        if turn.get(key) not in (None, 0, 1):
+            raise ValueError(f"{where} has {key} {turn[key]!r}; it is 0 or 1, or true or false")
+        if role != "assistant" and turn.get(key):
+            raise ValueError(f"{where} is the {role}'s: omit weight and train")
+    left_out = ("from", "value", "weight", "train")
     message = {k: v for k, v in turn.items() if v is not None and k not in left_out}
     if calls:
         message["tool_calls"] = []
