@@ -14,12 +14,14 @@ from data_fixtures import counted, recipe_for
 from helpers import refused, windlass
 from windlass.data import sources, split
 from windlass.data.chat import Template
+from windlass.data.encode import Encoder
 from windlass.data.examples import (
     Question,
     encode_example,
     example_of,
     hash64,
     question_prompt,
+    unread_keys,
 )
 from windlass.data.locate import (
     SourceSpec,
@@ -133,7 +135,7 @@ def test_fields_beside_a_conversation_are_read() -> None:
     assert BYTES.decode(encode({"messages": TALK, "tools": ""}, switch).tokens).startswith("Be")
 
 
-def test_columns_rename_keys() -> None:
+def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     record = {"question": "Who?", "answer": "A cat.", "label": True, "id": 3, "none": None}
     with refused("'question', 'answer'", "data.columns.instruction"):
         encode(record)
@@ -141,6 +143,14 @@ def test_columns_rename_keys() -> None:
     found = encode(record, columns=columns)
     same = encode({"instruction": "Who?", "output": "A cat."})
     assert found.tokens.tolist() == same.tokens.tolist()
+    spec = SourceSpec("x", "x", "chat", columns=columns)
+    assert unread_keys([item(record), item("bad")], spec) == ["label", "id"]
+    talk = {"messages": TALK, "system": "x", "tools": [], "chat_template_kwargs": {}}
+    assert unread_keys([item(talk)], CHAT) == []
+    assert unread_keys([item({**talk, "history": [["a", "b"]]})], CHAT) == ["history"]
+    assert unread_keys([squad_item("A cat.", "cat")], SQUAD) == []
+    remark = Encoder(spec, BYTES, Template()).remark
+    assert "label, id" in remark([item(record)]) and not remark([item({"messages": TALK})])
 
 
 def test_everything_may_have_a_loss_and_pairs_may_have_special_tokens(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from windlass.data import locate
 from windlass.data.chat import Template
 from windlass.data.corpus import Limit, Need, Table
-from windlass.data.examples import encode_example, hash64
+from windlass.data.examples import encode_example, hash64, unread_keys
 from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
 from windlass.data.records import MARKS, Item, text_of
@@ -94,9 +94,12 @@ class Encoder:
         return rows
 
     def remark(self, items: Sequence[Item]) -> str:
-        """A note on a special token's text in the first items, or ''."""
+        """What Windlass does not read as it may be meant in the first items, or ''."""
         spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
-        if spec.format != "text" or spec.special_tokens or spec.separator:
+        if spec.format != "text":
+            keys = ", ".join(unread_keys(items, spec))
+            return f"{spec.name}: not read: {keys}" if keys else ""
+        if spec.special_tokens or spec.separator:
             return ""
         for item in items:
             with contextlib.suppress(UserError):

@@ -5,9 +5,10 @@ question is an item of SQuAD v1.1.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,20 @@ def encode_example(
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
     return rows
+
+
+def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
+    """The keys of items that have a value and are not read."""
+    unread = dict[str, None]()
+    for item in items:
+        with contextlib.suppress(UserError):
+            record, shape = _shape(item, spec)
+            read = {"id", "question", "context", "answers", "title"}
+            if shape:
+                read = {*SHAPES[shape][0], "system", "tools", "chat_template_kwargs"}
+            read |= {"input", "history"} if shape == "Alpaca" else set()
+            unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
+    return list(unread)
 
 
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:
