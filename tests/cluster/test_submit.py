@@ -210,18 +210,3 @@ def is_rank_1(process: psutil.Process, run: Path) -> bool:
         trains = any(str(run) in word for word in words) and "launch" not in words
         return trains and process.environ().get("SLURM_PROCID") == "1"
     return False
-
-
-@pytest.mark.full
-def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_path, undisturbed):
-    """It turns each exit code into 1; the job knows from the ranks that they have saved, and
-    requeues itself.
-    """
-    run, site = Run(tmp_path / "run"), tmp_path / "site.toml"
-    site.write_text('launcher = "torchrun"\n')
-    job = submitted(cluster, run.path, settings(run.path, **LONG), "--site", str(site))
-    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
-    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    job_end(cluster, job, run, "COMPLETED 0:0 1")
-    assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
-    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)

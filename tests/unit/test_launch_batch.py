@@ -339,7 +339,7 @@ def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
     tools = {"srun": srun, "apptainer": record, "sbatch": "echo 7", "squeue": ""}
     programs(tmp_path / "tools", monkeypatch, **tools)
     program = "apptainer exec --nv '/my images/w.sif' windlass"
-    site = Site(launcher="srun --container-image=w.sqsh", program=program)
+    site = Site(launcher_options="--container-image=w.sqsh", program=program)
     recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
     asked = Resources(nodes=1 if of_study else 2, min_busbw=1)
     how = {"site": site, "asked": asked}
@@ -487,7 +487,6 @@ def test_the_site_file(tmp_path, monkeypatch):
         ("a =", ["site.toml"]),
         ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "export it"]),
         ('scheduler = "condor"', ["scheduler", "condor", "pbs"]),
-        ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
         ("modules = 'cuda'", ["modules", "list"]),
         ("directives = ['#SBATCH -x a']", ["directives", "#SBATCH -x a"]),
     ):
@@ -504,8 +503,6 @@ def test_the_site_file(tmp_path, monkeypatch):
     with refused("sbatch"):
         find_scheduler("slurm", Site())
     assert find_scheduler("", Site(scheduler="pbs"), dry_run=True) == "pbs"
-    with refused("launcher", "mpiexec or torchrun"):
-        find_scheduler("pbs", Site(launcher="srun"), dry_run=True)
 
 
 @pytest.mark.parametrize(

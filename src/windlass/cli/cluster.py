@@ -53,9 +53,6 @@ def launch(
     per_host: int = Option(
         0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked."
     ),
-    launcher: str = Option(
-        "", envvar="WINDLASS_LAUNCHER", help="srun, mpiexec or torchrun; default: the site's."
-    ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
     """Run a command on every rank of the allocation.
@@ -72,10 +69,11 @@ def launch(
 
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
     site = read_site()
-    launcher, program = launcher or site.launcher, os.environ.get("WINDLASS_PROGRAM", site.program)
-    allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, print_, program)
+    program = os.environ.get("WINDLASS_PROGRAM", site.program)
+    more = os.environ.get("WINDLASS_LAUNCHER_OPTIONS", site.launcher_options)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, print_, program, more)
     if print_:
-        _show_allocation(allocation, (launcher or words[0]).split()[0])
+        _show_allocation(allocation, words[0])
         typer.echo(shlex.join(words))
         return errors.DONE
     if allocation.scheduler == "none":

@@ -116,7 +116,8 @@ def render(job: Job, site: Site, scheduler: str) -> str:
         lines.append('[ "$(type -t module)" ] || . /etc/profile')
         lines.append(f"module load {shlex.join(site.modules)} || exit 1")
     exported = {"WINDLASS_JOB_DIR": str(job.logs), "WINDLASS_PER_HOST": str(job.ranks_per_node)}
-    exported |= {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
+    if site.launcher_options:
+        exported["WINDLASS_LAUNCHER_OPTIONS"] = site.launcher_options
     exported |= {"WINDLASS_PROGRAM": site.program} if site.program else {}
     exported |= site.environment
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())]

@@ -98,10 +98,6 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine lacks {programs}: {remedy}")
-    one, launcher = SCHEDULERS[name], site.launcher.split()[:1]
-    if launcher and launcher[0] not in one.LAUNCHERS:
-        remedy = f"write launcher = {' or '.join(one.LAUNCHERS)} in the site file"
-        raise UserError(f"{one.TITLE} lacks {launcher[0]}: {remedy}")
     return name
 
 
