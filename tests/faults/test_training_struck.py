@@ -125,12 +125,11 @@ def test_run_ends_and_resumes_from_last_checkpoint(text, tmp_path, how, phase, v
     tally(f"one of two ranks, {strategy}: {how} in {phase}", 1, seconds=round(seconds, 2))
 
 
-@pytest.mark.parametrize("world", ["1..2", pytest.param("2", marks=pytest.mark.full)])
-def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
-    """`--max-restarts 1`: from the last committed checkpoint, perhaps with fewer ranks."""
+def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path):
+    """`--max-restarts 1`: from the last committed checkpoint."""
     run = Run(tmp_path / "run")
     more = {"train.steps": 300, "checkpoint.every": 5, "eval.every": 0, "parallel.strategy": "ddp"}
-    words = ["train", "quickstart", "--world", world, "--max-restarts", "1"]
+    words = ["train", "quickstart", "--world", "2", "--max-restarts", "1"]
     quiet = {"WINDLASS_QUIET_END": "1"}
     process = helpers.start(*words, *settings(text, run.path, **more), env=quiet)
 
@@ -142,10 +141,9 @@ def test_a_killed_rank_and_the_run_restarts_by_itself(text, tmp_path, world):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert "rank 1 of 2" in output and "was killed by SIGKILL" in output
-    left = 1 if world == "1..2" else 2
-    assert f"restart 1 of 1, with {left} rank{'s' * (left > 1)}" in output
+    assert "restart 1 of 1" in output
     events = [e for e in run.events if e["event"] in ("started", "resumed")]
     starts = [(e["attempt"], e["world"], e["step"] > 0) for e in events]
-    assert starts == [(0, 2, False), (1, left, True)]
+    assert starts == [(0, 2, False), (1, 2, True)]
     assert run.state == "finished"
     assert helpers.curve(run, "samples") == [(step, 4 * step) for step in range(1, 301)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -35,28 +34,18 @@ GOOD_CODES = (errors.DONE, errors.STOPPED)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def parse_worlds(text: str) -> list[int]:
-    """The numbers of ranks that `--world` allows, largest first: `4` or `2..4`; else UserError."""
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    if match and 1 <= int(match[1]) <= int(match[2] or match[1]):
-        return list(range(int(match[2] or match[1]), int(match[1]) - 1, -1))
-    raise errors.UserError(f"--world {text!r}: write a number of ranks (4) or a range (2..4)")
-
-
 def launch(
     command: Sequence[str],
-    worlds: int | Sequence[int],
+    world: int,
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> int:
     """Run `command` on local ranks, with torchrun's variables; the exit code of all of them.
 
-    `worlds`: the number of ranks, or the numbers allowed, of which a smaller one follows the loss
-    of a rank. Bad input, a stop by a signal, and two starts in a row without a new step cause no
-    restart. A restart with smaller micro-batches, because memory ran out, does not count.
+    Bad input, a stop by a signal, and two starts in a row without a new step cause no restart. A
+    restart with smaller micro-batches, because memory ran out, does not count.
     """
-    allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    world, attempt, restarts, reached, idle = allowed[0], 0, 0, 0, 0
+    attempt = restarts = reached = idle = 0
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -78,12 +67,9 @@ def launch(
             if idle == IDLE_STARTS:
                 log(f"windlass: {idle} starts in a row made no new step: not started again")
                 return code
-            if group.lost:
-                world = max((smaller for smaller in allowed if smaller < world), default=world)
             attempt, restarts = attempt + 1, restarts + (not group.again)
-            ranks = errors.plural(world, "rank")
-            count = f"restart {restarts} of {max_restarts}, with {ranks}"
-            log(f"windlass: {f'starting {ranks} again' if group.again else count}")
+            count = f"restart {restarts} of {max_restarts}"
+            log(f"windlass: {'starting the ranks again' if group.again else count}")
 
 
 @dataclass
@@ -126,7 +112,7 @@ class Worker:
 
 @dataclass
 class Group:
-    """The ranks of one attempt. If one is `lost` (killed or suspended), the next may have fewer."""
+    """The ranks of one attempt."""
 
     command: Sequence[str]
     world: int
@@ -136,7 +122,6 @@ class Group:
     received: list[int]
     workers: list[Worker] = field(default_factory=list)
     forwarded: set[int] = field(default_factory=set)
-    lost: bool = False
     again: bool = False  # a rank asks for another start
 
     def run(self) -> int:
@@ -254,7 +239,6 @@ class Group:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        self.lost = bool(hung) or (first not in alive and (first.code or 0) < 0)
         how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
         self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
