@@ -1,4 +1,4 @@
-"""A rank raises, is killed or is suspended in each phase: the run ends in time and loses nothing."""
+"""A rank raises or is killed in each phase: the run ends in time and loses nothing."""
 
 import itertools
 import os
@@ -28,19 +28,13 @@ STRUCK = Path(__file__).parent / "struck.py"
 PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@4")
 """Where a rank is struck (the message names the phase), late enough for a checkpoint to be there.
 """
-HOW = {"raise": "failed", "kill": "was killed by SIGKILL", "stop": "was suspended"}
-SUSPENDED_SECONDS = 1.0
-"""Instead of the launcher's STOPPED_SECONDS."""
-STATED = {
-    "raise": EXIT_SECONDS + END_SECONDS,
-    "kill": END_SECONDS,
-    "stop": SUSPENDED_SECONDS + END_SECONDS,
-}
+HOW = {"raise": "failed", "kill": "was killed by SIGKILL"}
+STATED = {"raise": EXIT_SECONDS + END_SECONDS, "kill": END_SECONDS}
 """Within so many seconds of the strike the launcher has ended, as docs/evidence/reliability.md says."""
 SAMPLE = [
     ("raise", "forward@14", 0, "full_shard"),
     ("kill", "backward@14", 1, "ddp"),
-    ("stop", "load", 1, "full_shard"),
+    ("kill", "load", 1, "full_shard"),
     ("kill", "save@4", 1, "tensor"),
 ]
 MATRIX = list(itertools.product(HOW, PHASES, (0, 1), ("ddp", "full_shard", "tensor")))
@@ -73,7 +67,6 @@ def strike(
     here, output = folder / "here", folder / "output"
 
     def launch_both() -> None:
-        local.STOPPED_SECONDS = SUSPENDED_SECONDS
         sys.exit(local.launch(rank, 2))
 
     with output.open("w") as out:

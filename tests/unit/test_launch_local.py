@@ -46,7 +46,7 @@ def run(
     """Launch workers with a body; the exit code, what was logged, and what they left. The waits are
     shorter than a user's, and no worker outlives its launcher.
     """
-    for name, seconds in (("SETTLE", 0.3), ("TERM", 0.5), ("STOPPED", 0.3)):
+    for name, seconds in (("SETTLE", 0.3), ("TERM", 0.5)):
         monkeypatch.setattr(local, f"{name}_SECONDS", seconds)
 
     def run(body: str, world: int = 2, restarts: int = 0) -> tuple[int, str, dict[str, dict]]:
@@ -137,7 +137,6 @@ def test_bad_input_is_logged_once(run, capfd: pytest.CaptureFixture[str]):
                 "last error: ValueError: mine",
             ],
         ),
-        ("if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\nwait()", ["was suspended"]),
     ],
 )
 def test_a_failed_rank_ends_the_rest_and_is_named(run, body: str, texts: list[str]):

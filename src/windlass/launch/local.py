@@ -23,10 +23,9 @@ from windlass.fileio import read_json
 SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
-END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended or was suspended
+END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
 SECOND_SECONDS = 0.5  # for rank 0 to end by the first Ctrl-C when the second one arrives
-STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30
 FINAL_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart changes them
@@ -81,7 +80,6 @@ class Worker:
     output: Path | None  # None for rank 0, which writes to the terminal
     code: int | None = None
     end_time: float = 0.0
-    suspended: float | None = None  # the kernel has suspended it since then (monotonic; Linux only)
 
     def poll(self) -> bool:
         if self.code is None and (code := self.process.poll()) is not None:
@@ -91,13 +89,6 @@ class Worker:
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-
-    def suspended_seconds(self) -> float:
-        state = ""
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        self.suspended = (self.suspended or time.monotonic()) if state == "T" else None
-        return time.monotonic() - self.suspended if self.suspended else 0.0
 
     def tail(self) -> str:
         lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
@@ -134,7 +125,6 @@ class Group:
                     return self._interrupt()
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
-            hung = [w for w in self.workers if w.suspended_seconds() >= STOPPED_SECONDS]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
                 # In training all ranks stop together. A rank that gets a signal alone before step 1
@@ -146,8 +136,8 @@ class Group:
                     return errors.STOPPED
                 if seconds > SETTLE_SECONDS and signal.SIGTERM not in self.forwarded:
                     self._forward(signal.SIGTERM)
-            elif hung or any(worker.code not in GOOD_CODES for worker in ended):
-                return self._fail(hung)
+            elif any(worker.code not in GOOD_CODES for worker in ended):
+                return self._fail()
             elif len(ended) == self.world:
                 return max(worker.code or 0 for worker in ended)
 
@@ -216,13 +206,12 @@ class Group:
         self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
         return errors.INTERRUPTED
 
-    def _fail(self, hung: Sequence[Worker]) -> int:
+    def _fail(self) -> int:
         """End the other ranks after one failed, log which one and why; returns the exit code."""
-        if not hung:
-            self._settle(SETTLE_SECONDS)
+        self._settle(SETTLE_SECONDS)
         alive = [worker for worker in self.workers if worker.code is None]
-        for worker in alive:  # a suspended process acts on no other signal
-            worker.send(signal.SIGKILL if worker.suspended else signal.SIGTERM)
+        for worker in alive:
+            worker.send(signal.SIGTERM)
         self._settle(TERM_SECONDS)
         self.kill()
         # Before step 1 there is nothing to save: a rank exits with 75 at once, or the signal kills
@@ -230,16 +219,16 @@ class Group:
         # everything is saved.
         codes = [worker.code or 0 for worker in self.workers if worker not in alive]
         killed = [-code for code in codes if -code in self.forwarded]
-        if not hung and self.forwarded and (killed or errors.STOPPED in codes):
+        if self.forwarded and (killed or errors.STOPPED in codes):
             if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has logged it
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
-        first = hung[0] if hung else self._first_to_fail(alive)
+        first = self._first_to_fail(alive)
         if first.code in FINAL_CODES:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
+        how = "failed" if first in alive else first.how_it_ended()
         self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
