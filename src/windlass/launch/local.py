@@ -25,7 +25,6 @@ TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
 END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
-SECOND_SECONDS = 0.5  # for rank 0 to end by the first Ctrl-C when the second one arrives
 IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30
 FINAL_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart changes them
@@ -192,13 +191,8 @@ class Group:
 
     def _interrupt(self) -> int:
         """End all ranks after a second Ctrl-C, unless rank 0 has just stopped and said so."""
-        status, start = dict[str, Any](), time.monotonic()
-        while not self.workers[0].poll():
-            status = self.report("status", 0)
-            has_saved = status.get("phase") == processes.STOPPED
-            if time.monotonic() > start + (TERM_SECONDS if has_saved else SECOND_SECONDS):
-                break
-            time.sleep(0.02)
+        status = self.report("status", 0)
+        self.workers[0].poll()
         stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED
         self.kill()
         if stopped:
