@@ -42,7 +42,7 @@ WORLDS = {
         on("full_shard", tensor=2, sequence=False),
         on("shard_optim", context=2),
         on("ddp", pipeline=2),
-        on("full_shard", pipeline=2, pipeline_chunks=2),
+        on("full_shard", pipeline=2),
     ],
     3: [on("full_shard"), on("shard_optim")],
     4: [

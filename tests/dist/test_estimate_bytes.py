@@ -55,7 +55,6 @@ def test_bytes_of_two_ranks():
         on(context=2) | FEW_KEYS,  # gathers keys
         on(context=2, strategy="shard_optim"),
         on(pipeline=2),
-        on(pipeline=2, pipeline_chunks=2),
     ]
     check(2, cells)
 

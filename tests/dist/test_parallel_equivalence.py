@@ -61,18 +61,18 @@ def on(strategy: str = "auto", accumulation: int = 2, **more: Any) -> Cell:
     return {"strategy": strategy, "accumulation": accumulation, **more}
 
 
-def in_stages(strategy: str, chunks: int = 1, pipeline: int = 2, **more: Any) -> Cell:
-    return on(strategy, 4, pipeline=pipeline, pipeline_chunks=chunks, model__layers=5, **more)
+def in_stages(strategy: str, pipeline: int = 2, **more: Any) -> Cell:
+    return on(strategy, 4, pipeline=pipeline, model__layers=5, **more)
 
 
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op")
 EVERY = [on(strategy) for strategy in STRATEGIES]
 DIVIDED = [on(tensor=2), on(tensor=2, sequence=False), on(context=2)]
 STAGES = {
-    2: [in_stages("ddp"), in_stages("full_shard", 2)],
+    2: [in_stages("ddp"), in_stages("full_shard")],
     4: [
         in_stages("shard_optim"),
-        *(in_stages(strategy, 2) for strategy in ("shard_grad_op", "hybrid_shard")),
+        *(in_stages(strategy) for strategy in ("shard_grad_op", "hybrid_shard")),
         in_stages("ddp", pipeline=4),
         in_stages("shard_optim", tensor=2),
         in_stages("full_shard", context=2),
@@ -174,7 +174,7 @@ def test_every_strategy_in_every_layout(strategy, model):
     """More than one data rank in each layout."""
     layouts = [{"tensor": 2}, {"tensor": 2, "sequence": False}, {"context": 2}, {}]
     cells = [on(strategy, number, **layout) for layout in layouts for number in (1, 2, 4)]
-    check_cells(4, model, [*cells, *(in_stages(strategy, chunks) for chunks in (1, 2))])
+    check_cells(4, model, [*cells, in_stages(strategy)])
 
 
 DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}

@@ -196,9 +196,7 @@ def test_a_signal_is_passed_on_and_75_comes_back(driven, sent: str):
 STOP = "processes.RankStatus(0, watch).mark(12, processes.STOPPED)"
 
 
-@pytest.mark.parametrize(
-    ("saves", "code", "shown"), [(f"rank or {STOP}", 75, 0), ("None", 130, 1)]
-)
+@pytest.mark.parametrize(("saves", "code", "shown"), [(f"rank or {STOP}", 75, 0), ("None", 130, 1)])
 def test_a_second_interrupt_ends_everything_at_once(
     driven, tmp_path: Path, saves: str, code: int, shown: int
 ):

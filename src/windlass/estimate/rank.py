@@ -65,7 +65,6 @@ class Layout:
     sequence: bool = True
     context: int = 1
     pipeline: int = 1
-    chunks: int = 1  # stages on each rank
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
@@ -119,7 +118,7 @@ class Layout:
     @property
     def bubble(self) -> float:
         """The share of a step's computation in which a rank waits (arXiv 2104.04473)."""
-        return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
+        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
 
 
 def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
@@ -155,7 +154,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         sequence=p.sequence,
         context=p.context,
         pipeline=p.pipeline,
-        chunks=p.pipeline_chunks if p.pipeline > 1 else 1,
         average=recipe.train.average.enabled,
         compile=compiles(recipe, device),
         master=MASTER_BYTES[recipe.train.master],
@@ -235,8 +233,8 @@ class Rank:
 def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
     """The stages that differ in memory or work; of equal stages the first, which holds most."""
     p = layout.pipeline
-    layers = stage_layers(model, vocab, p * layout.chunks)
-    ranks = [Rank(model, vocab, layout, stage, sum(layers[stage::p])) for stage in range(p)]
+    layers = stage_layers(model, vocab, p)
+    ranks = [Rank(model, vocab, layout, stage, layers[stage]) for stage in range(p)]
     return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]
 
 
@@ -429,7 +427,7 @@ def _of_pipeline(rank: Rank) -> list[Collective]:
         return []
     master = max(4, COMPUTE_BYTES[layout.precision])
     size, stride = master * rank.stream_tokens * rank.model.width, layout.world // p
-    messages = layout.accumulation * (2 * layout.chunks - rank.first - rank.last)
+    messages = layout.accumulation * (2 - rank.first - rank.last)
     sent = [Collective("send_recv", size, messages, p, "pp", stride)]
     if rank.model.tie_head and (rank.first or rank.last):
         shard = layout.shard if layout.policy.shards_parameters else 1
