@@ -92,7 +92,6 @@ def test_a_stage_keeps_the_activations_of_as_many_micro_batches_as_follow_it():
     one = memory(settings, VOCAB, Layout("ddp", 1, micro_batch=8, accumulation=4))
     assert few.total < one.total
     assert Layout("ddp", 4, pipeline=4, accumulation=12).bubble == 3 / 15
-    assert Layout("ddp", 4, pipeline=4, accumulation=12, chunks=2).bubble == 3 / 27
 
 
 def test_bytes_of_tensor_parallelism():

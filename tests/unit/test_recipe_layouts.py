@@ -27,7 +27,7 @@ TENSOR = "parallel.tensor"
         ("tensor=8 heads=8 kv_heads=1 width=32", TENSOR, "4 rows of the keys; write 4"),
         ("tensor=4 heads=12 kv_heads=3 width=96", TENSOR, "4 ranks cannot share 3 key and value"),
         ("tensor=4 heads=12 kv_heads=3 width=96", TENSOR, "write 3, or change model.kv_heads"),
-        ("pipeline=8 layers=2", "parallel.pipeline", "8 or more layers, and the model has 2"),
+        ("pipeline=8 layers=2", "parallel.pipeline", "2 layers: write at most 2"),
         ("tensor=2 strategy=single", "parallel.strategy", 'write "auto"'),
         ("pipeline=2 micro_batch=8", "train.micro_batch", "smaller train.micro_batch"),
         ("tensor=2 micro_batch=3", "train.micro_batch", "write 2 or 4"),
