@@ -50,7 +50,7 @@ WORLDS = {
         on("hybrid_shard", 1, shard_size=2),
         on("full_shard", 1, tensor=2),
         on("shard_optim", 1, tensor=2),
-        on("ddp", 1, tensor=4),
+        on("ddp", 1, tensor=2),
         on("hybrid_shard", 1, context=2, shard_size=2),
         on("full_shard", 1, tensor=2, context=2),
         on("shard_optim", pipeline=2),

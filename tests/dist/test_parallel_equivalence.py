@@ -179,7 +179,7 @@ def test_every_strategy_in_every_layout(strategy, model):
 
 DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}
 ONE_ROW = {"train__global_batch": 8, "train__micro_batch": 1, "train__grad_clip": 0.0}
-FOUR = [{"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
+FOUR = [{"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
 
 
 def recomputed(how: str) -> list[Cell]:
@@ -189,7 +189,7 @@ def recomputed(how: str) -> list[Cell]:
 
 BESIDE_ONE_PROCESS = {
     # masks are of attention by heads and by gathered keys, with padding at the end of the parts
-    "dropout": (OLD | DROPOUT, recomputed("full")),
+    "dropout": (OLD | DROPOUT, [on("ddp", tensor=4), *recomputed("full")]),
     "dropout, new": (NEW | DROPOUT, recomputed("selective")),
     # rows of 1 to 11 tokens, fewer than ranks and no multiple of them; in every context layout some
     # rank has no unmasked label, and four rows of eight have none at all

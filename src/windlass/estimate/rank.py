@@ -177,7 +177,7 @@ class Rank:
         self.tied = model.tie_head and self.first and self.last  # two stages have a tensor each
         self.head_width, self.heads = model.width // model.heads, model.heads // t
         # With fewer heads of keys and values than ranks, ranks compute the same one.
-        self.kv_heads = max(1, model.kv_heads_ // t)
+        self.kv_heads = model.kv_heads_ // t
         # The widths of all queries, and of all keys or values.
         self.queries, self.keys = self.heads * self.head_width, self.kv_heads * self.head_width
         # The ranks of `context` exchange heads; otherwise they gather keys and values.
@@ -392,10 +392,6 @@ def _of_tensor(rank: Rank) -> list[Collective]:
             calls("all_reduce", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
             calls("all_reduce", master * whole, steps * rank.first),
         ]
-    if m.kv_heads_ < t:  # each rank computes a part of a head
-        keys = 2 * rank.tokens * m.kv_heads_ * rank.head_width
-        sent.append(calls("all_gather", low * keys, steps * blocks * (1 + again)))
-        sent.append(calls("reduce_scatter", low * keys, steps * blocks))
     if rank.last:  # the largest logit of each token, and the sum of the exponentials
         sent.append(calls("all_reduce", max(4, low) * rank.tokens, 2 * steps))
     return sent
