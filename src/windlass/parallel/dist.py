@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import json
 import os
@@ -36,7 +35,7 @@ from windlass.errors import (
     first_line,
 )
 from windlass.launch.schedulers import host_name
-from windlass.parallel.env import LOOPBACK, NO_HOSTS, DistEnv
+from windlass.parallel.env import NO_HOSTS, DistEnv
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
@@ -251,8 +250,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         elif store is None:
             address = (env.addr, env.port)
             if address not in STORES:
-                listening = int(fd) if fd else listen_at(env) if is_master else None
-                options["master_listen_fd"] = listening
+                options["master_listen_fd"] = int(fd) if fd else None
                 STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
             store = STORES[address]
         # A restart under torchrun sees old keys; so does a second training in the same processes.
@@ -332,22 +330,6 @@ def interface_to(host: str) -> str:
 
     address, interfaces = address_to(host), psutil.net_if_addrs().items()
     return next((name for name, every in interfaces if address in {a.address for a in every}), "")
-
-
-def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None: torch listens everywhere."""
-    named = env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
-    try:
-        address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and (named or env.nodes > 1):
-            return None  # a Debian host resolves its own name to 127.0.1.1
-        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            where = f"port {env.port} of {env.addr}, the meeting point of the ranks, is in use"
-            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
-        return None
-    return listening.detach()
 
 
 def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:
