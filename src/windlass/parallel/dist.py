@@ -7,7 +7,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import random
 import re
 import socket
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -196,8 +194,6 @@ def process_settings() -> Callable[[], None]:
     compiler = sys.modules.get("torch._dynamo")
     optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
     interface = os.environ.get(INTERFACE)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -205,11 +201,6 @@ def process_settings() -> Callable[[], None]:
         use_deterministic(deterministic, warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
         os.environ.pop(INTERFACE, None)
         if interface is not None:
             os.environ[INTERFACE] = interface
@@ -288,9 +279,6 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's collectives crash"
-        raise UserError(f"{problem}: unset the variable, or write INFO")
     if interface := gloo_interface(ranks):
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
