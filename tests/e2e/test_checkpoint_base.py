@@ -297,7 +297,6 @@ def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
     file = newest / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     run = train(wanted)
-    assert (run.checkpoints_dir / f"bad-{newest.name}").is_dir()
     assert curve(run) == curve(whole)
 
 

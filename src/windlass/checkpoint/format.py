@@ -13,7 +13,7 @@ boxes of a tensor hold each of its elements exactly once.
 
 A directory is *whole* if it has `manifest.sha256`, else *temporary*: a save or a removal is in
 progress or was interrupted; readers ignore it, and recovery removes it. `step-00000250.replaced` is
-a whole checkpoint while a new one of the same step takes its name. `bad-step-00000250` was damaged.
+a whole checkpoint while a new one of the same step takes its name.
 """
 
 from __future__ import annotations

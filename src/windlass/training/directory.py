@@ -24,7 +24,6 @@ from windlass.checkpoint.choose import (
     read_lineage,
     record,
     recover,
-    rename_damaged,
     write_lineage,
 )
 from windlass.checkpoint.format import Checkpoint
@@ -115,7 +114,6 @@ class RunDirectory:
         checkpoint = choose_undamaged(ranks, lambda: candidates(path))
         if checkpoint is None:
             raise RunFailed(f"{reason}; the run lacks a checkpoint to return to")
-        ranks.decide("rename damaged", lambda: rename_damaged(checkpoint, path))
         rewinds = ranks.decide("rewinds", lambda: left_out(path, checkpoint.path))
         if len(rewinds) >= MAX_REWINDS:
             times = f"the run returned to step {checkpoint.step} {MAX_REWINDS} times"
@@ -133,8 +131,6 @@ class RunDirectory:
 
         def write() -> None:
             plan, path = self.plan, self.run.path
-            if self.checkpoint is not None:
-                rename_damaged(self.checkpoint, path)
             goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
             if not plan.resuming or plan.extends_from or goes_back:
                 write_start(plan, self.checkpoint)
