@@ -3,7 +3,6 @@ a lost node, a cancel.
 """
 
 import contextlib
-import subprocess
 import sys
 from pathlib import Path
 
@@ -44,18 +43,14 @@ def job_end(
     return ended
 
 
-def test_a_run_over_two_nodes_followed_to_its_end(
-    cluster: Cluster, settings, tmp_path, two_local_ranks
-):
+def test_a_run_over_two_nodes(cluster: Cluster, settings, tmp_path, two_local_ranks):
     run = tmp_path / "run"
-    words = [*settings(run, **DDP), "parallel.device=cpu", "--nodes", "2", "--watch"]
-    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path, seconds=200)
-    assert done.returncode == 0, done.stdout + cluster.logs()
+    job = submitted(cluster, run, settings(run, **DDP))
+    job_end(cluster, job, Run(run), "COMPLETED 0:0 0")
     assert_same(run, two_local_ranks)
-    job = read_json(run / "job.json")["job"]
     assert [path.name for path in run.glob("*.out")] == [f"run_{job}.out"]
-    for text in ("srun --nodes=2 --ntasks=2", "step 12/12", "the run is finished"):
-        assert text in done.stdout
+    for text in ("srun --nodes=2 --ntasks=2", "step 12/12"):
+        assert text in log_of(run)
 
 
 def test_what_the_scheduler_refuses_is_one_message(cluster: Cluster, settings, tmp_path):
@@ -119,15 +114,10 @@ def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path)
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **LONG))
     wait_for(lambda: run.path.exists() and run.lines("train"), 150)
-    shown = tmp_path / "shown"
-    with shown.open("wb") as out:
-        words = [*SUBMIT, "--watch", str(run.path)]
-        watch = subprocess.Popen(words, env=cluster.environment, stdout=out)
-    wait_for(lambda: f"[{job}: running]" in shown.read_text(), 60)
     done = cluster.call(*SUBMIT, "--cancel", str(run.path))
     assert done.returncode == 0, done.stdout
-    assert watch.wait(60) == 75 and "the run is preempted" in shown.read_text(), shown.read_text()
     job_end(cluster, job, run, "FAILED 75:0 0")
+    assert run.state == "preempted"
     assert run.state == "preempted"
     assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
 
@@ -210,18 +200,3 @@ def is_rank_1(process: psutil.Process, run: Path) -> bool:
         trains = any(str(run) in word for word in words) and "launch" not in words
         return trains and process.environ().get("SLURM_PROCID") == "1"
     return False
-
-
-@pytest.mark.full
-def test_torchrun_as_the_launcher_of_the_site(cluster: Cluster, settings, tmp_path, undisturbed):
-    """It turns each exit code into 1; the job knows from the ranks that they have saved, and
-    requeues itself.
-    """
-    run, site = Run(tmp_path / "run"), tmp_path / "site.toml"
-    site.write_text('launcher = "torchrun"\n')
-    job = submitted(cluster, run.path, settings(run.path, **LONG), "--site", str(site))
-    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
-    assert cluster.call("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    job_end(cluster, job, run, "COMPLETED 0:0 1")
-    assert "torch.distributed.run" in log_of(run.path) and run.state == "finished"
-    assert [line["loss"] for line in run.lines("train")] == pytest.approx(undisturbed, rel=1e-6)

@@ -42,7 +42,7 @@ WORLDS = {
         on("full_shard", tensor=2, sequence=False),
         on("shard_optim", context=2),
         on("ddp", pipeline=2),
-        on("full_shard", pipeline=2, pipeline_chunks=2),
+        on("full_shard", pipeline=2),
     ],
     3: [on("full_shard"), on("shard_optim")],
     4: [
@@ -50,7 +50,7 @@ WORLDS = {
         on("hybrid_shard", 1, shard_size=2),
         on("full_shard", 1, tensor=2),
         on("shard_optim", 1, tensor=2),
-        on("ddp", 1, tensor=4),
+        on("ddp", 1, tensor=2),
         on("hybrid_shard", 1, context=2, shard_size=2),
         on("full_shard", 1, tensor=2, context=2),
         on("shard_optim", pipeline=2),

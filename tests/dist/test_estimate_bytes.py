@@ -55,7 +55,6 @@ def test_bytes_of_two_ranks():
         on(context=2) | FEW_KEYS,  # gathers keys
         on(context=2, strategy="shard_optim"),
         on(pipeline=2),
-        on(pipeline=2, pipeline_chunks=2),
     ]
     check(2, cells)
 
@@ -65,7 +64,7 @@ def test_bytes_of_four_ranks():
     cells = [
         on(tensor=2, strategy="full_shard"),
         on(tensor=2, pipeline=2),
-        on(tensor=2, context=2) | FEW_KEYS,
+        on(tensor=2, context=2) | FEW_KEYS | {"model__kv_heads": 2},
     ]
     check(4, cells)
 
@@ -75,7 +74,7 @@ def test_bytes_of_four_ranks():
 @pytest.mark.parametrize("again", [{}, SELECTIVE, FULL], ids=["none", "selective", "full"])
 def test_bytes_of_other_layouts(again):
     cells = [
-        on(tensor=4) | {"model__kv_heads": 1},
+        on(tensor=4),
         on(context=2, pipeline=2),
         on(context=2, strategy="full_shard"),
         on(pipeline=2, strategy="full_shard"),

@@ -105,9 +105,8 @@ def test_embedding_and_head_are_gathered_one_after_the_other(settings):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("accumulation", [2, slow(4)])
-@pytest.mark.parametrize("chunks", [1, slow(2)])
-def test_a_pipeline(chunks, accumulation):
-    pipeline = {"parallel__pipeline": 2, "parallel__pipeline_chunks": chunks}
+def test_a_pipeline(accumulation):
+    pipeline = {"parallel__pipeline": 2}
     batch = {"train__micro_batch": 2, "train__global_batch": 2 * accumulation}
     model = {f"model__{key}": value for key, value in (WIDE | MODERN | {"layers": 8}).items()}
     r = recipe(**model, **batch, **pipeline)

@@ -59,18 +59,18 @@ def on(strategy: str = "auto", accumulation: int = 2, **more: Any) -> Cell:
     return {"strategy": strategy, "accumulation": accumulation, **more}
 
 
-def in_stages(strategy: str, chunks: int = 1, pipeline: int = 2, **more: Any) -> Cell:
-    return on(strategy, 4, pipeline=pipeline, pipeline_chunks=chunks, model__layers=5, **more)
+def in_stages(strategy: str, pipeline: int = 2, **more: Any) -> Cell:
+    return on(strategy, 4, pipeline=pipeline, model__layers=5, **more)
 
 
 STRATEGIES = ("ddp", "shard_optim", "full_shard", "shard_grad_op")
 EVERY = [on(strategy) for strategy in STRATEGIES]
 DIVIDED = [on(tensor=2), on(tensor=2, sequence=False), on(context=2)]
 STAGES = {
-    2: [in_stages("ddp"), in_stages("full_shard", 2)],
+    2: [in_stages("ddp"), in_stages("full_shard")],
     4: [
         in_stages("shard_optim"),
-        *(in_stages(strategy, 2) for strategy in ("shard_grad_op", "hybrid_shard")),
+        *(in_stages(strategy) for strategy in ("shard_grad_op", "hybrid_shard")),
         in_stages("ddp", pipeline=4),
         in_stages("shard_optim", tensor=2),
         in_stages("full_shard", context=2),
@@ -172,12 +172,12 @@ def test_every_strategy_in_every_layout(strategy, model):
     """More than one data rank in each layout."""
     layouts = [{"tensor": 2}, {"tensor": 2, "sequence": False}, {"context": 2}, {}]
     cells = [on(strategy, number, **layout) for layout in layouts for number in (1, 2, 4)]
-    check_cells(4, model, [*cells, *(in_stages(strategy, chunks) for chunks in (1, 2))])
+    check_cells(4, model, [*cells, in_stages(strategy)])
 
 
 DROPOUT = {"model__dropout": 0.2, "train__micro_batch": 4}
 ONE_ROW = {"train__global_batch": 8, "train__micro_batch": 1, "train__grad_clip": 0.0}
-FOUR = [{"tensor": 4}, {"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
+FOUR = [{"context": 4}, {"tensor": 2, "context": 2}, {"tensor": 2}]
 
 
 def recomputed(how: str) -> list[Cell]:
@@ -187,7 +187,7 @@ def recomputed(how: str) -> list[Cell]:
 
 BESIDE_ONE_PROCESS = {
     # masks are of attention by heads and by gathered keys, with padding at the end of the parts
-    "dropout": (OLD | DROPOUT, recomputed("full")),
+    "dropout": (OLD | DROPOUT, [on("ddp", tensor=4), *recomputed("full")]),
     "dropout, new": (NEW | DROPOUT, recomputed("selective")),
     # rows of 1 to 11 tokens, fewer than ranks and no multiple of them; in every context layout some
     # rank has no unmasked label, and four rows of eight have none at all

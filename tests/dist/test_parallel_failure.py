@@ -3,7 +3,6 @@ where and why.
 """
 
 import os
-import re
 import signal
 import socket
 import sys
@@ -188,10 +187,6 @@ def test_a_rank_that_misses_a_collective_ends_the_run_after_the_time_limit(tmp_p
     [text] = (e.text for e in ended if "last seen" in e.text)  # the first one to give up
     assert failed in ended[0].text
     assert f"rank 1 on {HOST} at step 9, phase evaluation: for" in text
-    # What torch's flight recorder says of all ranks; one that gave up just before is in none too.
-    waits = text.partition("unfinished collectives: ")[2]
-    assert re.search(r"ranks? (0|2|0, 2) in all_reduce 2 of default_pg \(\[\[3\]\] Float\)", waits)
-    assert re.search(r"ranks? (0, )?1(, 2)? in none", waits)
 
 
 def test_ranks_that_hang_in_a_kernel_are_ended_and_the_one_behind_is_named(tmp_path: Path):

@@ -13,7 +13,6 @@ from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import open_checkpoint
 from windlass.evaluation.source import alone, find_source, open_model
 from windlass.run import Run
-from windlass.training import api
 
 __all__ = ["corpus"]
 pytestmark = pytest.mark.dist
@@ -203,12 +202,3 @@ def test_a_bad_layout_is_one_message_before_anything_starts(corpus, tmp_path, op
     done = windlass("train", "quickstart", *overrides, *options.split(), code=2)
     assert said in done.stderr and done.stderr.count("windlass:") == 1 and not done.stdout
     assert not list(tmp_path.iterdir())
-
-
-def test_a_range_of_ranks_is_of_whole_copies_of_the_model(corpus, tmp_path, monkeypatch):
-    """`--world 2..4`: three ranks cannot hold two copies."""
-    started = []
-    monkeypatch.setattr(api, "launch", lambda _, worlds, __: started.extend(worlds) or 0)
-    recipe = recipe_of(corpus, tmp_path / "run", **TENSOR)
-    assert api.launch_ranks(recipe, ["train"], [4, 3, 2]) == 0
-    assert started == [4, 2]

@@ -78,8 +78,7 @@ def test_a_killed_pipeline_is_resumed_by_other_pipelines_and_by_one_process(corp
     pipeline = model | {"parallel.pipeline": 2}
     first = settings(corpus, broken.path, "ddp", 2, **pipeline)
     assert start(2, first, kill_after=5) == 1
-    interleaved = pipeline | {"parallel.pipeline_chunks": 2}
-    second = settings(corpus, broken.path, "full_shard", 2, **interleaved)
+    second = settings(corpus, broken.path, "full_shard", 2, **pipeline)
     assert start(4, second, kill_after=9) == 1
     assert start(1, settings(corpus, broken.path, micro=2, **model, **NO_LAYOUT)) == 0
     assert [e["step"] for e in broken.events if e["event"] == "resumed"] == [3, 6]

@@ -2,7 +2,7 @@
 RECIPE [KEY=VALUE...]`.
 
 In PHASE (see PLACES; `PHASE@2`: when it comes for the second time) of the first attempt the rank
-RANK (-1: every one) does WHAT: `raise` an exception, `kill` itself, `stop` itself (SIGSTOP), or
+RANK (-1: every one) does WHAT: `raise` an exception, `kill` itself, or
 `wait`: be slow from then on. It leaves the file $STRUCK_HERE when it begins. Everything else is the
 command line's own doing.
 """
@@ -43,7 +43,7 @@ def strike() -> None:
     elif what == "raise":
         raise ArithmeticError("struck by the test")
     else:
-        os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def struck(original: Callable[..., Any], first: int) -> Callable[..., Any]:

@@ -69,21 +69,18 @@ def test_an_older_one_is_chosen(run: Path, world: int, name: str, kind: str) -> 
         assert name == "manifest.sha256"
     with pytest.raises(UserError):
         choose.choose_checkpoint(run, "3")
-    choose.rename_damaged(choice, run)
-    # and the step can be saved again
+    # the step can be saved again
     assert not save_all(run / "checkpoints", 3, world=world, attempt="1").error
     assert step_seen(run) == 3
     tally("a file flipped, cut off, emptied, lengthened, deleted, or another checkpoint's", 1)
 
 
-def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run, tmp_path):
+def test_best_passes_over_a_damaged_one_and_where_all_are_the_run_is_refused(run):
     write_ledger(Run(run), *({"kind": "eval", "step": step, "loss": step} for step in (1, 2, 3)))
     assert choose.choose_checkpoint(run, "best").step == 1  # type: ignore[union-attr]
     flip(run / "checkpoints" / "step-00000001" / "rank-00000.safetensors", -1)
     choice = choose.choose_checkpoint(run, "best")
     assert choice is not None and choice.step == 2 and "step 1 is damaged" in choice.notes[0]
-    choose.rename_damaged(choice, tmp_path)  # not where it is another run's
-    assert (run / "checkpoints" / "step-00000001").is_dir()
     for step in (2, 3):
         flip(run / "checkpoints" / f"step-{step:08d}" / "state.json", 3)
     with refused(*(f"step {step} is damaged" for step in (1, 2, 3))):

@@ -108,32 +108,17 @@ def test_a_free_port_where_rank_0_is():
     assert free_port("192.0.2.1") == free_port("no.such.host.invalid") == 0
 
 
-def test_other_launchers():
+def test_srun():
     slurm = read_allocation(SLURM, 0)
     words = launch_command(slurm, ["x", "-y"])
     expected = "srun --nodes=2 --ntasks=8 --ntasks-per-node=4 --kill-on-bad-exit=0".split()
     assert words[:5] == expected and words[-2:] == ["x", "-y"]
-    environ = {"SLURM_CPUS_PER_TASK": "3", "MASTER_ADDR": "n1", "MASTER_PORT": "4711"}
-    words = launch_command(slurm, ["x"], environ=environ, launcher="torchrun")
-    assert {"srun", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
-    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=n1:4711"} <= set(words)
-    assert words[-2:] == ["--no-python", "x"]
-    words = launch_command(slurm, ["x"], launcher="mpiexec")
-    assert words == "mpiexec -n 8 -ppn 4 x".split()
-    pbs = Allocation("pbs", "7", ("a", "b"), (4, 4), "F")
-    words = launch_command(pbs, ["x"], launcher="torchrun")
-    assert words[:7] == ["mpiexec", "-n", "2", "-ppn", "1", "--hostfile", "F"]
-    assert "--rdzv-endpoint=a:29400" in words
-    with refused("PBS", "mpiexec or torchrun"):
-        launch_command(pbs, ["x"], launcher="srun")
-    with refused("--per-host"):
-        launch_command(Allocation("slurm", "7", ("a", "b"), (2, 1)), ["x"], launcher="torchrun")
+    words = launch_command(slurm, ["x"], False, {"SLURM_CPUS_PER_TASK": "3"}, "--exact -l")
+    assert "--cpus-per-task=3" in words and words[-3:] == ["--exact", "-l", "x"]
 
 
 def test_how_the_ranks_ended(tmp_path):
-    """torchrun turns each code into 1; where all failures are lost contacts, or ranks that fell
-    silent, a host was lost.
-    """
+    """If all failures are lost contacts, or ranks that fell silent, a host was lost."""
     silent, late = ({"secondary": x, "lost": not x} for x in (False, True))
     assert outcome(1, tmp_path) == 1
     for rank, failure in enumerate((silent, late)):
@@ -161,7 +146,7 @@ def test_a_launcher_that_waits_for_ranks_after_a_failure_is_ended(tmp_path, repo
     ("end", "left_out"),
     [
         ("exit 137", ""),  # a rank was killed, for example for its memory, and the host is well
-        ("exit 1", ""),  # the same under torchrun
+        ("exit 1", ""),  # the same with a launcher that changes the code
         ("exec sleep 60", "b"),  # no answer from the host
     ],
 )
@@ -196,7 +181,7 @@ def test_the_tables_of_launch(tmp_path, monkeypatch):
 
 
 def test_print_needs_no_mpiexec(pbs, tmp_path):
-    words = ("launch", "-n", "4", "--launcher", "mpiexec")
+    words = ("launch", "-n", "4")
     environ = pbs | {"PATH": str(tmp_path)}
     done = windlass(*words, "--print", "--", "train.py", env=environ)
     expected = ["mpiexec -n 4 -ppn 2 --hostfile", pbs["PBS_NODEFILE"], "train.py"]

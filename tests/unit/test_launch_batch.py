@@ -18,7 +18,7 @@ from launch_fixtures import SAVES, header, job_of, run_job
 from helpers import programs, refused, windlass, write_corpus, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
-from windlass.launch.batch import cancel, queued, render, watch
+from windlass.launch.batch import cancel, queued, render
 from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import Resources, find_scheduler, read_site, submit_run
 from windlass.model.size import checkpoint_bytes
@@ -244,7 +244,6 @@ def test_a_task_of_an_array_goes_on_in_a_job_of_its_own(run_script, tmp_path):
 def test_any_other_end_is_an_end(run_script, tmp_path, code):
     assert run_script(f"exit {code}").wait(20) == code
     assert not (tmp_path / "queued").exists()
-    assert (tmp_path / "logs" / ".exit").read_text().strip() == str(code)
 
 
 @pytest.mark.parametrize("operator", [False, True])
@@ -258,7 +257,7 @@ def test_a_lost_host_starts_the_job_again_so_often(run_script, tmp_path, operato
         text = (tmp_path / "queued").read_text()
         counts = text.count("rerun 7.server"), text.count("afterany:7.server")
         assert counts == ((times, 0) if operator else (0, times))
-        # --watch and --cancel find the job that follows
+        # --cancel finds the job that follows
         followed = {} if operator else {"scheduler": "pbs", "job": "8.server", "array": []}
         assert read_json(tmp_path / "logs" / "job.json") == followed
     # after the job had ended, the count begins anew
@@ -339,7 +338,7 @@ def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
     tools = {"srun": srun, "apptainer": record, "sbatch": "echo 7", "squeue": ""}
     programs(tmp_path / "tools", monkeypatch, **tools)
     program = "apptainer exec --nv '/my images/w.sif' windlass"
-    site = Site(launcher="srun --container-image=w.sqsh", program=program)
+    site = Site(launcher_options="--container-image=w.sqsh", program=program)
     recipe = Recipe.load("quickstart", ["parallel.device=cpu", "run.dir=run"])
     asked = Resources(nodes=1 if of_study else 2, min_busbw=1)
     how = {"site": site, "asked": asked}
@@ -429,7 +428,7 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
     assert recipe.run_dir == tmp_path / "run"
     # what a job writes beside it does not keep a run from beginning
-    for name in (".exit", ".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
+    for name in (".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
         (tmp_path / "run" / name).touch()
     assert not resolve_start(recipe).resuming
     submitted(tmp_path, "mine.toml", "run.dir=run")
@@ -487,7 +486,6 @@ def test_the_site_file(tmp_path, monkeypatch):
         ("a =", ["site.toml"]),
         ('environment = {WANDB_API_KEY = "x"}', ["WANDB_API_KEY", "export it"]),
         ('scheduler = "condor"', ["scheduler", "condor", "pbs"]),
-        ('launcher = "ssh"', ["launcher", "ssh", "mpiexec"]),
         ("modules = 'cuda'", ["modules", "list"]),
         ("directives = ['#SBATCH -x a']", ["directives", "#SBATCH -x a"]),
     ):
@@ -504,8 +502,6 @@ def test_the_site_file(tmp_path, monkeypatch):
     with refused("sbatch"):
         find_scheduler("slurm", Site())
     assert find_scheduler("", Site(scheduler="pbs"), dry_run=True) == "pbs"
-    with refused("launcher", "mpiexec or torchrun"):
-        find_scheduler("pbs", Site(launcher="srun"), dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -626,24 +622,6 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     with refused("qstat", "login node"):
         monkeypatch.setenv("PATH", str(tmp_path))
         cancel(path)
-
-
-def test_watch_shows_the_logs_of_a_studys_last_jobs(tmp_path, monkeypatch):
-    once = f"[ -e {tmp_path}/asked ] && exit 35; touch {tmp_path}/asked; {{}}"
-    row = "echo '9.server study me 0 R gpu'"
-    over = "echo Job has finished >&2"
-    qstat = f"[ $1 = 9.server ] || {{ {over}; exit 35; }}\n{once.format(row)}"
-    programs(tmp_path / "tools", monkeypatch, qstat=qstat.replace("&& exit", f"&& {over} && exit"))
-    monkeypatch.setattr("windlass.launch.batch.WATCH_SECONDS", 0)
-    for number, job in ((1, "8.server"), (2, "9.server")):
-        folder = tmp_path / "study" / "jobs" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "submit.sh").touch()
-        (folder / "study_1.out").write_text(f"log {number}\n")
-        (folder / "job.json").write_text(json.dumps({"scheduler": "pbs", "job": job}))
-    shown = list[str]()
-    watch(tmp_path / "study", shown.append)
-    assert shown == ["[9.server: running]", "log 2"]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 import itertools
-import socket
-from dataclasses import replace
 
 import pytest
 import torch
 
 from helpers import refused
-from windlass.errors import UserError
-from windlass.parallel.dist import by_hosts, choose_device, interface_to, listen_at
+from windlass.parallel.dist import by_hosts, choose_device, interface_to
 from windlass.parallel.env import DistEnv, detect_env
 
 
@@ -191,15 +188,5 @@ def test_ranks_by_hand_on_two_hosts_take_the_gpus_of_their_host(monkeypatch):
     assert [device.index for device in devices] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_the_store_listens_at_its_address_alone_and_a_port_in_use_is_bad_input():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        env = DistEnv(0, 2, addr="127.0.0.1", port=taken.getsockname()[1])
-        with pytest.raises(UserError, match="MASTER_PORT"):
-            listen_at(env)
-    with socket.socket(fileno=listen_at(env)) as listening:
-        assert listening.getsockname() == ("127.0.0.1", env.port)
-    assert listen_at(replace(env, nodes=2)) is None, "other hosts cannot reach a loopback address"
-    by_hand = replace(env, launcher="environment", addr="127.0.1.1")  # a Debian host's own name
-    assert listen_at(by_hand) is None, "other hosts may have to reach it"
-    assert listen_at(replace(env, addr="192.0.2.1")) is None, "an address of another machine"
+def test_an_interface_that_does_not_exist():
     assert interface_to("127.0.0.1") == interface_to("no.such.host.invalid") == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from torch import nn
 from windlass import hub
 from windlass.checkpoint.format import MODEL, Base, Checkpoint, FileInfo, hash_files
 from windlass.errors import UserError
-from windlass.fileio import Files, read_json, to_json
 from windlass.model import hf_files
 from windlass.model.frozen import Linear4bit
 from windlass.model.share import is_fsdp
@@ -20,11 +18,9 @@ from windlass.recipe import Recipe
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-RECORD = "base.json"  # in a run's `origin`: the SHA-256 of the files, and how the files looked then
-
 
 def base_of(
-    model: nn.Module, recipe: Recipe, run: Path, start: Checkpoint | None, ranks: Ranks
+    model: nn.Module, recipe: Recipe, start: Checkpoint | None, ranks: Ranks
 ) -> Base | None:
     """The base to which a run's checkpoints refer; None: they hold all weights. `model` is the
     recipe's, unwrapped, with its weights, perhaps from the checkpoint `start`. Collective."""
@@ -33,7 +29,7 @@ def base_of(
     if not recipe.refers_to_base or not (weights := frozen_weights(model)):
         return None
     origin = hf_files.describe_origin(model)
-    files = identify(hf_files.weights_directory(model), run, ranks)
+    files = identify(hf_files.weights_directory(model), ranks)
     return Base(name=origin["name"], commit=origin["commit"], files=files, weights=tuple(weights))
 
 
@@ -61,7 +57,7 @@ def fill_base(
         raise UserError(f"{problem}, which {type(model).__name__} cannot read: pass no model")
     try:
         directory = find_base(base, recipe)
-        check_same(base, identify(directory, checkpoint.path.parent.parent, ranks))
+        check_same(base, identify(directory, ranks))
     except UserError as error:
         problem = f"{checkpoint.path} refers to its base {base.title}: {error.text}"
         advice = "put it back (a link is enough), or name its directory: checkpoint.base=DIR"
@@ -100,27 +96,16 @@ def check_same(base: Base, files: dict[str, FileInfo]) -> None:
             raise UserError(f"the SHA-256 of {name} is not {expected.sha256[:12]}…")
 
 
-def identify(
-    directory: Path, run: Path | None = None, ranks: Ranks | None = None
-) -> dict[str, FileInfo]:
+def identify(directory: Path, ranks: Ranks | None = None) -> dict[str, FileInfo]:
     """Size and SHA-256 of each weight file in a directory; UserError if one cannot be read.
 
-    Collective over `ranks`, which share the hashing. `run` keeps the result: files whose directory,
-    size and time are the same are not hashed again there, nor in the runs of the same directory.
+    Collective over `ranks`, which share the hashing.
     """
-    place, problem, records = Path(hf_files.FOLDER, RECORD), "", list[Path]()
-    if run is not None:
-        records = [run / place, *run.resolve().parent.glob(f"*/{place}")]
-    sizes, look, digests = dict[str, int](), dict[str, Any](), dict[str, str]()
+    sizes, digests, problem = dict[str, int](), dict[str, str](), ""
+    rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
     try:
-        stats = {name: (directory / name).stat() for name in hub.weight_files(directory)}
-        sizes = {name: stat.st_size for name, stat in stats.items()}
-        times = {name: stat.st_mtime_ns for name, stat in stats.items()}
-        look = {"directory": str(directory.resolve()), "sizes": sizes, "times_ns": times}
-        alike = (recorded for recorded in map(read_json, records) if recorded.get("look") == look)
-        rank, world = (ranks.rank, ranks.world) if ranks else (0, 1)
-        same = next(alike, None)
-        digests = same["sha256"] if same else dict(hash_files(directory, sizes, rank, world))
+        sizes = {name: (directory / name).stat().st_size for name in hub.weight_files(directory)}
+        digests = dict(hash_files(directory, sizes, rank, world))
     except OSError as error:
         problem = f"{error.filename} cannot be read: {error.strerror}"
     if ranks is not None:
@@ -130,9 +115,5 @@ def identify(
             digests |= share
     if problem:
         raise UserError(problem)
-    new = {"look": look, "sha256": digests}
-    if records and read_json(records[0]) != new and (ranks is None or ranks.main):
-        with contextlib.suppress(OSError):  # of a run that may only be read
-            Files().replace(records[0], to_json(new), durable=False)
     here = {name: size for name, size in sizes.items() if name in digests}
     return {name: FileInfo(size=size, sha256=digests[name]) for name, size in here.items()}

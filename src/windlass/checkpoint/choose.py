@@ -268,18 +268,6 @@ def discard(path: Path, files: Files) -> None:
     files.remove_tree(path)
 
 
-def rename_damaged(choice: Checkpoint, run: Path) -> None:
-    """Rename the run's own damaged checkpoints of a choice to `bad-...`, which nothing reads."""
-    files = Files()
-    for path in (other.path for other in choice.passed_over):
-        if path.resolve().is_relative_to(run.resolve()):
-            bad = path.with_name(f"bad-{path.name}")
-            while bad.exists():
-                bad = bad.with_name(f"{bad.name}.1")
-            files.rename(path, bad)
-            files.sync_dir(path.parent)
-
-
 @dataclass(frozen=True)
 class CheckpointList:
     """The content of a run's `checkpoints`."""
@@ -290,7 +278,6 @@ class CheckpointList:
     bases: list[dict[str, Any]]  # to which the checkpoints refer
     checkpoints: list[dict[str, Any]]  # by step; `time` (UTC), `bytes`, `world`: None if damaged
     temporary: list[str]  # directories of a save or removal that is in progress or interrupted
-    bad: list[str]  # damaged ones, renamed to `bad-...`
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
@@ -320,7 +307,6 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
     bases = {c.content.base.title: c.content.base for c in saved if c.content and c.content.base}
     cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
     temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
-    bad = [n for n in names if n.startswith("bad-")]
     listed = list[dict[str, Any]]()
     for title, base in bases.items():
         listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
@@ -328,4 +314,4 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
             from windlass.checkpoint.base import check_base  # imports torch
 
             listed[-1]["problem"] = check_base(base, recipe)
-    return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary, bad)
+    return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary)

@@ -53,9 +53,6 @@ def launch(
     per_host: int = Option(
         0, min=0, envvar="WINDLASS_PER_HOST", help="Ranks on each host; default: as the job asked."
     ),
-    launcher: str = Option(
-        "", envvar="WINDLASS_LAUNCHER", help="srun, mpiexec or torchrun; default: the site's."
-    ),
     print_: bool = Option(False, "--print", help="Only print the command, and hosts and ranks."),
 ) -> int:
     """Run a command on every rank of the allocation.
@@ -72,10 +69,11 @@ def launch(
 
     exit_with_parent()  # a cell ends with its sweep; its ranks have other parents
     site = read_site()
-    launcher, program = launcher or site.launcher, os.environ.get("WINDLASS_PROGRAM", site.program)
-    allocation, words = jobs.plan_launch(command, ranks, per_host, launcher, print_, program)
+    program = os.environ.get("WINDLASS_PROGRAM", site.program)
+    more = os.environ.get("WINDLASS_LAUNCHER_OPTIONS", site.launcher_options)
+    allocation, words = jobs.plan_launch(command, ranks, per_host, print_, program, more)
     if print_:
-        _show_allocation(allocation, (launcher or words[0]).split()[0])
+        _show_allocation(allocation, words[0])
         typer.echo(shlex.join(words))
         return errors.DONE
     if allocation.scheduler == "none":
@@ -147,30 +145,24 @@ def submit(
     min_busbw: MinBusbw = 0.0,
     retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),
     dry_run: bool = Option(False, "--dry-run", help="Print the script and write nothing."),
-    watch: bool = Option(False, "--watch", help="Follow state and log to the job's end."),
     cancel: bool = Option(False, "--cancel", help="End the job; it saves first."),
 ) -> int:
     """Submit a training or a study to SLURM or PBS.
 
-    A job requeues itself at its time limit and resumes. With --watch the exit code is the run's.
+    A job requeues itself at its time limit and resumes.
 
     Example: `windlass submit quickstart --gpus-per-node 4 --time 01:00:00 --dry-run`
     """
-    from windlass.launch import batch
+    from windlass.launch.batch import cancel as cancel_jobs
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
-    from windlass.run import Run
     from windlass.study.runner import submit_study
     from windlass.study.study import Study
 
     directory = Path(recipe)
     if cancel:
-        typer.echo(f"job {batch.cancel(directory)} was told to save and end")
+        typer.echo(f"job {cancel_jobs(directory)} was told to save and end")
         return errors.DONE
-    if watch and not dry_run:
-        job, state = batch.queued(directory)
-        if state or (job and Run(directory).state == "finished"):
-            return _watch(directory)
     asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
     how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
     how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
@@ -188,35 +180,7 @@ def submit(
         typer.echo("nothing to submit: no cell is open")
     else:
         typer.echo(f"submitted job {', '.join(one.job for one in done)}: {directory}")
-    return _watch(directory) if watch and done and not dry_run else errors.DONE
-
-
-def _watch(directory: Path) -> int:
-    """Follow a job to its end; the exit code of its training."""
-    from windlass.cli.train import show_end
-    from windlass.launch.batch import EXIT_CODE, watch
-    from windlass.run import Run
-    from windlass.study.study import Study
-
-    try:
-        watch(directory, typer.echo)
-    except KeyboardInterrupt:
-        typer.echo("the job goes on; the same command follows it again", err=True)
-        return errors.INTERRUPTED
-    if Study.is_study(directory):
-        states = [result.state for result in Study.open(directory).results()]
-        finished = states.count("finished")
-        typer.echo(f"cells finished: {finished} of {len(states)}")
-        return errors.DONE if finished == len(states) else errors.FAILED
-    run, exits = Run(directory), directory / EXIT_CODE
-    state, code = run.state, exits.read_text().strip() if exits.is_file() else ""
-    if state == "finished":
-        typer.echo("the run is finished")
-        return show_end(run)
-    ended = "the job ended" + (f" with exit code {code}" if code else "")
-    new = f"{ended} before the run began"
-    typer.echo(new if state == "new" else f"the run is {state}; {ended}")
-    return int(code or (errors.STOPPED if state in ("preempted", "stopped") else errors.FAILED))
+    return errors.DONE
 
 
 def check(

@@ -23,7 +23,7 @@ def evaluate(
     run: Model,
     overrides: Overrides,
     suite: str = Option("", metavar="NAMES", help="loss, hellaswag, squad, lm-eval:TASKS."),
-    world: str = Option("", metavar="N", help="Divide the items among N local processes."),
+    world: int = Option(1, min=1, metavar="N", help="Divide the items among N local processes."),
     out: Path = Option(None, metavar="DIR", help="Directory of the results; default: RUN/eval."),
     weights: Weights = "raw",
     json_: Json = False,
@@ -40,10 +40,10 @@ def evaluate(
     from windlass.parallel.env import detect_env
 
     env = detect_env(os.environ)
-    if env.launcher == "none" and world not in ("", "1"):
-        from windlass.launch.local import launch, parse_worlds
+    if env.launcher == "none" and world > 1:
+        from windlass.launch.local import launch
 
-        return launch([*WINDLASS, *sys.argv[1:]], parse_worlds(world)[:1])
+        return launch([*WINDLASS, *sys.argv[1:]], world)
     from windlass import evaluate as evaluate_model
     from windlass.data.progress import Progress
     from windlass.evaluation.source import find_source

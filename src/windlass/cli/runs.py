@@ -120,8 +120,6 @@ def checkpoints(
                 say(f"base {base['name']} is bad: {base['problem']}")
         for name in listing.temporary:
             say(f"{name} is in progress or left from a kill; the next start removes it")
-        for name in listing.bad:
-            say(f"{name} is a damaged checkpoint that nothing reads; delete it if you like")
     if bad or any(base["problem"] for base in listing.bases):
         raise typer.Exit(FAILED)
 

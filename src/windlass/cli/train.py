@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 def train(
     recipe: RecipeName,
     overrides: Overrides,
-    world: str = Option(
-        "", metavar="N|A..B", help="Local processes; A..B: fewer if ranks are lost."
-    ),
+    world: int = Option(0, min=0, metavar="N", help="Local processes.", show_default=False),
     fresh: bool = Option(False, "--fresh", help="Rename an existing run directory and start over."),
     max_restarts: int = Option(0, min=0, help="Most restarts after the loss of a rank."),
     stop_at: int = Option(0, min=0, metavar="STEP", help="Save and stop here."),
@@ -56,10 +54,10 @@ def train(
     exit_with_parent()  # a launcher or a sweep
     loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
-    if env.launcher == "none" and (world not in ("", "1") or max_restarts):
+    if env.launcher == "none" and (world > 1 or max_restarts):
         gc.enable()
-        return train_local_ranks(loaded, world or "1", max_restarts, start)
-    if env.launcher not in ("none", "windlass") and world not in ("", str(env.world)):
+        return train_local_ranks(loaded, world or 1, max_restarts, start)
+    if env.launcher not in ("none", "windlass") and world not in (0, env.world):
         problem = f"this process is one of {env.world} ({env.launcher})"
         raise UserError(f"--world {world}: {problem}; leave --world out")
     with StopSignals():  # while torch is imported; the training has its own
@@ -67,18 +65,17 @@ def train(
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
 
 
-def train_local_ranks(recipe: Recipe, world: str, max_restarts: int, start: dict[str, Any]) -> int:
+def train_local_ranks(recipe: Recipe, world: int, max_restarts: int, start: dict[str, Any]) -> int:
     """Repeat this command as local ranks, and show the end of the run."""
-    from windlass.launch.local import parse_worlds
     from windlass.run import Run
     from windlass.training import api
     from windlass.training.start import resolve_start
 
-    plan, worlds = resolve_start(recipe, **start), parse_worlds(world)
+    plan = resolve_start(recipe, **start)
     if plan.finished:
         return show_end(api.finished_run(plan))
     plan.recipe.check_packages()
-    code = api.launch_ranks(plan.recipe, sys.argv[1:], worlds, max_restarts, plan.from_checkpoint)
+    code = api.launch_ranks(plan.recipe, sys.argv[1:], world, max_restarts, plan.from_checkpoint)
     if code == DONE:
         return show_end(Run(plan.run.path))  # with the recipe that an extension has changed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C keeps the exit code

@@ -65,7 +65,6 @@ class Layout:
     sequence: bool = True
     context: int = 1
     pipeline: int = 1
-    chunks: int = 1  # stages on each rank
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
@@ -119,7 +118,7 @@ class Layout:
     @property
     def bubble(self) -> float:
         """The share of a step's computation in which a rank waits (arXiv 2104.04473)."""
-        return (self.pipeline - 1) / (self.accumulation * self.chunks + self.pipeline - 1)
+        return (self.pipeline - 1) / (self.accumulation + self.pipeline - 1)
 
 
 def compiles(recipe: Recipe, device: str, steps: int = COMPILED_STEPS) -> bool:
@@ -155,7 +154,6 @@ def layout_of(recipe: Recipe, world: int, device: str = "cpu", precision: str = 
         sequence=p.sequence,
         context=p.context,
         pipeline=p.pipeline,
-        chunks=p.pipeline_chunks if p.pipeline > 1 else 1,
         average=recipe.train.average > 0,
         compile=compiles(recipe, device),
         master=MASTER_BYTES[recipe.train.master],
@@ -179,7 +177,7 @@ class Rank:
         self.tied = model.tie_head and self.first and self.last  # two stages have a tensor each
         self.head_width, self.heads = model.width // model.heads, model.heads // t
         # With fewer heads of keys and values than ranks, ranks compute the same one.
-        self.kv_heads = max(1, model.kv_heads_ // t)
+        self.kv_heads = model.kv_heads_ // t
         # The widths of all queries, and of all keys or values.
         self.queries, self.keys = self.heads * self.head_width, self.kv_heads * self.head_width
         # The ranks of `context` exchange heads; otherwise they gather keys and values.
@@ -234,8 +232,8 @@ class Rank:
 def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
     """The stages that differ in memory or work; of equal stages the first, which holds most."""
     p = layout.pipeline
-    layers = stage_layers(model, vocab, p * layout.chunks)
-    ranks = [Rank(model, vocab, layout, stage, sum(layers[stage::p])) for stage in range(p)]
+    layers = stage_layers(model, vocab, p)
+    ranks = [Rank(model, vocab, layout, stage, layers[stage]) for stage in range(p)]
     return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]
 
 
@@ -393,10 +391,6 @@ def _of_tensor(rank: Rank) -> list[Collective]:
             calls("all_reduce", low * whole, steps * (blocks * (4 + leaves) + rank.last)),
             calls("all_reduce", master * whole, steps * rank.first),
         ]
-    if m.kv_heads_ < t:  # each rank computes a part of a head
-        keys = 2 * rank.tokens * m.kv_heads_ * rank.head_width
-        sent.append(calls("all_gather", low * keys, steps * blocks * (1 + again)))
-        sent.append(calls("reduce_scatter", low * keys, steps * blocks))
     if rank.last:  # the largest logit of each token, and the sum of the exponentials
         sent.append(calls("all_reduce", max(4, low) * rank.tokens, 2 * steps))
     return sent
@@ -428,7 +422,7 @@ def _of_pipeline(rank: Rank) -> list[Collective]:
         return []
     master = max(4, COMPUTE_BYTES[layout.precision])
     size, stride = master * rank.stream_tokens * rank.model.width, layout.world // p
-    messages = layout.accumulation * (2 * layout.chunks - rank.first - rank.last)
+    messages = layout.accumulation * (2 - rank.first - rank.last)
     sent = [Collective("send_recv", size, messages, p, "pp", stride)]
     if rank.model.tie_head and (rank.first or rank.last):
         shard = layout.shard if layout.policy.shards_parameters else 1

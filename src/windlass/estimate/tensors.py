@@ -187,17 +187,13 @@ class Tensors:
     def waiting(self, later: bool) -> int:
         """The bytes of passes that wait for their backward pass; `later`: after a micro-batch's."""
         layout, micro = self.layout, self.layout.accumulation - later
-        passes = layout.pipeline - self.rank.stage
-        if (chunks := layout.chunks) > 1:
-            turn = layout.pipeline + layout.accumulation % layout.pipeline
-            passes = (chunks - 1) * turn + 2 * passes - 1
-        # The events count all stages of the rank once.
-        others = min(passes, chunks * micro) / chunks - 1
+        # The events count the passes of one micro-batch.
+        others = min(layout.pipeline - self.rank.stage, micro) - 1
         copies = 0 if self.layout.policy.shards_parameters else self.copies
         copies = copies if self.layout.checkpointing == "none" else 0
         # The output, too, waits for its gradient.
         each = self.saved(self.layers) + self.root_saved() + self.layers * copies + self.stream
-        return int(others * each) if others > 0 else 0
+        return others * each if others > 0 else 0
 
     def logits(self) -> tuple[int, int, int]:
         """The bytes of head and loss: during the loss, after it, and in their backward pass.

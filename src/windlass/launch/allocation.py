@@ -21,7 +21,6 @@ from pathlib import Path
 from windlass import processes
 from windlass.errors import BAD_INPUT, FAILED, LOST, NOT_MEASURED, STOPPED, TOO_SLOW, UserError
 from windlass.fileio import read_json, write_atomic
-from windlass.launch.job import LAUNCHERS
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.launch.schedulers.base import Allocation
 from windlass.processes import WINDLASS, visible_gpus
@@ -35,7 +34,6 @@ PASSED_ON = re.compile(
 JOB_DIR = "WINDLASS_JOB_DIR"  # set by a batch script: its log directory, which all hosts see
 LOST_HOSTS = "WINDLASS_LOST_HOSTS"  # set by a batch script: the file in which to name lost hosts
 LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
-TORCHRUN_PORT = 29_400
 OPENMPI = r"open ?mpi|openrte|prrte"  # in `mpiexec --version`; MPICH, Intel MPI and PALS are alike
 
 
@@ -54,64 +52,20 @@ def read_allocation(environ: Mapping[str, str], gpus: int) -> Allocation:
     return replace(asked, per_host=(max(1, gpus),) * len(asked.hosts))
 
 
-def default_launcher(allocation: Allocation, launcher: str = "") -> str:
-    """What starts the ranks: `launcher` without its options, or the scheduler's default."""
-    launcher = (launcher.split() or [""])[0]
-    if launcher and launcher not in LAUNCHERS:
-        raise UserError(f"--launcher {launcher}: write {', '.join(LAUNCHERS)}")
-    if allocation.scheduler == "none":
-        return ""
-    scheduler = SCHEDULERS[allocation.scheduler]
-    if launcher and launcher not in scheduler.LAUNCHERS:
-        problem = f"job {allocation.job} runs under {scheduler.TITLE}, which lacks {launcher}"
-        raise UserError(f"{problem}: write launcher = {' or '.join(scheduler.LAUNCHERS)}")
-    return launcher or scheduler.LAUNCHERS[0]
-
-
 def launch_command(
     allocation: Allocation,
     command: Sequence[str],
     openmpi: bool = False,
     environ: Mapping[str, str] | None = None,
-    launcher: str = "",
-    cores: int = 1,
+    more_options: str = "",
 ) -> list[str]:
-    """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself.
-
-    `launcher`: one of `LAUNCHERS`, with more options; for `torchrun` the scheduler's default
-    launcher starts one agent on each host. `cores`: of a task, in units of a rank's.
-    """
-    more = shlex.split(launcher)[1:]
-    launcher, environ = default_launcher(allocation, launcher), environ or {}
-    if not launcher:
+    """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself."""
+    more, environ = shlex.split(more_options), environ or {}
+    if allocation.scheduler == "none":
         return list(command)
+    if words := SCHEDULERS[allocation.scheduler].launcher(allocation, environ):
+        return [*words, *more, *command]
     per_host = allocation.per_host[0] if len(set(allocation.per_host)) == 1 else 0
-    if launcher == "torchrun":
-        if not per_host:
-            problem = "torchrun needs the same number of ranks on each host"
-            raise UserError(f"{problem}: set --per-host N")
-        agents = replace(allocation, per_host=(1,) * len(allocation.hosts))
-        address = environ.get("MASTER_ADDR", allocation.hosts[0])
-        words = [
-            "env",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600",  # seconds for a save; by default 30
-            *processes.MODULE,
-            "torch.distributed.run",
-            f"--nnodes={len(allocation.hosts)}",
-            f"--nproc-per-node={per_host}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={address}:{environ.get('MASTER_PORT', TORCHRUN_PORT)}",
-            f"--rdzv-id={allocation.job}",
-            "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
-            *more,
-            "--no-python",
-            *command,
-        ]
-        starter = default_launcher(allocation)
-        return launch_command(agents, words, openmpi, environ, starter, cores=per_host)
-    if launcher != "mpiexec":
-        scheduler = SCHEDULERS[allocation.scheduler]
-        return [*scheduler.launcher(allocation, environ, cores), *more, *command]
     options = ["-ppn", str(per_host)] if per_host else []
     if openmpi:
         options = ["--map-by", f"ppr:{per_host}:node"] if per_host else []
@@ -150,8 +104,7 @@ def wait_for_ranks(
 def outcome(code: int, reports: Path) -> int:
     """The exit code of a launch, from its command's exit code and the ranks' `reports`.
 
-    torchrun and mpiexec change codes, so a stop, bad input and the codes of a check come from the
-    ranks. 69 if ranks ended only because others fell silent: a host or rank was lost.
+    mpiexec changes codes, so a stop, bad input and the codes of a check come from the ranks. 69 if ranks ended only because others fell silent: a host or rank was lost.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
     for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
@@ -166,22 +119,25 @@ def plan_launch(
     command: Sequence[str],
     ranks: int,
     per_host: int,
-    launcher: str,
     dry_run: bool,
     program: str = "",
+    more_options: str = "",
 ) -> tuple[Allocation, list[str]]:
-    """The allocation, and words that start `command` with `program` in place of `windlass`."""
+    """The allocation, and words that start `command` with `program` in place of `windlass`.
+
+    `more_options`: of the launcher.
+    """
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
-    chosen = default_launcher(allocation, launcher)
-    by_mpi = "mpiexec" in (chosen, chosen and default_launcher(allocation))
+    in_job = allocation.scheduler != "none"
+    by_mpi = in_job and SCHEDULERS[allocation.scheduler].LAUNCHER == "mpiexec"
     openmpi = by_mpi and has_openmpi(needed=not dry_run)
     if port := free_port(allocation.hosts[0]):  # rank 0 is here, and all ranks meet here
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
-    for ours in (WINDLASS, ("windlass",)) if program and chosen else ():
+    for ours in (WINDLASS, ("windlass",)) if program and in_job else ():
         if tuple(command[: len(ours)]) == ours:
             command = [*shlex.split(program), *command[len(ours) :]]
-    return allocation, launch_command(allocation, command, openmpi, os.environ, launcher)
+    return allocation, launch_command(allocation, command, openmpi, os.environ, more_options)
 
 
 def launch_in_job(

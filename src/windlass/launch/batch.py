@@ -8,20 +8,17 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import read_json
-from windlass.launch.job import INDEX, SCRIPT, Job, Site, seconds_of
+from windlass.launch.job import INDEX, Job, Site, seconds_of
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.launch.schedulers.base import Scheduler
 
 SUBMITTED = "job.json"  # in the directory of a run or study: scheduler and id of its last job
 FOLLOWING = "job-*.json"  # beside it: the job that continues one task of an array, by its number
-EXIT_CODE = ".exit"  # of a run's last job, in its directory
 
 START = """\
 # An attempt that never came to its end, or ended with 69, lost a host.
@@ -105,18 +102,17 @@ def render(job: Job, site: Site, scheduler: str) -> str:
         log = shlex.quote(str(job.logs / job.short_name()))
         lines.append(f'exec >>{log}_"{chosen.JOB_SHELL}.out" 2>&1')
     lines.append(f"task={chosen.task(job.array)}")
-    if not job.array:
-        code_file = shlex.quote(str(job.logs / EXIT_CODE))
-        lines.append(f"trap {shlex.quote(f'echo $? >{code_file}')} EXIT")
-    elif (done := set(range(job.array[0], job.array[-1])) - set(job.array)) and not chosen.LISTS:
-        numbers = "|".join(map(str, sorted(done)))
+    skipped = set(range(job.array[0], job.array[-1])) - set(job.array) if job.array else set()
+    if skipped and not chosen.LISTS:
+        numbers = "|".join(map(str, sorted(skipped)))
         lines.append(f'case "$task" in {numbers}) exit 0;; esac  # cells that are done')
     lines.append(f"cd {shlex.quote(str(job.directory))} || exit 1")
     if site.modules:
         lines.append('[ "$(type -t module)" ] || . /etc/profile')
         lines.append(f"module load {shlex.join(site.modules)} || exit 1")
     exported = {"WINDLASS_JOB_DIR": str(job.logs), "WINDLASS_PER_HOST": str(job.ranks_per_node)}
-    exported |= {"WINDLASS_LAUNCHER": site.launcher} if site.launcher else {}
+    if site.launcher_options:
+        exported["WINDLASS_LAUNCHER_OPTIONS"] = site.launcher_options
     exported |= {"WINDLASS_PROGRAM": site.program} if site.program else {}
     exported |= site.environment
     lines += [f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())]
@@ -138,7 +134,6 @@ def render(job: Job, site: Site, scheduler: str) -> str:
     return "\n".join([*lines, "exit $code", ""])
 
 
-WATCH_SECONDS = 5.0
 # what a scheduler says about a job that is over
 OVER = re.compile("invalid job|unknown job|has finished|is not found", re.IGNORECASE)
 
@@ -224,26 +219,3 @@ def cancel(directory: Path) -> str:
             if done.returncode:
                 raise RunFailed(f"{shlex.join(command)}: {done.stderr.strip()}")
     return ", ".join(one.job for one in alive)
-
-
-def watch(directory: Path, show: Callable[[str], None]) -> None:
-    """Show state and logs of a directory's job until it is over."""
-    shown, last, since = dict[Path, int](), "", dict[Path, float]()
-    while True:
-        jobs = _jobs(directory)
-        alive = [one for one in jobs if one.state]
-        for one in alive or jobs[: not since]:
-            since[one.directory] = (one.directory / SCRIPT).stat().st_mtime
-        if alive and (line := f"[{alive[0].job}: {alive[0].state}]") != last:
-            show(last := line)
-        # .OU: from PBS itself
-        logs = [log for one in since for end in ("out", "OU") for log in one.glob(f"*.{end}")]
-        for log in sorted(log for log in logs if log.stat().st_mtime >= since[log.parent]):
-            with log.open(errors="replace") as file:
-                file.seek(shown.get(log, 0))
-                if text := file.read():
-                    show(text.rstrip("\n"))
-                shown[log] = file.tell()
-        if not alive:
-            break
-        time.sleep(WATCH_SECONDS)

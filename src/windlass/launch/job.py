@@ -13,7 +13,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LAUNCHERS = ("srun", "mpiexec", "torchrun")
 SCRIPT = "submit.sh"  # in the directory of a run or of an array's logs
 INDEX = "{index}"  # in a job's command: the number of the array's task
 TIME = r"\d+:[0-5]\d:[0-5]\d"
@@ -56,9 +55,8 @@ class Site(BaseModel):
     """Lines of shell to run first, as `source ~/venv/bin/activate`."""
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
-    launcher: str = Field("", pattern=f"^(({'|'.join(LAUNCHERS)})( .*)?)?$")
-    """What starts the ranks: `srun` (SLURM's default), `mpiexec` (PBS's) or `torchrun`; more
-    options of it may follow."""
+    launcher_options: str = ""
+    """More options of what starts the ranks: srun under SLURM, mpiexec under PBS."""
     program: str = ""
     """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
     empty: the Python that submits."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -24,10 +23,8 @@ from windlass.fileio import read_json
 SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
-END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended or was suspended
+END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
-SECOND_SECONDS = 0.5  # for rank 0 to end by the first Ctrl-C when the second one arrives
-STOPPED_SECONDS = 15.0  # a rank that has been suspended (SIGSTOP) for this long counts as lost
 IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30
 FINAL_CODES = (errors.BAD_INPUT, errors.NOT_MEASURED, errors.TOO_SLOW)  # no restart changes them
@@ -35,28 +32,18 @@ GOOD_CODES = (errors.DONE, errors.STOPPED)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def parse_worlds(text: str) -> list[int]:
-    """The numbers of ranks that `--world` allows, largest first: `4` or `2..4`; else UserError."""
-    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    if match and 1 <= int(match[1]) <= int(match[2] or match[1]):
-        return list(range(int(match[2] or match[1]), int(match[1]) - 1, -1))
-    raise errors.UserError(f"--world {text!r}: write a number of ranks (4) or a range (2..4)")
-
-
 def launch(
     command: Sequence[str],
-    worlds: int | Sequence[int],
+    world: int,
     max_restarts: int = 0,
     log: Callable[[str], None] | None = None,
 ) -> int:
     """Run `command` on local ranks, with torchrun's variables; the exit code of all of them.
 
-    `worlds`: the number of ranks, or the numbers allowed, of which a smaller one follows the loss
-    of a rank. Bad input, a stop by a signal, and two starts in a row without a new step cause no
-    restart. A restart with smaller micro-batches, because memory ran out, does not count.
+    Bad input, a stop by a signal, and two starts in a row without a new step cause no restart. A
+    restart with smaller micro-batches, because memory ran out, does not count.
     """
-    allowed = [worlds] if isinstance(worlds, int) else sorted(worlds, reverse=True)
-    world, attempt, restarts, reached, idle = allowed[0], 0, 0, 0, 0
+    attempt = restarts = reached = idle = 0
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -78,12 +65,9 @@ def launch(
             if idle == IDLE_STARTS:
                 log(f"windlass: {idle} starts in a row made no new step: not started again")
                 return code
-            if group.lost:
-                world = max((smaller for smaller in allowed if smaller < world), default=world)
             attempt, restarts = attempt + 1, restarts + (not group.again)
-            ranks = errors.plural(world, "rank")
-            count = f"restart {restarts} of {max_restarts}, with {ranks}"
-            log(f"windlass: {f'starting {ranks} again' if group.again else count}")
+            count = f"restart {restarts} of {max_restarts}"
+            log(f"windlass: {'starting the ranks again' if group.again else count}")
 
 
 @dataclass
@@ -95,7 +79,6 @@ class Worker:
     output: Path | None  # None for rank 0, which writes to the terminal
     code: int | None = None
     end_time: float = 0.0
-    suspended: float | None = None  # the kernel has suspended it since then (monotonic; Linux only)
 
     def poll(self) -> bool:
         if self.code is None and (code := self.process.poll()) is not None:
@@ -105,13 +88,6 @@ class Worker:
     def send(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-
-    def suspended_seconds(self) -> float:
-        state = ""
-        with contextlib.suppress(OSError, IndexError):
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        self.suspended = (self.suspended or time.monotonic()) if state == "T" else None
-        return time.monotonic() - self.suspended if self.suspended else 0.0
 
     def tail(self) -> str:
         lines = self.output.read_text(errors="replace").rstrip().splitlines() if self.output else []
@@ -126,7 +102,7 @@ class Worker:
 
 @dataclass
 class Group:
-    """The ranks of one attempt. If one is `lost` (killed or suspended), the next may have fewer."""
+    """The ranks of one attempt."""
 
     command: Sequence[str]
     world: int
@@ -136,7 +112,6 @@ class Group:
     received: list[int]
     workers: list[Worker] = field(default_factory=list)
     forwarded: set[int] = field(default_factory=set)
-    lost: bool = False
     again: bool = False  # a rank asks for another start
 
     def run(self) -> int:
@@ -149,7 +124,6 @@ class Group:
                     return self._interrupt()
                 self._forward(number)
             ended = [worker for worker in self.workers if worker.poll()]
-            hung = [w for w in self.workers if w.suspended_seconds() >= STOPPED_SECONDS]
             first = min(ended, key=lambda worker: worker.end_time, default=None)
             if first and first.code == errors.STOPPED:
                 # In training all ranks stop together. A rank that gets a signal alone before step 1
@@ -161,8 +135,8 @@ class Group:
                     return errors.STOPPED
                 if seconds > SETTLE_SECONDS and signal.SIGTERM not in self.forwarded:
                     self._forward(signal.SIGTERM)
-            elif hung or any(worker.code not in GOOD_CODES for worker in ended):
-                return self._fail(hung)
+            elif any(worker.code not in GOOD_CODES for worker in ended):
+                return self._fail()
             elif len(ended) == self.world:
                 return max(worker.code or 0 for worker in ended)
 
@@ -217,13 +191,8 @@ class Group:
 
     def _interrupt(self) -> int:
         """End all ranks after a second Ctrl-C, unless rank 0 has just stopped and said so."""
-        status, start = dict[str, Any](), time.monotonic()
-        while not self.workers[0].poll():
-            status = self.report("status", 0)
-            has_saved = status.get("phase") == processes.STOPPED
-            if time.monotonic() > start + (TERM_SECONDS if has_saved else SECOND_SECONDS):
-                break
-            time.sleep(0.02)
+        status = self.report("status", 0)
+        self.workers[0].poll()
         stopped = self.workers[0].code == errors.STOPPED or status.get("phase") == processes.STOPPED
         self.kill()
         if stopped:
@@ -231,13 +200,12 @@ class Group:
         self.log(f"windlass: {errors.interrupted_twice(status.get('step', 0))}")
         return errors.INTERRUPTED
 
-    def _fail(self, hung: Sequence[Worker]) -> int:
+    def _fail(self) -> int:
         """End the other ranks after one failed, log which one and why; returns the exit code."""
-        if not hung:
-            self._settle(SETTLE_SECONDS)
+        self._settle(SETTLE_SECONDS)
         alive = [worker for worker in self.workers if worker.code is None]
-        for worker in alive:  # a suspended process acts on no other signal
-            worker.send(signal.SIGKILL if worker.suspended else signal.SIGTERM)
+        for worker in alive:
+            worker.send(signal.SIGTERM)
         self._settle(TERM_SECONDS)
         self.kill()
         # Before step 1 there is nothing to save: a rank exits with 75 at once, or the signal kills
@@ -245,17 +213,16 @@ class Group:
         # everything is saved.
         codes = [worker.code or 0 for worker in self.workers if worker not in alive]
         killed = [-code for code in codes if -code in self.forwarded]
-        if not hung and self.forwarded and (killed or errors.STOPPED in codes):
+        if self.forwarded and (killed or errors.STOPPED in codes):
             if killed and self.workers[0].code != errors.STOPPED:  # else rank 0 has logged it
                 self.log(f"windlass: {errors.before_training(signal.Signals(killed[0]).name)}")
             return errors.STOPPED
-        first = hung[0] if hung else self._first_to_fail(alive)
+        first = self._first_to_fail(alive)
         if first.code in FINAL_CODES:
             if self.workers[0].code != first.code:  # else rank 0 has written it to the terminal
                 self.log(first.tail())
             return first.code
-        self.lost = bool(hung) or (first not in alive and (first.code or 0) < 0)
-        how = "was suspended" if hung else "failed" if first in alive else first.how_it_ended()
+        how = "failed" if first in alive else first.how_it_ended()
         self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
         status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""

@@ -19,7 +19,7 @@ from windlass.data.prepare import unprepared
 from windlass.errors import UserError
 from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import write_atomic
-from windlass.launch.batch import EXIT_CODE, SUBMITTED, queued, render, run_program
+from windlass.launch.batch import SUBMITTED, queued, render, run_program
 from windlass.launch.job import TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.processes import WINDLASS
@@ -98,10 +98,6 @@ def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
         programs = " or ".join(f"{one.SUBMIT} ({one.TITLE})" for one in wanted)
         remedy = "submit from a login node; --scheduler NAME --dry-run prints the script"
         raise UserError(f"this machine lacks {programs}: {remedy}")
-    one, launcher = SCHEDULERS[name], site.launcher.split()[:1]
-    if launcher and launcher[0] not in one.LAUNCHERS:
-        remedy = f"write launcher = {' or '.join(one.LAUNCHERS)} in the site file"
-        raise UserError(f"{one.TITLE} lacks {launcher[0]}: {remedy}")
     return name
 
 
@@ -158,8 +154,8 @@ def submit_run(
     job, recipe = run_job(recipe, site, asked)
     job_id, state = ("", "") if dry_run else queued(job.logs)
     if state:
-        follow = f"`windlass submit --watch {job.logs}` follows it, --cancel instead ends it"
-        raise UserError(f"job {job_id} of {job.logs} is {state}: {follow}")
+        remedy = f"wait for it, or end it by `windlass submit --cancel {job.logs}`"
+        raise UserError(f"job {job_id} of {job.logs} is {state}: {remedy}")
     note_unprepared([recipe], job.directory, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
@@ -209,7 +205,7 @@ def submit(
         return Submitted(job.logs, script, "")
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
-        for mark in (*job.logs.glob(".open-*"), job.logs / EXIT_CODE):  # of an earlier job
+        for mark in job.logs.glob(".open-*"):  # of an earlier job
             mark.unlink(missing_ok=True)
         if recipe:
             write_atomic(job.logs / SNAPSHOT, recipe.toml())

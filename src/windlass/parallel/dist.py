@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import json
 import os
-import random
 import re
 import socket
 import sys
@@ -21,7 +19,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,7 +33,7 @@ from windlass.errors import (
     first_line,
 )
 from windlass.launch.schedulers import host_name
-from windlass.parallel.env import LOOPBACK, NO_HOSTS, DistEnv
+from windlass.parallel.env import NO_HOSTS, DistEnv
 from windlass.parallel.heartbeat import Heartbeat
 from windlass.parallel.mesh import Mesh
 from windlass.recipe import Recipe
@@ -197,8 +194,6 @@ def process_settings() -> Callable[[], None]:
     compiler = sys.modules.get("torch._dynamo")
     optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
     interface = os.environ.get(INTERFACE)
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_num_threads(threads)
@@ -206,11 +201,6 @@ def process_settings() -> Callable[[], None]:
         use_deterministic(deterministic, warn_only)
         if compiler := sys.modules.get("torch._dynamo"):
             compiler.config.optimize_ddp = optimize_ddp
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        if on_gpus:
-            torch.cuda.set_rng_state_all(on_gpus)
         os.environ.pop(INTERFACE, None)
         if interface is not None:
             os.environ[INTERFACE] = interface
@@ -251,8 +241,7 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
         elif store is None:
             address = (env.addr, env.port)
             if address not in STORES:
-                listening = int(fd) if fd else listen_at(env) if is_master else None
-                options["master_listen_fd"] = listening
+                options["master_listen_fd"] = int(fd) if fd else None
                 STORES[address] = dist.TCPStore(*address, env.world, is_master, **options)
             store = STORES[address]
         # A restart under torchrun sees old keys; so does a second training in the same processes.
@@ -290,9 +279,6 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if not ranks.strategy.distributed:
         return
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        problem = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes torch's collectives crash"
-        raise UserError(f"{problem}: unset the variable, or write INFO")
     if interface := gloo_interface(ranks):
         # gloo takes the host name's interface, which may be missing, slow, or a foreign network.
         os.environ.setdefault(INTERFACE, interface)
@@ -332,22 +318,6 @@ def interface_to(host: str) -> str:
 
     address, interfaces = address_to(host), psutil.net_if_addrs().items()
     return next((name for name, every in interfaces if address in {a.address for a in every}), "")
-
-
-def listen_at(env: DistEnv) -> int | None:
-    """A socket for the store that listens only at `env.addr`; None: torch listens everywhere."""
-    named = env.launcher in NO_HOSTS and env.addr not in (LOOPBACK, "localhost")
-    try:
-        address = socket.gethostbyname(env.addr)
-        if address.startswith("127.") and (named or env.nodes > 1):
-            return None  # a Debian host resolves its own name to 127.0.1.1
-        listening = socket.create_server((address, env.port), backlog=max(64, env.world))
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            where = f"port {env.port} of {env.addr}, the meeting point of the ranks, is in use"
-            raise UserError(f"{where}: set MASTER_PORT to a free one for all ranks") from None
-        return None
-    return listening.detach()
 
 
 def by_hosts(env: DistEnv, hosts: Sequence[str]) -> DistEnv:

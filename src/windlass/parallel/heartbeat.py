@@ -18,7 +18,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from windlass.parallel.env import DistEnv
@@ -76,16 +75,15 @@ class Heartbeat:
         return first
 
     def last_seen(self) -> str:
-        """The last beat of each other rank, and which ranks wait in which collective."""
+        """The last beat of each other rank."""
         keys = [f"beat/{rank}" for rank in range(self.env.world)]
         raw = within(EXIT_SECONDS, lambda: self.store.multi_get(keys)) or []
-        now, beats = time.time(), [json.loads(beat) for beat in raw]
-        seen = [
+        now = time.time()
+        return "; ".join(
             str(_failure(beat, f"for {now - beat['since']:.0f} s"))
-            for beat in beats
+            for beat in map(json.loads, raw)
             if beat["rank"] != self.env.rank
-        ]
-        return "; ".join([*seen, *filter(None, [who_waits(beats)])])
+        )
 
     def _run(self) -> None:
         beat_due, before = 0.0, time.monotonic()
@@ -142,14 +140,11 @@ class Heartbeat:
         if (number := behind(beats, still, limit)) is not None:
             seconds = f"{still[number]:.0f} s"
             why = f"no progress for {seconds}, while others wait (parallel.timeout_seconds)"
-            why += f"; {waits}" if (waits := who_waits(beats)) else ""
             self.store.compare_set("failure", "", json.dumps(asdict(_failure(beats[number], why))))
 
     def _beat(self) -> dict[str, Any]:
         self._count += 1
-        stands = time.time() - self.status.since > self.interval  # else the record is not read
         beat = {"count": self._count, **self.status.fields()}
-        beat |= {"waits": unfinished_collective() if stands else ""}
         self.store.set(f"beat/{self.env.rank}", json.dumps(beat))
         return beat
 
@@ -169,32 +164,6 @@ def behind(beats: Sequence[dict[str, Any]], still: Sequence[float], limit: float
         range(len(beats)),
         key=lambda n: (beats[n]["step"], place.get(beats[n]["phase"], len(ORDER)), -still[n]),
     )
-
-
-def unfinished_collective() -> str:
-    """This rank's first unfinished collective, by torch's flight recorder, or ""."""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # NCCL and gloo
-        with contextlib.suppress(Exception):  # private to torch, and not in every build
-            recorded = json.loads(getattr(torch._C._distributed_c10d, name)()).get("entries", ())
-            for entry in (entry for entry in recorded if not entry["retired"]):
-                kind = entry["profiling_name"].rpartition(":")[2]
-                sizes = f"{entry['input_sizes']} {' '.join(entry['input_dtypes'])}"
-                number, group = entry["collective_seq_id"], entry["process_group"][-1]
-                return f"{kind} {number} of {group} ({sizes})"
-    return ""
-
-
-def who_waits(beats: Sequence[dict[str, Any]]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for beat in beats:
-        ranks.setdefault(beat.get("waits", ""), []).append(str(beat["rank"]))
-    if not any(ranks):
-        return ""
-    parts = []
-    for waits, numbers in ranks.items():
-        who = f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-        parts.append(f"{who} in {waits or 'none'}")
-    return f"unfinished collectives: {', '.join(parts)}"
 
 
 def _failure(beat: dict[str, Any], why: str) -> Failure:

@@ -40,26 +40,13 @@ class Task(NamedTuple):
     micro: int
 
 
-def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = True) -> list[Task]:
-    """The tasks of a rank, in order. It has the stages `rank`, `rank + ranks`, ... (`chunks`).
-
-    In training it is 1F1B, with several stages on a rank interleaved 1F1B (arXiv 2104.04473).
-    """
-    # The last turn also has the micro-batches that would make a turn of less than `ranks`.
-    turns = max(1, micro_batches // ranks)
-    ends = [*range(0, turns * ranks, ranks), micro_batches]
-    forward, backward = list[Task](), list[Task]()
-    for first, stop in itertools.pairwise(ends):
-        for chunk in range(chunks):
-            forward += [Task(False, chunk * ranks + rank, i) for i in range(first, stop)]
-            other = (chunks - 1 - chunk) * ranks + rank
-            backward += [Task(True, other, i) for i in range(first, stop)]
+def order(stage: int, stages: int, micro_batches: int, train: bool = True) -> list[Task]:
+    """The tasks of a stage, in order; in training 1F1B (one forward, one backward)."""
+    forward = [Task(False, stage, micro) for micro in range(micro_batches)]
     if not train:
         return forward
-    warmup = min(ranks - 1 - rank, micro_batches)
-    if chunks > 1:
-        longest = max(stop - first for first, stop in itertools.pairwise(ends))
-        warmup = min((chunks - 1) * longest + 2 * (ranks - 1 - rank), len(forward))
+    backward = [Task(True, stage, micro) for micro in range(micro_batches)]
+    warmup = min(stages - 1 - stage, micro_batches)
     tasks = forward[:warmup]
     for pair in zip(forward[warmup:], backward, strict=False):
         tasks += pair
@@ -68,16 +55,16 @@ def order(rank: int, ranks: int, chunks: int, micro_batches: int, train: bool = 
 
 @functools.cache
 def timetable(
-    ranks: int, chunks: int, micro_batches: int, train: bool = True
+    stages: int, micro_batches: int, train: bool = True
 ) -> tuple[tuple[Task | None, ...], ...]:
-    """For each tick the task of each rank; a task follows the tick of its inputs."""
-    left = [deque(order(r, ranks, chunks, micro_batches, train)) for r in range(ranks)]
+    """For each tick the task of each stage; a task follows the tick of its inputs."""
+    left = [deque(order(stage, stages, micro_batches, train)) for stage in range(stages)]
     done, ticks = set[Task](), list[tuple[Task | None, ...]]()
     while any(left):
-        tick = [t[0] if t and needs(t[0], ranks * chunks) <= done else None for t in left]
-        assert any(tick), f"{micro_batches} micro-batches on {ranks} ranks are stuck"
+        tick = [t[0] if t and needs(t[0], stages) <= done else None for t in left]
+        assert any(tick), f"{micro_batches} micro-batches in {stages} stages are stuck"
         for task in filter(None, tick):
-            left[task.stage % ranks].popleft()
+            left[task.stage].popleft()
             done.add(task)
         ticks.append(tuple(tick))
     return tuple(ticks)
@@ -107,9 +94,8 @@ class Pipeline:
         settings, mesh = recipe.parallel, ranks.mesh
         assert mesh.pp is not None
         self.group: dist.ProcessGroup = mesh.pp
-        self.rank, self.ranks = mesh.at["pp"], mesh.sizes.pp
-        self.chunks = settings.pipeline_chunks
-        self.stages = self.ranks * self.chunks
+        self.stage, self.stages = mesh.at["pp"], mesh.sizes.pp
+        self.is_last = self.stage == self.stages - 1
         blocks = stage_layers(recipe.model, model.vocab, self.stages)
         ends = itertools.accumulate(blocks, initial=0)
         self.layers = list(itertools.starmap(range, itertools.pairwise(ends)))  # of all stages
@@ -125,13 +111,10 @@ class Pipeline:
         # NCCL needs a collective of all ranks before the first batch of messages.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
-    def last(self, stage: int) -> bool:
-        return stage == self.stages - 1
-
     def post(self, sent: list[tuple[Tensor, int]], received: list[tuple[Tensor, int]]) -> list[Any]:
-        """Begin to send and receive tensors; the numbers are stages of the other ranks."""
+        """Begin to send and receive tensors, each with the stage of the other rank."""
         operations = [
-            dist.P2POp(how, tensor, group=self.group, group_peer=stage % self.ranks)
+            dist.P2POp(how, tensor, group=self.group, group_peer=stage)
             for how, messages in ((dist.isend, sent), (dist.irecv, received))
             for tensor, stage in messages
         ]
@@ -143,16 +126,16 @@ class Pipeline:
         work: Callable[[Task, Tensor | None], Tensor | None],
         train: bool = True,
     ) -> None:
-        """This rank's tasks; `work(task, what arrived for it)` returns what the next stage gets.
+        """This stage's tasks; `work(task, what arrived for it)` returns what the next stage gets.
 
         `shapes`: of the hidden states and the gradients of each micro-batch.
         """
         arriving: dict[Task, tuple[Tensor, list[Any]]] = {}
         on_the_way: deque[tuple[list[list[Any]], Any]] = deque()  # works, and the sent tensors
-        for tick in timetable(self.ranks, self.chunks, len(shapes), train):
+        for tick in timetable(self.stages, len(shapes), train):
             sent, received = list[tuple[Tensor, int]](), list[tuple[Tensor, int]]()
             results = dict[Task, Tensor]()
-            if (task := tick[self.rank]) is not None:
+            if (task := tick[self.stage]) is not None:
                 arrived, works = arriving.pop(task, (None, []))
                 wait(works)
                 output, to = work(task, arrived), receiver(task, self.stages)
@@ -160,7 +143,7 @@ class Pipeline:
                     sent = [(output.to(self.dtype).contiguous(), to.stage)]
             for other in filter(None, tick):
                 to = receiver(other, self.stages)
-                if to is not None and to.stage % self.ranks == self.rank:
+                if to is not None and to.stage == self.stage:
                     shape = tuple(shapes[to.micro])
                     results[to] = torch.empty(shape, dtype=self.dtype, device=self.device)
                     received.append((results[to], other.stage))
@@ -184,9 +167,9 @@ class Pipeline:
         sync: Callable[[bool], AbstractContextManager[None]],
         loss: Tensor,
     ) -> None:
-        """Run a step's passes on this rank's stages, then sum gradients and `loss` over ranks.
+        """Run a step's passes through this stage, then sum gradients and `loss` over ranks.
 
-        `forward(micro, hidden=..., stage=...)` returns hidden states, or the loss;
+        `forward(micro, hidden=..., staged=True)` returns hidden states, or the loss;
         `backward(result, its gradient)` runs in `sync(whether it is the stage's last one)`.
         """
         held: dict[Task, tuple[Tensor | None, Tensor]] = {}
@@ -194,7 +177,7 @@ class Pipeline:
         def work(task: Task, arrived: Tensor | None) -> Tensor | None:
             if not task.backward:
                 hidden = None if arrived is None else arrived.requires_grad_()
-                result = forward(micro[task.micro], hidden=hidden, stage=task.stage)
+                result = forward(micro[task.micro], hidden=hidden, staged=True)
                 held[task] = hidden, result
                 return result.detach()
             hidden, result = held.pop(task._replace(backward=False))
@@ -233,10 +216,9 @@ class Pipeline:
 
 
 class StagedGPT(GPT):
-    """A GPT of which this rank holds some stages.
+    """A GPT of which this rank holds one stage.
 
-    Called with `stage`, it computes that one from the `hidden` states of the stage before.
-    Otherwise it evaluates: every rank gets the result.
+    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it evaluates: every rank gets the result.
     """
 
     shares_gradient = False  # lookup and head are in different stages
@@ -253,15 +235,15 @@ class StagedGPT(GPT):
         documents: Documents | None = None,
         places: Tensor | None = None,
         hidden: Tensor | None = None,
-        stage: int | None = None,
+        staged: bool = False,
     ) -> Tensor:
-        if stage is None:
+        if not staged:
             return self.evaluate(tokens, labels, cache, by_source, documents, places)
-        layers = self.pipeline.layers[stage]
+        layers = self.pipeline.layers[self.pipeline.stage]
         here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
         x = self.begin(here)[0] if hidden is None else self.lowered(hidden)
         x = self.through(x, layers, here, cache)
-        if not self.pipeline.last(stage):
+        if not self.pipeline.is_last:
             return x
         table = self.embedding.weight if self.settings.tie_head else None
         return self.end(x, here, table, cache, by_source, places)
@@ -274,7 +256,7 @@ class StagedGPT(GPT):
         pipe = self.pipeline
         # Each part gathers sharded parameters, so all data ranks need equal numbers of parts.
         # Only batches with labels have equal numbers of rows.
-        most = 1 if labels is None else EVALUATION_PARTS * pipe.ranks
+        most = 1 if labels is None else EVALUATION_PARTS * pipe.stages
         rows = tokens.chunk(min(len(tokens), most))
         sizes = [len(part) for part in rows]
         marks = [None] * len(rows) if labels is None else labels.split(sizes)
@@ -284,9 +266,9 @@ class StagedGPT(GPT):
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             i = task.micro
-            given = cache, sums[i], apart[i], places, arrived, task.stage
+            given = cache, sums[i], apart[i], places, arrived, True
             result = StagedGPT.forward(self, rows[i], marks[i], *given)
-            if pipe.last(task.stage):
+            if pipe.is_last:
                 results.append(result)
             return result
 
@@ -299,27 +281,27 @@ class StagedGPT(GPT):
             logits = logits if places is None else [len(places), self.vocab]
             shape = logits if labels is None else []
             whole = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
-        dist.broadcast(whole, group=pipe.group, group_src=pipe.ranks - 1)
+        dist.broadcast(whole, group=pipe.group, group_src=pipe.stages - 1)
         return whole
 
 
 def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """Keep this rank's stages of a model, in place. Parameters keep their names.
+    """Keep this rank's stage of a model, in place. Parameters keep their names.
 
-    UserError if the model is not ours, or if nothing is trained in the stages of a rank.
+    UserError if the model is not ours, or if nothing is trained in a stage.
     """
     if not isinstance(model, GPT):
         problem = f"{recipe.parallel.layout}: Windlass divides its own GPT only"
         raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
     pipe, whole = Pipeline(model, ranks, recipe), dict(model.named_parameters())
-    for rank in range(pipe.ranks):
-        parts = parts_of(model, pipe, rank)
+    for stage in range(pipe.stages):
+        parts = parts_of(model, pipe, stage)
         if not any(p.requires_grad for name, p in whole.items() if name.startswith(parts)):
-            problem = f"it leaves nothing to train in stage {rank} of {pipe.ranks}"
+            problem = f"it leaves nothing to train in stage {stage} of {pipe.stages}"
             raise UserError(f"model.freeze: {problem} (parallel.pipeline): use fewer stages")
-    present = parts_of(model, pipe, pipe.rank)
+    present = parts_of(model, pipe, pipe.stage)
     model.elsewhere = frozenset(name for name in whole if not name.startswith(present))
-    has_copy = pipe.rank == pipe.ranks - 1 and recipe.model.tie_head
+    has_copy = pipe.is_last and recipe.model.tie_head
     model.copies = frozenset({"embedding.weight"} if has_copy else ())
     for name, _ in list(model.named_children()):
         if name != "blocks" and f"{name}." not in present:
@@ -331,13 +313,11 @@ def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     model.pipeline = pipe  # type: ignore[assignment]
 
 
-def parts_of(model: GPT, pipe: Pipeline, rank: int) -> tuple[str, ...]:
-    """The beginnings of the names of the parameters in the stages of a rank."""
-    parts = list[str]()
-    for stage in range(rank, pipe.stages, pipe.ranks):
-        parts += [f"blocks.{i}." for i in pipe.layers[stage]]
-        if stage == 0:
-            parts += ["embedding.", "positions."]
-        if pipe.last(stage):
-            parts += ["norm.", "head.", *(["embedding."] if model.settings.tie_head else [])]
+def parts_of(model: GPT, pipe: Pipeline, stage: int) -> tuple[str, ...]:
+    """The beginnings of the names of a stage's parameters."""
+    parts = [f"blocks.{i}." for i in pipe.layers[stage]]
+    if stage == 0:
+        parts += ["embedding.", "positions."]
+    if stage == pipe.stages - 1:
+        parts += ["norm.", "head.", *(["embedding."] if model.settings.tie_head else [])]
     return tuple(parts)

@@ -80,24 +80,6 @@ class Columns(Part):
         return super().forward(self.entrance(x, self.enter))  # type: ignore[no-any-return]
 
 
-class SharedKeys(Columns):
-    """Queries, keys and values with fewer heads of keys than ranks, which gather the heads.
-
-    This rank's queries belong to head `key_head`.
-    """
-
-    query_width: int
-    head_width: int
-    key_head: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = super().forward(x)
-        q, kv = qkv.split([self.query_width, qkv.shape[-1] - self.query_width], dim=-1)
-        kv = Gather.apply(kv.unflatten(-1, (2, -1)).movedim(-1, 0), 0, self.tensor)
-        kv = kv.narrow(0, self.key_head * self.head_width, self.head_width).movedim(0, -1)
-        return torch.cat([q, kv.flatten(-2)], dim=-1)
-
-
 class Rows(Part):
     """A linear layer of some of its inputs; the whole bias is added to the sum."""
 
@@ -152,12 +134,7 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
     divider.apply({name: GPT_PLAN[end] for name, end in ends if end in GPT_PLAN})
     for block in model.blocks:
         attn: Any = block.attn
-        if attn.kv_heads < tensor.size:
-            become(attn.qkv, SharedKeys)
-            attn.qkv.query_width = model.settings.width // tensor.size
-            attn.qkv.head_width = attn.head_width
-            attn.qkv.key_head = tensor.rank * attn.kv_heads // tensor.size
-        attn.heads, attn.kv_heads = attn.heads // tensor.size, max(1, attn.kv_heads // tensor.size)
+        attn.heads, attn.kv_heads = attn.heads // tensor.size, attn.kv_heads // tensor.size
     if model.settings.position == "learned":
         divider.style(model.positions, DividedPositions)
     divider.cut_vocabulary("embedding", DividedEmbedding, model.vocab)

@@ -216,28 +216,21 @@ def layout(r: Any) -> Problems:
         near = max(ranks for ranks in range(1, p.tensor) if not tensor_problem(m, ranks))
         key, text = why
         yield "parallel.tensor", f"{text}; write {near}, or change {key}"
-    stages = p.pipeline * p.pipeline_chunks
-    if p.pipeline > 1 and stages > m.layers:
-        problem = f"{stages} stages need {stages} or more layers, and the model has {m.layers}"
-        advice = f"write at most {m.layers // p.pipeline_chunks or 1}"
-        advice += ", or parallel.pipeline_chunks=1" * (p.pipeline_chunks > 1)
-        yield "parallel.pipeline", f"{problem}: {advice}"
+    if p.pipeline > m.layers:
+        yield "parallel.pipeline", f"the model has {m.layers} layers: write at most {m.layers}"
 
 
 def tensor_problem(m: Any, ranks: int) -> tuple[str, str] | None:
     """Why `ranks` cannot divide the matrices of a GPT, and the key to change; None if they can."""
-    rows = m.kv_heads_ * (m.width // m.heads)  # a head of keys may be cut
     counts = {
         "model.heads": (m.heads, "heads"),
         "model.ff_width": (m.ff_width_, "units of the feed-forward layer"),
-        "model.kv_heads": (rows, "rows of the keys"),
+        "model.kv_heads": (m.kv_heads_, "key and value heads"),
     }
     for key, (count, what) in counts.items():
         if count % ranks:
             return key, f"{ranks} ranks do not divide the {count:,} {what}"
-    few, many = sorted((m.kv_heads_, ranks))
-    uneven = f"{ranks} ranks cannot share {m.kv_heads_} key and value heads evenly"
-    return ("model.kv_heads", uneven) if many % few else None
+    return None
 
 
 def optimizer(r: Any) -> Problems:

@@ -185,9 +185,6 @@ class ParallelSettings(Section):
     enough, else it gathers keys and values (arXiv 2407.21783)."""
     pipeline: int = Field(1, ge=1)
     """Stages of consecutive blocks, each on other ranks."""
-    pipeline_chunks: int = Field(1, ge=1)
-    """With `pipeline`: stages on each rank. With several they wait less and send more messages
-    (interleaved 1F1B, arXiv 2104.04473)."""
     offload: bool = False
     """FSDP2: keep parameters, gradients and optimizer state in the host's memory between uses."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

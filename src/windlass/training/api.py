@@ -146,7 +146,7 @@ def train_local_ranks(
         path.write_text(wanted.toml(), encoding="utf-8")
         arguments += [f"run.dir={typed(str(place))}", *["--fresh"] * fresh]
         command = ["train", str(path), *arguments]
-        code = launch_ranks(plan.recipe, command, [world], resuming=plan.from_checkpoint)
+        code = launch_ranks(plan.recipe, command, world, resuming=plan.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -159,22 +159,19 @@ def train_local_ranks(
 def launch_ranks(
     recipe: Recipe,
     command: Sequence[str],
-    worlds: Sequence[int],
+    world: int,
     max_restarts: int = 0,
     resuming: bool = False,
 ) -> int:
     """Prepare the data of `recipe` and train it by a `windlass` command as local ranks, which leave
     the end of the run to this process; returns the exit code."""
-    # Of a range, only the numbers that the layout divides.
-    worlds = [n for n in worlds if n % recipe.parallel.model_ranks == 0] or worlds
-    for world in worlds:
-        check_start(recipe, world)
+    check_start(recipe, world)
     with StopSignals():
         prepare(recipe, resuming=resuming)
     before = os.environ.get(QUIET_END)
     os.environ[QUIET_END] = "1"
     try:
-        return launch([*WINDLASS, *command], worlds, max_restarts)
+        return launch([*WINDLASS, *command], world, max_restarts)
     finally:
         os.environ.pop(QUIET_END)
         os.environ.update({QUIET_END: before} if before else {})

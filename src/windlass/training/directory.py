@@ -21,7 +21,6 @@ from windlass.checkpoint.choose import (
     read_lineage,
     record,
     recover,
-    rename_damaged,
     write_lineage,
 )
 from windlass.checkpoint.format import Checkpoint
@@ -104,8 +103,6 @@ class RunDirectory:
 
         def write() -> None:
             plan, path = self.plan, self.run.path
-            if self.checkpoint is not None:
-                rename_damaged(self.checkpoint, path)
             goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
             if not plan.resuming or plan.extends_from or goes_back:
                 write_start(plan, self.checkpoint)

@@ -50,7 +50,7 @@ class Saver(Writer):
         super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
         settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
         # The weights come from `start`.
-        self.base = None if own else base_of(unwrap(self.model), plan.recipe, path, start, ranks)
+        self.base = None if own else base_of(unwrap(self.model), plan.recipe, start, ranks)
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]

@@ -32,7 +32,7 @@ BRANCHES = (
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
-    r"|submit\.(sh|toml)|job(-.*)?\.json|\.exit|\.(open|ends)-.*|.*\.(out|OU)"
+    r"|submit\.(sh|toml)|job(-.*)?\.json|\.(open|ends)-.*|.*\.(out|OU)"
 )
 """Files of `windlass submit`, or of a start that failed before it wrote its recipe; a new run may
 begin beside them."""

@@ -211,7 +211,7 @@ class Trainer:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         loss = torch.zeros((), dtype=dtype, device=ranks.device)
         staged = isinstance(self.model, StagedGPT)
-        last = self.model.pipeline.stages - 1 if staged else None  # the stage with the loss
+        has_loss = not staged or self.model.pipeline.is_last
 
         def forward(micro: MicroBatch, **stage: Any) -> torch.Tensor:
             # Nobody knows whether a user's module draws random numbers.
@@ -221,7 +221,7 @@ class Trainer:
             with timer.phase("forward"):
                 with autocast(self.recipe, ranks.device):
                     result = self.model(micro.batch.tokens, micro.batch.labels, **stage)  # [B, T]
-                if stage.get("stage") != last:  # hidden states for the next stage
+                if not has_loss:  # hidden states for the next stage
                     return result  # type: ignore[no-any-return]
                 result = scalar(result) / max(1, counts.wait()[0])
             loss.add_(result.detach())

@@ -48,7 +48,7 @@ class Scheduler(Protocol):
 
     TITLE: str  # as its users write it
     SUBMIT: str  # the program that submits a script
-    LAUNCHERS: tuple[str, ...] = ("mpiexec", "torchrun")  # of ranks; the first is the default
+    LAUNCHER: str = "mpiexec"  # of ranks
 
     MARK: str  # begins a line of options in a script
     UNWRITABLE: str = "\n\\"  # characters that a path in an option cannot have
@@ -122,8 +122,8 @@ class Scheduler(Protocol):
         """Earlier starts of this job; 0 if the scheduler does not tell."""
         return 0
 
-    def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
-        """The words of its own launcher; each task gets `cores` times a rank's cores."""
+    def launcher(self, allocation: Allocation, environ: Mapping[str, str]) -> list[str]:
+        """The words of its own launcher; empty for `mpiexec`."""
         return []
 
 

@@ -39,7 +39,7 @@ trap '' TERM; new=
 
 class SLURM(Scheduler):
     TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
-    LAUNCHERS = ("srun", "mpiexec", "torchrun")
+    LAUNCHER = "srun"
     WRITES_LOG = True
     JOB_SHELL = "$SLURM_JOB_ID"
     JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
@@ -149,7 +149,7 @@ class SLURM(Scheduler):
     def restarts(self, environ: Mapping[str, str]) -> int:
         return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
-    def launcher(self, allocation: Allocation, environ: Mapping[str, str], cores: int) -> list[str]:
+    def launcher(self, allocation: Allocation, environ: Mapping[str, str]) -> list[str]:
         # Ranks end one after another, rank 0 last, so srun ends none of them. Ranks notice a lost
         # one, and `launch` ends the step after a failure.
         per_host = allocation.per_host
@@ -158,7 +158,7 @@ class SLURM(Scheduler):
         nodes, ranks = f"--nodes={len(allocation.hosts)}", f"--ntasks={allocation.ranks}"
         words = ["srun", nodes, ranks, spread]
         if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
-            words.append(f"--cpus-per-task={int(given) * cores}")
+            words.append(f"--cpus-per-task={given}")
         return [*words, "--kill-on-bad-exit=0", "--wait=0"]
 
 
