@@ -8,10 +8,8 @@ import pytest
 from windlass.estimate.devices import find_device
 from windlass.estimate.layouts import (
     Machine,
-    layout_on,
     layout_rows,
     layouts,
-    memory_rows,
     settings_of,
     variants,
 )
@@ -198,16 +196,6 @@ def test_layouts_are_sorted_by_time_and_fit():
     assert rows[0].settings == {"train.micro_batch": 64}
     own = GPT2.replace(rows[0].settings)
     assert [r.chosen for r in layout_rows(own, 50304, machine(8, 40))[0]] == [True] + [False] * 7
-
-
-def test_both_tables_count_the_documents_of_a_row():
-    recipe = GPT2.replace("train.micro_batch=64", "train.precision=fp32")  # with a mask
-    own = replace(machine(8, 80), precision="fp32", documents=8.0)
-    layout = layout_on(recipe, 50304, 8, own.device, "fp32", documents=8.0)
-    [row] = [row for row in memory_rows(recipe.model, 50304, "adamw", layout, None) if row.chosen]
-    chosen = [one.memory for one in layout_rows(recipe, 50304, own)[0] if one.chosen]
-    assert chosen == [row.memory]
-    assert row.memory.total > memory(recipe.model, 50304, replace(layout, documents=0.0)).total
 
 
 def test_nothing_fits():

@@ -14,7 +14,7 @@ from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.subject import Subject, documents_of_row
+from windlass.estimate.subject import Subject
 from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
 from windlass.estimate.text import recommend
 from windlass.model import loss
@@ -120,33 +120,6 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     step, layers = Tensors(*ranks_of(settings, VOCAB, Layout("single", **low))), settings.layers
     predicted = step.saved(layers) + layers * step.copies + step.root_saved() + step.logits()[1]
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
-
-
-def test_short_documents_take_memory_on_a_gpu():
-    """Flash attention pads each of 512 documents by 128 rows in its backward pass. (400 are made
-    512.) In fp32 and with dropout there is a mask.
-    """
-    shape = {"layers": 4, "heads": 12, "width": 768, "context": 1024}
-    own = {"device": "cuda", "micro_batch": 8, "checkpointing": "full"}
-
-    def peak(documents: float, precision: str = "bf16", **more: float) -> int:
-        layout = Layout("single", precision=precision, documents=documents, **own)
-        return memory(ModelSettings(**shape, **more), VOCAB, layout).total
-
-    tokens, padded = 8 * 1024, 512 * 128
-    attention = 4 * (tokens + padded) * (768 + 12) + 2 * tokens * 4 * 768
-    # the input and two copies of the hidden state, the norm's input and numbers, a copy of its gradient
-    released = 2 * tokens * 768 + 2 * 2 * tokens * 3072 + 4 * tokens * (768 + 2)
-    assert peak(50) - peak(0) == attention - released - 2 * tokens * 3072
-    assert peak(128) > peak(50) == peak(64) > peak(32) == peak(0)
-    assert peak(50, "fp32") - peak(0, "fp32") == 8 * 1024**2 * 4
-    assert peak(50, dropout=0.1) - peak(0, dropout=0.1) == 8 * 1024**2 * 2
-
-
-def test_documents_of_a_row_by_the_facts_of_a_run():
-    facts = {"samples": 30, "items": 90}
-    assert [documents_of_row(facts | more) for more in ({}, {"attended": 9.0})] == [0, 4]
-    assert documents_of_row({"samples": 3, "attended": 9.0, "items_per_sample": 2.5}) == 2.5
 
 
 @pytest.mark.parametrize("how", ["full", "selective"])

@@ -59,7 +59,6 @@ class Machine:
     world: int
     precision: str
     per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
-    documents: float = 0.0  # of a row (`Layout.documents`)
 
     @property
     def ranks_of_host(self) -> int:
@@ -182,7 +181,6 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
             )
         except UserError:  # the checks of `recipe.combinations` and of the batch
             continue
-        base = replace(base, documents=machine.documents)
         base = replace(base, workspace=machine.device.workspace_bytes)
         groups = 0 if host % (tensor * context) else host // (tensor * context)
         sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
@@ -215,8 +213,7 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         before["parallel.strategy"] = "ddp" if machine.world > 1 else "single"
     chosen = None
     with suppress(UserError):  # the recipe's own layout may not divide the ranks
-        place = (machine.world, machine.device, machine.precision)
-        chosen = layout_on(recipe, vocab, *place, documents=machine.documents)
+        chosen = layout_on(recipe, vocab, machine.world, machine.device, machine.precision)
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
@@ -259,7 +256,6 @@ def layout_on(
     precision: str,
     usable: int | None = None,
     counted: CountedSizes | None = None,
-    documents: float = 0.0,
 ) -> Layout:
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
@@ -268,7 +264,7 @@ def layout_on(
     `transformers`) are unknown, or if nothing fits.
     """
     layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes, documents=documents)
+    layout = replace(layout, workspace=device.workspace_bytes)
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted

@@ -129,8 +129,7 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    place = (subject.device, subject.world, subject.precision)
-    machine = Machine(*place, per_host, subject.documents)
+    machine = Machine(subject.device, subject.world, subject.precision, per_host)
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)

@@ -69,7 +69,6 @@ class Layout:
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
-    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     master: int = 4  # bytes by `train.master`; see `weight_bytes`
     program: Program = OURS
 

@@ -47,7 +47,6 @@ class Subject:
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
     width: float = 0.0  # mean positions of a row as training pads it; 0: the context
-    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     val_samples: int = 0  # of the validation set; 0: none, or unknown
     mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
@@ -88,8 +87,7 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        place = (self.world, self.device, self.precision)
-        return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
+        return layout_on(recipe, vocab, self.world, self.device, self.precision, counted=of_hf)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, if known. UserError if they end before it."""
@@ -158,7 +156,6 @@ def subject_of(
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
-        documents=documents_of_row(started.get("data", {}).get("train", {})),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
@@ -166,14 +163,6 @@ def subject_of(
         mixture=started.get("data", {}).get("mixture"),
     )
     return with_sizes(subject, activations)
-
-
-def documents_of_row(train: dict[str, Any]) -> float:
-    """The documents of a row by the facts of a run's data, if attention keeps them apart."""
-    if "attended" not in train:
-        return 0.0
-    per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text
-    return float(train.get("items_per_sample", per_row))
 
 
 def with_sizes(subject: Subject, activations: bool = False, several: bool = True) -> Subject:
@@ -215,7 +204,7 @@ def with_sizes(subject: Subject, activations: bool = False, several: bool = True
 def with_prepared_data(subject: Subject) -> Subject:
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
-    from windlass.data.samples import documents_per_row, real_tokens
+    from windlass.data.samples import real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
@@ -235,7 +224,6 @@ def with_prepared_data(subject: Subject) -> Subject:
         vocab=opened.vocab,
         samples_per_epoch=len(samples),
         tokens_per_sample=(real_tokens(samples) or 0) / len(samples),
-        documents=documents_per_row(samples),
         val_samples=len(opened.val or ()),
         mixture=samples if recipe.data.mix else None,
     )
