@@ -11,7 +11,7 @@ from itertools import product
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.rank import LINKS, Layout, layout_of, works
+from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
@@ -45,10 +45,6 @@ class LayoutRow:
     memory: Memory  # of the fullest rank
     # Seconds of a step, predicted; only for the order without a published peak.
     seconds: float
-    compute: float
-    communication: float
-    bubble: float
-    sent: dict[str, int]  # bytes of a rank in a step along each dimension, at most
     settings: Settings  # that differ from the recipe's
     chosen: bool  # whether it is the recipe's own layout
 
@@ -220,12 +216,8 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
             continue
         peak = memory(recipe.model, vocab, layout, kind)
         if peak.total <= usable:
-            sent = [work.bytes_sent() for work in works(recipe.model, vocab, layout, bucket)]
-            most = {link: max(one[link] for one in sent) for link in LINKS}
-            times = (step.compute, step.communication, step.bubble)
             changes = {k: v for k, v in settings_of(layout).items() if before[k] != v}
-            is_own = layout == chosen
-            rows[division] = LayoutRow(layout, peak, sum(times), *times, most, changes, is_own)
+            rows[division] = LayoutRow(layout, peak, step.total, changes, layout == chosen)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")

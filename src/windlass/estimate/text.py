@@ -11,7 +11,6 @@ from windlass.errors import UserError, plural
 from windlass.estimate.devices import TIGHT, USABLE
 from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
 from windlass.estimate.memory import PARTS, Memory, memory
-from windlass.estimate.rank import LINKS
 from windlass.estimate.subject import Subject, with_sizes
 from windlass.model.size import CountedSizes, describe_network, trainable
 from windlass.recipe import Recipe, typed
@@ -295,12 +294,9 @@ def _print_layouts(plan: Any, console: Console) -> None:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
     unit, size, digits = _unit(max(row.memory.total for row in rows))
-    sent_unit, sent_size, places = _unit(max(max(row.sent.values()) for row in rows))
     cells = []
     for row in rows:
-        one, peak = row.layout, row.memory
-        states = peak.parameters + peak.gradients + peak.optimizer + peak.average
-        parts = (states, peak.total - states, peak.total)
+        one = row.layout
         numbers = (one.tensor, one.context, one.pipeline)
         cells.append(
             (
@@ -309,12 +305,10 @@ def _print_layouts(plan: Any, console: Console) -> None:
                 one.checkpointing,
                 str(one.micro_batch),
                 f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
-                f"{100 * one.bubble:.0f}%" if one.pipeline > 1 else "",
-                *(f"{part / size:,.{digits}f}" for part in parts),
-                *(f"{n / sent_size:,.{places}f}" if n else "" for n in row.sent.values()),
+                f"{row.memory.total / size:,.{digits}f}",
             )
         )
-    head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "wait", "state", "act", "all")
+    head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
     links = f"{machine.device.link / 1e9:g} GB/s inside a host"
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
@@ -324,13 +318,11 @@ def _print_layouts(plan: Any, console: Console) -> None:
     unchanged = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
-        f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
         f"First row: {pasted(rows[0].settings) or unchanged}",
     ]
     strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"
-    _section(console, title, [], (*head, *LINKS), cells, 3, strong, notes)
+    _section(console, title, [], head, cells, 3, strong, notes)
 
 
 def _unit(most: float) -> tuple[str, float, int]:
