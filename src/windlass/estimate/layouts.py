@@ -21,7 +21,6 @@ CHECKPOINTING = ("none", "selective", "full")
 ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s
-NOMINAL = {"cpu": 5e10, "cuda": 1e14}  # FLOP/s that order layouts without a published peak
 ALIKE = 0.02  # predicted steps that differ by less than this part count as equal
 
 Settings = dict[str, str | int | bool]
@@ -43,8 +42,7 @@ class LayoutRow:
 
     layout: Layout
     memory: Memory  # of the fullest rank
-    # Seconds of a step, predicted; only for the order without a published peak.
-    seconds: float
+    seconds: float  # of a step, predicted
     settings: Settings  # that differ from the recipe's
     chosen: bool  # whether it is the recipe's own layout
 
@@ -70,9 +68,10 @@ class Machine:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
         highest = peak_flops(self.device.name, self.precision, recipe.train.tf32)
         peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else highest
+        assert highest and peak, "the caller asks `knows_peak`"
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
-        speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
-        if self.precision == "float8" and highest and peak:  # head and attention are in bf16
+        speeds = published_speeds(self.device, peak, links)
+        if self.precision == "float8":  # head and attention are in bf16
             return replace(speeds, float8=speeds.products * highest / peak)
         return speeds
 

@@ -61,7 +61,7 @@ class Plan:
     memory: list[MemoryRow] = field(default_factory=list)  # the fastest layout first
     recommended: dict[str, str | int | bool] = field(default_factory=dict)  # a layout that fits
     advice: str = ""  # the reason for it, or a remedy if nothing fits
-    layouts: list[LayoutRow] = field(default_factory=list)  # that fit, the fastest first
+    layouts: list[LayoutRow] = field(default_factory=list)  # that fit a listed device, by time
     layouts_advice: str = ""  # if none fits
     machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
@@ -135,7 +135,8 @@ def plan(
         subject = replace(subject, speed_reason=why)
     result = assemble(subject, speed, run)
     vocab = result.size.vocab
-    if subject.world == 1 or subject.counted or recipe.model.kind != "gpt" or not vocab:
+    ours = recipe.model.kind == "gpt" and not subject.counted
+    if subject.world == 1 or not ours or not vocab or not machine.knows_peak:
         return result
     rows, why = layout_rows(recipe, vocab, machine)
     return replace(result, layouts=rows, layouts_advice=why, machine=machine)

@@ -304,7 +304,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
                 one.strategy + EACH * (one.reduce_each is True),
                 one.checkpointing,
                 str(one.micro_batch),
-                f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
+                f"{1e3 * row.seconds:,.0f}",
                 f"{row.memory.total / size:,.{digits}f}",
             )
         )
@@ -313,8 +313,6 @@ def _print_layouts(plan: Any, console: Console) -> None:
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
     how = f"ms: predicted for full rows as under Time, with {links}."
-    if not machine.knows_peak:
-        how = f"The order is a guess, because {plan.device.name} has no published peak."
     unchanged = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
