@@ -31,7 +31,6 @@ class Size:
     parameters: int | None = None
     trained: int | None = None
     non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model
-    parts: dict[str, int] = field(default_factory=dict)
     flops_per_token: int | None = None  # with attention, but 6 N for a Hugging Face model
     checkpoint_bytes: int | None = None
     network: dict[str, Any] = field(default_factory=dict)
@@ -68,18 +67,15 @@ class Subject:
                 checkpoint_bytes(recipe, counted.vocab, counted),
             )
             totals = counted.vocab, counted.total, counted.trained
-            return Size(*totals, None, {}, flops, disk, counted.network)
+            return Size(*totals, None, flops, disk, counted.network)
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
-        names = ["positions", "attention", "feed_forward", "norms"]
-        names = ["embedding", *names, "head"] if vocab else names
-        parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
-            return Size(non_embedding=sizes.non_embedding, parts=parts)
+            return Size(non_embedding=sizes.non_embedding)
         on_disk = checkpoint_bytes(recipe, vocab)
-        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
+        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, flops, on_disk)
 
     @property
     def layout(self) -> Layout:

@@ -155,9 +155,6 @@ def pasted(settings: Settings) -> str:
     return " ".join(f"{key}={typed(value)}" for key, value in settings.items())
 
 
-EACH = " each"
-
-
 def print_plan(plan: Any, console: Console) -> None:
     """Print a `Plan`, with the reason for every unknown number."""
     title = f"{plan.recipe} ({plan.config_hash})"
@@ -189,24 +186,19 @@ def print_plan(plan: Any, console: Console) -> None:
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         elif why := plan.unknown.get("checkpoints"):
             disk.append(("in all", f"unknown, because {why}"))
-        if plan.tokens_bytes:
-            disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} of training data"))
         _section(console, "Disk", disk)
 
 
 def _facts(plan: Any) -> list[tuple[str, str]]:
     size, ranks = plan.size, f"{plan.world} rank{'s' * (plan.world != 1)}"
-    parts = ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in size.parts.items() if n)
     facts = {"ranks": f"{ranks} on {plan.device.name}, {plan.precision}"}
     if size.parameters is not None:
         inside = size.non_embedding
         within = "" if inside is None else f" ({inside:,} in blocks and norms)"
         facts["parameters"] = f"{size.parameters:,}{within}"
-    facts |= {"by part": parts}
     if size.trained != size.parameters:
         part = trainable(size.trained or 0, size.parameters or 0)
         facts["trainable"] = f"{part}: the rest has neither gradients nor optimizer state"
-    facts["export"] = plan.export
     facts["network"] = describe_network(size.network) if size.network else ""
     if "size" in plan.unknown:
         facts["unknown"] = f"parameters, FLOPs, memory, checkpoint size: {plan.unknown['size']}"
@@ -219,10 +211,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
             share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
             steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
         facts["length"] = steps + "; padding is unknown and not counted" * plan.taken_as_full
-    if plan.schedule_steps:
-        longer = plan.schedule_steps > plan.steps
-        end = "the run ends earlier" if longer else "the final learning rate holds afterwards"
-        facts["schedule"] = f"{plural(plan.schedule_steps, 'step')}: {end}"
     if plan.optimal_tokens and size.parameters:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
         facts["optimal"] = f"{rule} = {plural(plan.optimal_steps, 'step')}"
@@ -255,15 +243,13 @@ def _print_memory(plan: Any, console: Console) -> None:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
         strategy = "offload" if row.layout.offload else row.layout.strategy
-        strategy += EACH * (row.layout.reduce_each is True) + " *" * row.chosen
+        strategy += " *" * row.chosen
         fits = "tight" if row.tight else {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     most = f"{first.share or first.micro_batch * first.accumulation:,}"
     samples = f"{most}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
-    if any(row.layout.reduce_each is True for row in rows):
-        notes.append("each: parallel.reduce_each_micro_batch=true.")
     if any(row.tight for row in rows):
         most_used = f"{100 * USABLE:.0f} to {100 * TIGHT:.0f} % of the device"
         notes.append(f"tight: {most_used}; fragmentation of the allocator may end the run.")
@@ -284,8 +270,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     title = f"Peak memory of a rank in {unit}: {micro}, {first.precision}, {budget}"
     parts = ("param", "grad", "optim", "act", "logit", "buf", "avg")
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
-    strong = [i for i, row in enumerate(rows) if row.chosen]
-    _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
+    _section(console, title, [], head, cells, text_columns=2, notes=notes)
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
@@ -301,7 +286,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
         cells.append(
             (
                 " ".join(f"{number:>2}" for number in numbers) + " *" * row.chosen,
-                one.strategy + EACH * (one.reduce_each is True),
+                one.strategy,
                 one.checkpointing,
                 str(one.micro_batch),
                 f"{1e3 * row.seconds:,.0f}",
@@ -318,9 +303,8 @@ def _print_layouts(plan: Any, console: Console) -> None:
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
         f"First row: {pasted(rows[0].settings) or unchanged}",
     ]
-    strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"
-    _section(console, title, [], head, cells, 3, strong, notes)
+    _section(console, title, [], head, cells, 3, notes)
 
 
 def _unit(most: float) -> tuple[str, float, int]:
@@ -359,7 +343,6 @@ def _section(
     head: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
     text_columns: int = 1,
-    strong: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
     from rich.text import Text
@@ -368,9 +351,8 @@ def _section(
     if facts:
         console.print(pairs(facts, indent="  ", style="dim"))
     if rows:
-        styles = ["bold cyan" if i in strong else "" for i in range(len(rows))]
-        options: dict[str, Any] = {"text": head[:text_columns], "keys": text_columns}
-        console.print(table(head, rows, console.width, styles=styles, **options))
+        text = head[:text_columns]
+        console.print(table(head, rows, console.width, text=text, keys=text_columns))
     for note in notes:
         console.print(Text(note, style="italic"))
     console.print()
