@@ -224,9 +224,7 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
-        each = settings.get("parallel.reduce_each_micro_batch", "auto")
-        assert each == first.layout.reduce_each
-        strategies.add((first.layout.strategy, first.layout.checkpointing, each))
+        strategies.add((first.layout.strategy, first.layout.checkpointing))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
@@ -246,19 +244,6 @@ def test_a_tight_row_may_run_and_is_not_recommended():
         assert (own.fits, own.tight) == (fits, tight)
         assert recommend(rows, subject(16))[0]["parallel.activation_checkpointing"] == "none"
         assert (recommend(rows, subject(16))[0]["parallel.strategy"] == "ddp") == fits
-
-
-def test_reducing_each_micro_batch_is_a_row_of_its_own():
-    rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
-    own = [row for row in rows if row.layout.strategy == "shard_grad_op"]
-    each, whole = (
-        next(r.memory.gradients for r in own if (r.layout.reduce_each is True) == value)
-        for value in (True, False)
-    )
-    assert whole == pytest.approx(8 * each)
-    one = replace(BASE_LAYOUT, accumulation=1, micro_batch=64)
-    rows = memory_rows(GPT2.model, ROWS, "adamw", one, int(70e9))
-    assert not [row for row in rows if row.layout.reduce_each is True]
 
 
 def test_tensor_ranks_divide_a_model_of_transformers():

@@ -92,26 +92,15 @@ def variants(
     plain = replace(base, offload=False)
     for checkpointing, name in product(checkpointings, names):
         yield variant(plain, name, checkpointing, groups)
-        if name == "shard_grad_op" and base.accumulation > 1:
-            yield variant(plain, name, checkpointing, groups, reduce_each=True)
 
 
-def variant(
-    base: Layout,
-    strategy: str,
-    checkpointing: str,
-    groups: int = 0,
-    reduce_each: bool | str = "auto",
-) -> Layout:
-    """A layout with another strategy; what `base` has of the same strategy stays."""
-    policy = STRATEGIES[strategy]
-    shard = policy.sizes(base.data_world, 0, groups).dp_shard
-    shard *= base.context if policy.shards_optimizer else 1
-    how = replace(base, strategy=strategy, checkpointing=checkpointing, reduce_each=reduce_each)
-    if strategy != base.strategy:
-        return replace(how, shard=shard)
-    same = how.reduces_each == base.reduces_each
-    return replace(how, reduce_each=base.reduce_each) if same else how
+def variant(base: Layout, strategy: str, checkpointing: str, groups: int = 0) -> Layout:
+    """A layout with another strategy; the same strategy keeps its sharding group."""
+    how = replace(base, strategy=strategy, checkpointing=checkpointing)
+    if strategy == base.strategy:
+        return how
+    shard = how.policy.sizes(base.data_world, 0, groups).dp_shard
+    return replace(how, shard=shard * (base.context if how.policy.shards_optimizer else 1))
 
 
 def settings_of(layout: Layout) -> Settings:
@@ -124,7 +113,6 @@ def settings_of(layout: Layout) -> Settings:
         "train.micro_batch": layout.micro_batch,
         "parallel.shard_size": layout.shard // layout.context if layout.policy.grouped else 0,
         "parallel.offload": layout.offload,
-        "parallel.reduce_each_micro_batch": layout.reduce_each,
     }
 
 
@@ -168,7 +156,6 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
         division: Settings = {"parallel.tensor": tensor, "parallel.context": context}
         division |= {"parallel.pipeline": pipeline, "parallel.strategy": "auto"}
         division |= {"parallel.offload": False, "parallel.shard_size": 0}
-        division |= {"parallel.reduce_each_micro_batch": "auto"}
         division |= {"train.micro_batch": recipe.train.micro_batch or 1}
         try:
             base = layout_of(
