@@ -236,16 +236,6 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     assert settings == {} and all(word in advice for word in ("nothing fits", "device with more"))
 
 
-def test_a_tight_row_may_run_and_is_not_recommended():
-    whole = memory(GPT2.model, ROWS, BASE_LAYOUT).total
-    for part, fits, tight in ((1.001, True, False), (0.95, False, True), (0.92, False, False)):
-        rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(part * whole))
-        own = next(row for row in rows if row.chosen)
-        assert (own.fits, own.tight) == (fits, tight)
-        assert recommend(rows, subject(16))[0]["parallel.activation_checkpointing"] == "none"
-        assert (recommend(rows, subject(16))[0]["parallel.strategy"] == "ddp") == fits
-
-
 def test_tensor_ranks_divide_a_model_of_transformers():
     network = {"layers": 4, "width": 100, "vocab": 1000}
     sizes = CountedSizes(10**6, 10**6, 1000, network)

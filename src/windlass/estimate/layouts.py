@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
-from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
+from windlass.estimate.devices import CAREFUL, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
 from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
@@ -31,7 +31,6 @@ class MemoryRow:
     layout: Layout
     memory: Memory  # of the fullest rank
     fits: bool | None  # None: unknown
-    tight: bool  # whether it may run although it does not fit: below TIGHT of the device's memory
     largest_micro_batch: int | None  # that fits; 0: none does; None: unknown
     chosen: bool  # whether it is the recipe's own layout
 
@@ -131,14 +130,13 @@ def memory_rows(
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
-        tight = usable is not None and usable < needed.total <= usable * TIGHT / USABLE
         if not has_peaks and fits:
             fits = None  # the unknown activations may be too large
         largest = None
         if has_peaks and usable is not None:
             fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
             largest = fitting.micro_batch if fitting else 0
-        rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
+        rows.append(MemoryRow(layout, needed, fits, largest, layout == base))
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE, recipe_vocab, resolve_steps
-from windlass.estimate.devices import TIGHT, Device, find_device, peak_flops, table, this_device
+from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
 from windlass.estimate.layouts import Machine, layout_on
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout
@@ -337,7 +337,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     counted, speeds = subject.counted, machine.speeds(recipe)
     network = counted if counted and model.kind == "hf" else model
     needed = memory(counted or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
-    if device.memory_bytes and needed > TIGHT * device.memory_bytes:
+    if device.usable_bytes and needed > device.usable_bytes:
         return None, "the layout does not fit into the device's memory"
     if counted and counted.total:
         how["trained"] = counted.trained / counted.total

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.open import mixture_table, repeated
 from windlass.errors import UserError, plural
-from windlass.estimate.devices import TIGHT, USABLE
+from windlass.estimate.devices import USABLE
 from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
 from windlass.estimate.memory import PARTS, Memory, memory
 from windlass.estimate.subject import Subject, with_sizes
@@ -234,25 +234,22 @@ def _print_memory(plan: Any, console: Console) -> None:
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"
-    unit, size, digits = _unit(most)
+    unit, size = _unit(most)
     cells = []
     for row in rows:
-        shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
+        shown = [f"{getattr(row.memory, part) / size:,.1f}" for part in (*PARTS, "total")]
         shown[-2] *= row.memory.average > 0  # an empty column is not shown
         if not ours and not measured:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
         strategy = "offload" if row.layout.offload else row.layout.strategy
         strategy += " *" * row.chosen
-        fits = "tight" if row.tight else {True: "yes", False: "no", None: "?"}[row.fits]
+        fits = {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     most = f"{first.share or first.micro_batch * first.accumulation:,}"
     samples = f"{most}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
-    if any(row.tight for row in rows):
-        most_used = f"{100 * USABLE:.0f} to {100 * TIGHT:.0f} % of the device"
-        notes.append(f"tight: {most_used}; fragmentation of the allocator may end the run.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
     elif not ours:
@@ -278,7 +275,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
-    unit, size, digits = _unit(max(row.memory.total for row in rows))
+    unit, size = _unit(max(row.memory.total for row in rows))
     cells = []
     for row in rows:
         one = row.layout
@@ -290,7 +287,7 @@ def _print_layouts(plan: Any, console: Console) -> None:
                 one.checkpointing,
                 str(one.micro_batch),
                 f"{1e3 * row.seconds:,.0f}",
-                f"{row.memory.total / size:,.{digits}f}",
+                f"{row.memory.total / size:,.1f}",
             )
         )
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
@@ -307,10 +304,8 @@ def _print_layouts(plan: Any, console: Console) -> None:
     _section(console, title, [], head, cells, 3, notes)
 
 
-def _unit(most: float) -> tuple[str, float, int]:
-    unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
-    limits = (100,) if unit == "MB" else (200, 20)
-    return unit, size, sum(most < limit * size for limit in limits)
+def _unit(most: float) -> tuple[str, float]:
+    return ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
 
 
 def _time(plan: Any) -> list[tuple[str, str]]:
