@@ -166,10 +166,8 @@ def test_predicted_speed():
         speed(recipe=r.replace({"train.tf32": tf32}), precision="fp32")[0] for tf32 in (True, False)
     )
     assert 3 < on.tokens_per_s / off.tokens_per_s < 8  # peaks of 156 and 19.5 TFLOP/s
-    h200, _ = speed(device=find_device("H200"))
-    assert "all of 2 published runs" in h200.detail
     l4, _ = speed(device=find_device("L4"))
-    assert l4.range is None and "no published run on NVIDIA L4" in l4.detail
+    assert l4.range is None and "error is unknown" in l4.detail
 
 
 def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():

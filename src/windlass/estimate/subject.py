@@ -16,7 +16,7 @@ from windlass.estimate.devices import Device, find_device, peak_flops, table, th
 from windlass.estimate.layouts import Machine, layout_on
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout
-from windlass.estimate.step import MANY, ShapeUnknown, constants, slowest
+from windlass.estimate.step import ShapeUnknown, constants, slowest
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
@@ -357,19 +357,14 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
         detail += "; without the copies of parallel.offload"
     rate = samples * tokens / step.total
     speed = Speed(rate, subject.world, "predicted", detail, {}, device.name)
-    if device.family not in constants().ranges:
-        detail += f"; no published run on {device.name}, so its error is unknown"
-        return replace(speed, detail=detail), ""
-    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
-        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
-        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
-    rows, _, low, high = constants().ranges[device.family]
+    width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    ranges = constants().ranges
+    described = width >= NARROWEST and subject.precision in ("bf16", "fp16")
+    if device.family not in ranges or not described:
+        published = f"published runs are in bf16, {NARROWEST} or more wide, on {', '.join(ranges)}"
+        return replace(speed, detail=f"{detail}; its error is unknown, because {published}"), ""
+    rows, _, low, high = ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
-    if rows == 1:
-        only = f"the only published run on {device.family} reached"
-        return replace(speed, detail=f"{detail}; {only} {fast:.2f} times its prediction"), ""
-    which = "8 of 10" if rows >= MANY else "all"
-    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
+    detail += f"; 8 of 10 of {rows} published runs on {device.family} reached {slow:.2f} to "
     detail += f"{fast:.2f} times a prediction fitted without their project"
     return replace(speed, detail=detail, range=(slow, fast)), ""
