@@ -4,7 +4,7 @@ run's ledger. Torch only counts the parameters of a Hugging Face model.
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
@@ -137,26 +137,23 @@ def subject_of(
     subject = Subject(recipe, ranks, target, precision)
     if run is None:
         return with_sizes(with_prepared_data(subject), activations)
-    train, vocab = run.lines("train"), None
-    last, parameters = train[-1] if train else {}, started.get("parameters")
-    if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
-        without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
-        vocab = (int(parameters) - without) // (with_one - without)
+    train, data = run.lines("train"), started.get("data", {})
+    last = train[-1] if train else {}
     counted = last.get("samples") and last.get("tokens")
     per_sample = last["tokens"] / last["samples"] if counted else None
     padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
     growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
     subject = replace(
         subject,
-        vocab=vocab,
+        vocab=data.get("vocab"),
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
-        val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
-        mixture=started.get("data", {}).get("mixture"),
+        val_samples=data.get("val", {}).get("samples", 0),
+        mixture=data.get("mixture"),
     )
     return with_sizes(subject, activations)
 
@@ -263,30 +260,19 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     speed = tokens_per_step / (mean(times[cut : len(times) - cut]) / 1e3)
     steps = f"steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     detail = f"run {name}: {world} x {device or 'unknown device'}, {steps}"
-    return Speed(speed, world, "measured", detail, measured_costs(ledger, speed), device)
+    return Speed(speed, world, "measured", detail, measured_costs(ledger), device)
 
 
-def measured_costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
+def measured_costs(ledger: Sequence[Line]) -> dict[str, float]:
     """Seconds of an evaluation, a checkpoint and a sample, as far as they were measured."""
-    costs: dict[str, float] = {}
-    evaluations: dict[int, list[Line]] = {}
+    costs = dict[str, float]()
+    evaluations = defaultdict[int, float](float)
     for x in ledger:
         if x["kind"] == "eval" and isinstance(x.get("runtime_s"), int | float):
-            evaluations.setdefault(x["step"], []).append(x)
+            evaluations[x["step"]] += x["runtime_s"]
     # A run's first evaluation also pays for compilation, caches and first allocations.
-    first, *later = [evaluations[step] for step in sorted(evaluations)] or [[]]
-    if later:
-        costs[EVALUATION] = median(sum(x["runtime_s"] for x in lines) for lines in later)
-    elif first:
-        # Evaluations of the loss take at most the time of training's forward passes, which are a
-        # third of a step's FLOPs.
-        costs[EVALUATION] = 0.0
-        for x in first:
-            tokens = (
-                x.get("tokens", 0) + x.get("train_tokens", 0) if x.get("suite") == "loss" else 0
-            )
-            most = tokens / tokens_per_s / 3 if tokens else math.inf
-            costs[EVALUATION] += min(x["runtime_s"], most)
+    if len(evaluations) > 1:
+        costs[EVALUATION] = median(evaluations[step] for step in sorted(evaluations)[1:])
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)
     samples = len({x["step"] for x in ledger if x["kind"] == "sample"})
     seconds = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
@@ -307,17 +293,15 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
         return None
     near = min((speed.world for speed in speeds), key=lambda ranks: abs(ranks - world))
     speeds = [speed for speed in speeds if speed.world == near]
-    tokens_per_s = median(speed.tokens_per_s for speed in speeds)
-    nearest = min(speeds, key=lambda speed: abs(speed.tokens_per_s - tokens_per_s))
-    kinds = {kind for speed in speeds for kind in speed.costs}
-    costs = {kind: median(s.costs[kind] for s in speeds if kind in s.costs) for kind in kinds}
-    basis, detail = nearest.basis, nearest.detail
+    speeds.sort(key=lambda speed: speed.tokens_per_s)
+    speed = speeds[len(speeds) // 2]
     if len(speeds) > 1:
-        detail = f"the median of {len(speeds)} runs; the nearest is {detail}"
-    if near != world:
-        basis, tokens_per_s = "at best", tokens_per_s * world / near
-        detail += f"; scaled by {world}/{near} without loss"
-    return Speed(tokens_per_s, world, basis, detail, costs, nearest.device)
+        speed = replace(speed, detail=f"{speed.detail}, the median of {len(speeds)} runs")
+    if near == world:
+        return speed
+    detail = f"{speed.detail}; scaled by {world}/{near} without loss"
+    rate = speed.tokens_per_s * world / near
+    return replace(speed, tokens_per_s=rate, world=world, basis="at best", detail=detail)
 
 
 def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
