@@ -84,26 +84,19 @@ class Milestone(NamedTuple):
 
 
 class Evaluations(NamedTuple):
-    """The size of a run's evaluations of the loss, in global batches."""
+    """The evaluations of a run's loss."""
 
     number: int
-    batches: int  # of each evaluation except the last
-    last: int
-    train: int  # of training data, in each evaluation
     share: float  # of the run's FLOPs; a forward pass is a third of a training step
 
     @property
     def warning(self) -> str:
-        share = f"evaluations are {100 * self.share:.0f} % of the run's work"
-        advice = f"{share}: lower eval.batches, raise eval.every, or hold out less"
-        return advice if self.share > MUCH else ""
+        advice = "lower eval.batches, raise eval.every, or hold out less"
+        return f"{self}: {advice}" if self.share > MUCH else ""
 
     def __str__(self) -> str:
-        last = f", the last one {self.last:,}" if self.last != self.batches else ""
-        share = f"{100 * self.share:.2g} % of the run's work"
-        train = f", and {self.train:,} of training data" if self.train else ""
-        size = "1 batch" if self.batches == 1 else f"{self.batches:,} batches"
-        return f"{plural(self.number, 'evaluation')} x {size}{last}{train}: {share}"
+        number = plural(self.number, "evaluation")
+        return f"{number}: {100 * self.share:.2g} % of the run's work"
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluatio
     begin = recipe.train.average.begin(horizon)
     twice = sum(size for step, size in zip(steps, sizes, strict=True) if step > begin)
     work = (sum(sizes) + twice + len(steps) * train) / 3
-    return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
+    return Evaluations(len(steps), work / (work + horizon.steps))
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:
