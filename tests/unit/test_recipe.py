@@ -72,26 +72,6 @@ def test_all_problems_are_reported_together():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        ("model.heads=3 optim.lr=-1 train.precison=bf16", "train.precison optim.lr model.heads"),
-        ("train=3 model.kind=hf data.source=[]", "train model.name data.source"),
-        # what may only follow from another problem is not reported
-        (
-            "optim.knd=torch.optim.SGD optim.options.momentum=0.9 parallel.offload=1",
-            "optim.knd parallel.offload",
-        ),
-        ("batch_size=15 train.micro_batch=5 model.kv_heads=3", "batch_size model.kv_heads"),
-        ("model.kind=gpt3 model.heads=3 model.name=x", "model.kind"),
-        ("train.max_n=3 train.steps=0 optim.schedule.warmup=900", "train.max_n train.steps"),
-        ("model.init_from=true model.vocab=5", "model.init_from"),  # the tokenizer follows from it
-    ],
-)
-def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
-    assert set(problems(*overrides.split())) == set(keys.split())
-
-
-@pytest.mark.parametrize(
     ("key", "ours"),
     [
         ("batch_size", "train.global_batch"),

@@ -92,7 +92,7 @@ class Evaluations(NamedTuple):
     @property
     def warning(self) -> str:
         advice = "lower eval.batches, raise eval.every, or hold out less"
-        return f"{self}: {advice}" if self.share > MUCH else ""
+        return f"{self}; {advice}" if self.share > MUCH else ""
 
     def __str__(self) -> str:
         number = plural(self.number, "evaluation")
