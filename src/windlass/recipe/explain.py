@@ -44,24 +44,11 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
         "values": values(fields[key]),
         "default": typed(fields[key].default),
         "set to": ", then ".join(given),
-        "resolved": _resolved(loaded, key),
     }
     shown = [f"{name:<9} {text}" for name, text in facts.items() if text]
     description = " ".join(fields[key].description.split())
     keys = [f"  {k}: {' '.join(row.description.split())}" for k, row in rows.items()]
     return "\n".join([f"{key} = {flat[key]}", description, "", *shown, *keys])
-
-
-def _resolved(recipe: Recipe, key: str) -> str:
-    """The value that takes the place of the recipe's, as for an empty name or 0 kv_heads."""
-    section, _, name = key.rpartition(".")
-    part = attrgetter(section)(recipe) if section else recipe
-    if section == "model" and name in recipe.model.unused:
-        return f'no effect with model.kind="{recipe.model.kind}"'
-    names = {"run.name": recipe.name, "run.dir": str(recipe.run_dir)}
-    names |= {"data.tokenizer": recipe.tokenizer}
-    value = names.get(key, getattr(part, f"{name}_", None))
-    return "" if value is None or value == getattr(part, name) else typed(value)
 
 
 def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:

@@ -30,9 +30,7 @@ from windlass.recipe.layers import (
     layers,
     located,
     merge,
-    presets,
     recorded,
-    typed,
 )
 from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
@@ -50,7 +48,6 @@ NON_SEMANTIC = (
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
 # Settings that belong to one start. A resume writes all other changes into the run's recipe.
 UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
-REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
 
 class RecipeError(UserError):
@@ -125,14 +122,7 @@ class Recipe(Frozen):
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
-        """The preset, and the settings that differ from it, or from the defaults without one."""
-        before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
-        hidden = ("preset", "run.base")
-        changes = {k: v for k, v in self.flat().items() if k not in hidden and v != before.get(k)}
-        shown = [f"{key}={typed(value)}" for key, value in changes.items()]
-        if len(shown) > REPR_SETTINGS:
-            shown[REPR_SETTINGS:] = [f"and {len(shown) - REPR_SETTINGS} more"]
-        return f"Recipe({self.preset}{': ' * bool(shown)}{', '.join(shown)})"
+        return f"Recipe({self.name})"
 
     __str__ = __repr__
 
