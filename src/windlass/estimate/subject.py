@@ -332,9 +332,6 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     tokens = min(width, subject.tokens_per_sample or width)
     samples = layout.micro_batch * layout.accumulation * layout.data_world
     detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
-    if tokens < width:  # padding is computed, too
-        share = 100 * tokens / width
-        detail += f"; {share:.0f} % of the places are tokens, the rest padding"
     if step.bubble:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
     if layout.offload:

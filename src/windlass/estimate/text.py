@@ -20,8 +20,6 @@ from windlass.telemetry.terminal import pairs, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_RANKS = 64  # that the advice tries
-
 
 def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     """The settings of the cheapest layout that fits, and the reason; empty if nothing is known."""
@@ -85,13 +83,12 @@ class Planned:
         checkpointing = recipe.parallel.activation_checkpointing
         return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
 
-    def __call__(self, settings: Settings, world: int = 0) -> Memory | None:
+    def __call__(self, settings: Settings) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
-        world = world or self.subject.world
         try:
             recipe = self.subject.recipe.replace(settings)
-            recipe.batch(world, self.subject.device.kind)
-            subject = replace(self.subject, recipe=recipe, world=world)
+            recipe.batch(self.subject.world, self.subject.device.kind)
+            subject = replace(self.subject, recipe=recipe)
             network, micro_batch = self._network(recipe), recipe.train.micro_batch
             measured = (network, 0 if (network, 0) in self.counted else micro_batch)
             if measured not in self.counted:
@@ -112,31 +109,23 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
     """
     subject, recipe = planned.subject, planned.subject.recipe
-    least, taken = planned({}), list[Settings]()
+    settings: Settings = {}
+    least = planned(settings)
     changes = savings(recipe, subject.world, subject.device.kind == "cuda", subject.counted)
     smallest: Settings = {"train.micro_batch": recipe.parallel.pipeline}
     for change in (smallest, *changes):
-        peak = planned(merged([*taken, change]))
+        peak = planned(settings | change)
         if peak is not None and (least is None or peak.total < least.total):
-            least, taken = peak, [*taken, change]
+            least, settings = peak, settings | change
         if least is not None and least.total <= usable:
             break
     if least is None:
         return {}, ""
     if least.total > usable:
-        # The devices or the number of ranks that would suffice.
-        settings, world = merged(taken), 2 * subject.world
-        advice = f"use a device with more than {least.total / USABLE / 1e9:.3g} GB"
-        sharded = settings | {"parallel.strategy": "full_shard"}
-        while world <= MOST_RANKS:
-            peak = planned(sharded, world)
-            if peak is not None and peak.total <= usable:
-                advice += f", or {world} ranks with parallel.strategy=full_shard"
-                break
-            world *= 2
         how = f" with {pasted(settings)}" if settings else ""
-        return {}, f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}; {advice}"
-    settings = merged(taken)
+        problem = f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}"
+        device = f"a device with more than {least.total / USABLE / 1e9:.3g} GB"
+        return {}, f"{problem}; use {device}, or more ranks with parallel.strategy=full_shard"
     for key in list(settings):
         fewer = {other: value for other, value in settings.items() if other != key}
         peak = planned(fewer)
@@ -145,10 +134,6 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     size = f"{least.total / 1e9:.3g} GB"
     host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
     return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
-
-
-def merged(changes: list[Settings]) -> Settings:
-    return {key: value for change in changes for key, value in change.items()}
 
 
 def pasted(settings: Settings) -> str:
