@@ -16,7 +16,6 @@ from windlass.data.prepare import prepare
 from windlass.errors import UserError
 from windlass.estimate import activations
 from windlass.estimate.calendar import (
-    evaluations,
     measures_all,
     milestones,
     optimal_tokens,
@@ -269,28 +268,6 @@ def test_a_preset_of_studies_is_planned_as_its_recipe(call):
     assert "2 ranks on NVIDIA A100" in shown, "as its cells have"
     one = json.loads(call("plan", "c4-30m-grid", "--world", "1", "--json")[0])
     assert (one["world"], one["recipe"]) == (1, "c4-30m")
-
-
-def test_the_share_of_evaluations_by_the_work_of_a_forward_pass():
-    settings = ["train.steps=300", "train.global_batch=8", "eval.every=30", "eval.at_end=all"]
-    recipe, horizon = Recipe.load("quickstart", settings), Horizon(300, 4000, 8)
-    bounded = evaluations(recipe.replace("eval.batches=16"), horizon, 1000)
-    assert bounded.number == 11
-    work = (10 * 16 + 125) / 3
-    assert bounded.share == pytest.approx(work / (work + 300)) and bounded.warning == ""
-    whole = evaluations(recipe.replace("eval.batches=0"), horizon, 1000)
-    assert whole.share == pytest.approx(11 * 125 / 3 / (11 * 125 / 3 + 300))
-    assert "eval.batches" in whole.warning
-    both = recipe.replace("eval.batches=16", "eval.train_batches=20")
-    train = evaluations(both, horizon, 1000)
-    work += 11 * 20 / 3
-    assert train.share == pytest.approx(work / (work + 300))
-    # how many times as long the last evaluation is
-    assert max(m.size for m in milestones(both, horizon, 1000)) == (1000 + 160) / (128 + 160)
-    few = evaluations(recipe.replace("eval.batches=1", "eval.every=0.5"), horizon, 8)
-    assert few.warning == "" and "3 evaluations: 0.33 % of" in str(few)
-    assert evaluations(recipe.replace("eval.every=0"), horizon, 1000) is None
-    assert Recipe().eval.batches == 100 and evaluations(recipe, horizon, 0) is None
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,8 @@ from typing import Any
 from windlass.errors import UserError, argument
 from windlass.estimate.calendar import (
     TIMED,
-    Evaluations,
     MilestoneRow,
     checkpoints_to_come,
-    evaluations,
     milestone_rows,
     milestones,
     optimal_steps,
@@ -68,7 +66,6 @@ class Plan:
     device_hours: float | None = None
     not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
     milestones: list[MilestoneRow] = field(default_factory=list)
-    evaluations: Evaluations | None = None  # of the loss, and their share of the work
     optimizer: str = ""  # `optim.kind`
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
@@ -220,7 +217,6 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
     parts = {"milestones": rows, "checkpoints": checkpoints_to_come(recipe, horizon)}
-    parts["evaluations"] = evaluations(recipe, horizon, val_samples)
     seconds = rows[-1].last_seconds if rows else 0.0
     if plan.speed is not None and seconds is not None:
         parts |= {"seconds": seconds, "device_hours": seconds * plan.world / 3600}

@@ -28,17 +28,15 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
         return {}, "the device's memory is unknown: give --memory GB"
     if rows[0].largest_micro_batch is None:  # the activations are unknown
         return {}, ""
-    fitting = [row for row in rows if row.fits] if micro_batch else []
-    smaller = micro_batch > 0 and not fitting
-    fitting = fitting or [row for row in rows if row.largest_micro_batch]
+    fitting = [row for row in rows if row.fits and micro_batch]
+    fitting += [row for row in rows if row.largest_micro_batch]
     if not fitting:
         return advise(Planned(subject), usable)
     row = fitting[0]
-    largest = row.largest_micro_batch or 0
-    layout = replace(row.layout, micro_batch=largest if smaller else micro_batch or largest)
+    size = micro_batch if row.fits and micro_batch else row.largest_micro_batch or 0
+    layout = replace(row.layout, micro_batch=size)
     given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {k: v for k, v in settings_of(layout).items() if k not in given}
-    settings = {k: v for k, v in settings.items() if v not in (False, "auto")}
+    settings = {k: v for k, v in settings_of(layout).items() if v and k not in given}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
 
@@ -207,8 +205,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
     facts["problem"] = plan.unknown.get("mixture", "")
     facts["repeated"] = "\n".join(repeated(plan.mixture))
-    if plan.evaluations:
-        facts |= {"evaluation": str(plan.evaluations), "warning": plan.evaluations.warning}
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
         facts["FLOPs"] = f"{_scaled(size.flops_per_token, 'FLOP')} a token{total}"

@@ -20,7 +20,7 @@ from windlass.data.samples import real_tokens
 from windlass.data.split import eval_questions
 from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.calendar import evaluations, resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.evaluation.likelihood import read_items
@@ -341,12 +341,10 @@ def report_start(
     facts = describe(data)
     if mixture is not None:
         facts["mixture"] = shares_of_run(mixture, horizon, state.skipped)
-    measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
-    shown = header(recorder, network, batch, facts, launch)
-    console.header(shown | {"eval": str(measured or "")}, state.step)
+    console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
     export = "" if network.own else export_note(plan.recipe.model)
-    for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
+    for text in (*warnings, export, *data_warnings(facts)):
         if text:
             console.warning(text)
     sizes, branched = network.sizes, plan.branch_from
