@@ -31,7 +31,7 @@ import numpy as np
 from windlass.estimate.devices import USABLE, Device, peak_flops, table
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout, Program, Rank, Work, ranks_of, work_of
-from windlass.estimate.step import MANY, Constants, Links, constants, published_speeds, step_time
+from windlass.estimate.step import Constants, Links, constants, published_speeds, step_time
 from windlass.model.size import flops_per_token
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.strategies import STRATEGIES
@@ -52,6 +52,7 @@ PRIOR = {
     "A100 attention": 0.45,  # flash attention 2 reaches 0.5 to 0.7 at best (arXiv 2307.08691)
     "H100 attention": 0.35,
 }
+MANY = 10  # rows of a source or a family that have a 10th and a 90th percentile
 SPREAD, ROUGH, ITERATIONS = 0.05, 0.7, 6  # of a row's logarithm, and of a constant's
 MISSED = 0.15  # rows with a larger error are listed by name
 
@@ -265,7 +266,7 @@ def project_of(run: PublishedRun) -> str:
 
 
 def ranges() -> dict[str, tuple[int, int, float, float]]:
-    """By family: rows, projects, and the errors between which 8 of 10 rows are (few rows: all).
+    """By family of many rows: rows, projects, and the errors between which 8 of 10 rows are.
 
     A row's error is by a fit without its project. Each project has the same weight in a family,
     because the next program is not the one that published most rows.
@@ -278,10 +279,9 @@ def ranges() -> dict[str, tuple[int, int, float, float]]:
     for family, projects in errors_of.items():
         pairs = sorted((e, 1 / len(own) / len(projects)) for own in projects.values() for e in own)
         below = np.cumsum([weight for _, weight in pairs])
-        few = len(pairs) < MANY
-        low = pairs[0 if few else int(np.searchsorted(below, 0.1))][0]
-        high = pairs[-1 if few else int(np.searchsorted(below, 0.9))][0]
-        table[family] = len(pairs), len(projects), low, high
+        low, high = (pairs[int(np.searchsorted(below, part))][0] for part in (0.1, 0.9))
+        if len(pairs) >= MANY:
+            table[family] = len(pairs), len(projects), low, high
     return table
 
 

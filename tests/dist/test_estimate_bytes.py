@@ -1,11 +1,13 @@
 """The plan's bytes of a step in each dimension, against the calls of real steps on real ranks."""
 
+from collections import Counter
+
 import pytest
 from byte_counter import sent_in_a_step
 from harness import recipe as make_recipe
 from harness import run_ranks
 
-from windlass.estimate.rank import layout_of, works
+from windlass.estimate.rank import layout_of, ranks_of, work_of
 from windlass.recipe import Recipe, dotted
 
 VOCAB = 64
@@ -32,9 +34,10 @@ def check(world, cells):
     recipes = [recipe(cell) for cell in cells]
     for per_rank in run_ranks(counted, world, recipes, timeout=120):
         for cell, r, (stage, sent) in zip(cells, recipes, per_rank, strict=True):
-            stages = works(r.model, VOCAB, layout_of(r, world), r.parallel.bucket_mb)
-            plan = {link: size for link, size in stages[stage].bytes_sent().items() if size}
-            assert sent == plan, (cell, stage)
+            rank, plan = ranks_of(r.model, VOCAB, layout_of(r, world))[stage], Counter[str]()
+            for one in work_of(rank, r.parallel.bucket_mb).collectives:
+                plan[one.link] += one.calls * one.size
+            assert sent == {link: round(size) for link, size in plan.items()}, (cell, stage)
 
 
 def on(**sizes):

@@ -353,7 +353,6 @@ def test_evaluations_are_bounded_and_the_last_one_also_measures_all_data(corpus,
     assert (seen["eval_loss"], seen["full_eval_loss"]) == (last["loss"], last["full_loss"])
     text = capsys.readouterr().out
     assert f"of all data {last['full_loss']:.4f}" in text
-    assert "3 evaluations x 1 batch, the last one 2" in text
 
 
 KEEP_ONE = {"checkpoint.keep_last": 1, "checkpoint.keep_best": False}

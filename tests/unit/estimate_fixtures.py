@@ -15,7 +15,6 @@ def write_run(
     step_s: float = 0.1,
     first_eval_s: float = 2.0,
     until: int = 100,
-    **first_eval: Any,
 ) -> Run:
     """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2
     steps; 1 s of start-up.
@@ -31,14 +30,14 @@ def write_run(
     def line(kind: str, step: int, **fields: Any) -> None:
         lines.append({"kind": kind, "step": step, **fields, "seconds": dict(spent)})
 
-    def evaluate(step: int, seconds: float, **more: Any) -> None:
+    def evaluate(step: int, seconds: float) -> None:
         spent["eval"] += seconds
-        line("eval", step, suite="loss", loss=4.0 - step / 100, runtime_s=seconds, **more)
+        line("eval", step, suite="loss", loss=4.0 - step / 100, runtime_s=seconds)
 
     start = {"world": world, "steps": 100, "strategy": recipe.strategy(world).name}
-    start |= {"device": device, "precision": "fp32", "parameters": 820_480}
-    line("event", 0, event="started", **start, samples_per_epoch=0)
-    evaluate(0, first_eval_s, **first_eval)
+    start |= {"device": device, "precision": "fp32"}
+    line("event", 0, event="started", **start, samples_per_epoch=0, data={"vocab": 257})
+    evaluate(0, first_eval_s)
     for step in range(2, 101, 2):
         spent["train"] += 2 * step_s
         speed = {"step_ms": 1e3 * step_s, "tokens_per_s": tokens / step_s}

@@ -114,9 +114,7 @@ def test_a_recipe_takes_settings_as_a_dictionary(tmp_path: Path) -> None:
     assert quickstart.replace(changes) == quickstart.replace(**changes) == typed
     assert Recipe.from_dict({"extends": "quickstart", **changes}) == typed
     assert Recipe.from_dict(typed.flat()) == typed
-    shown = "Recipe(quickstart: data.source=a.txt, train.steps=5, optim.lr=0.5)"
-    assert repr(typed) == str(typed) == shown
-    assert repr(quickstart) == "Recipe(quickstart)"
+    assert repr(typed) == str(typed) == f"Recipe({typed.name})"
     with refused("train.stepz", "train.steps?"):
         typed.replace({"train.stepz": 5})
     with refused("tran"):

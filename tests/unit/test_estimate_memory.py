@@ -14,7 +14,7 @@ from windlass.estimate.layouts import memory_rows
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
 from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.subject import Subject, documents_of_row
+from windlass.estimate.subject import Subject
 from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
 from windlass.estimate.text import recommend
 from windlass.model import loss
@@ -122,33 +122,6 @@ def test_what_autograd_saves_with_a_stream_in_bf16(monkeypatch, over):
     assert predicted == pytest.approx(saved_bytes(settings, "bf16"), rel=2e-3)
 
 
-def test_short_documents_take_memory_on_a_gpu():
-    """Flash attention pads each of 512 documents by 128 rows in its backward pass. (400 are made
-    512.) In fp32 and with dropout there is a mask.
-    """
-    shape = {"layers": 4, "heads": 12, "width": 768, "context": 1024}
-    own = {"device": "cuda", "micro_batch": 8, "checkpointing": "full"}
-
-    def peak(documents: float, precision: str = "bf16", **more: float) -> int:
-        layout = Layout("single", precision=precision, documents=documents, **own)
-        return memory(ModelSettings(**shape, **more), VOCAB, layout).total
-
-    tokens, padded = 8 * 1024, 512 * 128
-    attention = 4 * (tokens + padded) * (768 + 12) + 2 * tokens * 4 * 768
-    # the input and two copies of the hidden state, the norm's input and numbers, a copy of its gradient
-    released = 2 * tokens * 768 + 2 * 2 * tokens * 3072 + 4 * tokens * (768 + 2)
-    assert peak(50) - peak(0) == attention - released - 2 * tokens * 3072
-    assert peak(128) > peak(50) == peak(64) > peak(32) == peak(0)
-    assert peak(50, "fp32") - peak(0, "fp32") == 8 * 1024**2 * 4
-    assert peak(50, dropout=0.1) - peak(0, dropout=0.1) == 8 * 1024**2 * 2
-
-
-def test_documents_of_a_row_by_the_facts_of_a_run():
-    facts = {"samples": 30, "items": 90}
-    assert [documents_of_row(facts | more) for more in ({}, {"attended": 9.0})] == [0, 4]
-    assert documents_of_row({"samples": 3, "attended": 9.0, "items_per_sample": 2.5}) == 2.5
-
-
 @pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize(
     "over", [{}, {"activation": "swiglu", "norm": "rmsnorm", "position": "rope"}]
@@ -251,9 +224,7 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
-        each = settings.get("parallel.reduce_each_micro_batch", "auto")
-        assert each == first.layout.reduce_each
-        strategies.add((first.layout.strategy, first.layout.checkpointing, each))
+        strategies.add((first.layout.strategy, first.layout.checkpointing))
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
@@ -263,29 +234,6 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(0.1e9))
     settings, advice = recommend(rows, subject(usable=0.1e9))
     assert settings == {} and all(word in advice for word in ("nothing fits", "device with more"))
-
-
-def test_a_tight_row_may_run_and_is_not_recommended():
-    whole = memory(GPT2.model, ROWS, BASE_LAYOUT).total
-    for part, fits, tight in ((1.001, True, False), (0.95, False, True), (0.92, False, False)):
-        rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(part * whole))
-        own = next(row for row in rows if row.chosen)
-        assert (own.fits, own.tight) == (fits, tight)
-        assert recommend(rows, subject(16))[0]["parallel.activation_checkpointing"] == "none"
-        assert (recommend(rows, subject(16))[0]["parallel.strategy"] == "ddp") == fits
-
-
-def test_reducing_each_micro_batch_is_a_row_of_its_own():
-    rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
-    own = [row for row in rows if row.layout.strategy == "shard_grad_op"]
-    each, whole = (
-        next(r.memory.gradients for r in own if (r.layout.reduce_each is True) == value)
-        for value in (True, False)
-    )
-    assert whole == pytest.approx(8 * each)
-    one = replace(BASE_LAYOUT, accumulation=1, micro_batch=64)
-    rows = memory_rows(GPT2.model, ROWS, "adamw", one, int(70e9))
-    assert not [row for row in rows if row.layout.reduce_each is True]
 
 
 def test_tensor_ranks_divide_a_model_of_transformers():

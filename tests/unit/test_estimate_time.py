@@ -118,10 +118,6 @@ def test_costs_of_evaluations_and_saves():
     lines += [evaluation(10, 10.0, suite="hellaswag"), *saves]
     lines.append(train(20, 100, seconds={"train": 2.0, "save": 0.5}))
     assert measured_speed([START, *lines], "x").costs == {"evaluation": 16.0, "checkpoint": 0.25}
-    # a third of the 6 s that training takes; unknown
-    for first, cost in (({"tokens": 60_000}, 2.0), ({}, 40.0)):
-        lines = [START, evaluation(0, 40.0, **first), *(train(s, 100) for s in (1, 2, 3))]
-        assert measured_speed(lines, "x").costs["evaluation"] == pytest.approx(cost)
 
 
 def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
@@ -166,10 +162,8 @@ def test_predicted_speed():
         speed(recipe=r.replace({"train.tf32": tf32}), precision="fp32")[0] for tf32 in (True, False)
     )
     assert 3 < on.tokens_per_s / off.tokens_per_s < 8  # peaks of 156 and 19.5 TFLOP/s
-    h200, _ = speed(device=find_device("H200"))
-    assert "all of 2 published runs" in h200.detail
     l4, _ = speed(device=find_device("L4"))
-    assert l4.range is None and "no published run on NVIDIA L4" in l4.detail
+    assert l4.range is None and "error is unknown" in l4.detail
 
 
 def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
@@ -184,9 +178,9 @@ def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
     assert [compiles(epochs, "cuda", steps) for steps in (999, 1000)] == [False, True]
 
 
-@pytest.mark.parametrize("first_eval", [{}, {"tokens": 20_480 * 6}])
-def test_a_slow_first_evaluation_does_not_count_for_the_later_ones(tmp_path, first_eval):
-    """12 s at step 0 and 2 s from then on: after 5 % the time to finish is predicted within 10 %."""
-    slow = 12.0 if first_eval else 2.0
-    result = plan(write_run(tmp_path / "run", first_eval_s=slow, until=6, **first_eval).path)
-    assert result.seconds == pytest.approx(94 * 0.1 + 4 * 2, rel=0.1)
+def test_a_first_evaluation_does_not_count_for_the_later_ones(tmp_path):
+    """12 s at step 0, which compiles; the next one is at step 25."""
+    early = plan(write_run(tmp_path / "early", first_eval_s=12.0, until=6).path)
+    assert early.seconds == pytest.approx(94 * 0.1) and "evaluation" in early.not_counted
+    later = plan(write_run(tmp_path / "later", first_eval_s=12.0, until=30).path)
+    assert later.seconds == pytest.approx(70 * 0.1 + 3 * 2)

@@ -72,26 +72,6 @@ def test_all_problems_are_reported_together():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "keys"),
-    [
-        ("model.heads=3 optim.lr=-1 train.precison=bf16", "train.precison optim.lr model.heads"),
-        ("train=3 model.kind=hf data.source=[]", "train model.name data.source"),
-        # what may only follow from another problem is not reported
-        (
-            "optim.knd=torch.optim.SGD optim.options.momentum=0.9 parallel.offload=1",
-            "optim.knd parallel.offload",
-        ),
-        ("batch_size=15 train.micro_batch=5 model.kv_heads=3", "batch_size model.kv_heads"),
-        ("model.kind=gpt3 model.heads=3 model.name=x", "model.kind"),
-        ("train.max_n=3 train.steps=0 optim.schedule.warmup=900", "train.max_n train.steps"),
-        ("model.init_from=true model.vocab=5", "model.init_from"),  # the tokenizer follows from it
-    ],
-)
-def test_combinations_are_checked_beside_wrong_keys_and_values(overrides, keys):
-    assert set(problems(*overrides.split())) == set(keys.split())
-
-
-@pytest.mark.parametrize(
     ("key", "ours"),
     [
         ("batch_size", "train.global_batch"),
@@ -295,13 +275,8 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path):
         ("quickstrat", [], ("did you mean quickstart?",)),
         ("shakespear", [], ("did you mean shakespeare-char?",)),
         ("wiki.txt", [], ("windlass train quickstart data.source=wiki.txt",)),
-        (
-            "config.yaml",
-            [],
-            ("TOML", "windlass init", "coming-from"),
-        ),
+        ("config.yaml", [], ("TOML", "windlass init")),
         ("empty", [], ("empty is a directory without a recipe",)),
-        ("runs", [], ("runs is a directory without a recipe", "runs/a")),
         ("model", [], ("model.kind=hf model.name=model",)),
         ("optim.lr=3", [], ("is a setting", "quickstart optim.lr=3")),
         ("quickstart", ["optim.lr"], ("optim.lr", "KEY=VALUE")),
@@ -316,7 +291,6 @@ def test_what_cannot_be_read_is_one_message(tmp_path, monkeypatch, recipe, overr
         "wiki.txt": "[train\n",
         "config.yaml": "a: 1\n",
         "model/config.json": "{}",
-        "runs/a/recipe.toml": "",
         "empty/x": "",
     }.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -430,7 +404,6 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
     places = "0.001 (preset shakespeare-char)", "0.003 (preset shakespeare-char-fast)"
     assert ", then ".join([*places, "0.5 (mine.toml)", "0.25 (command line)"]) in text
     assert "set to" not in explain("train.tf32", "mine.toml")
-    assert "resolved  4" in explain("model.kv_heads", "mine.toml")
     assert "`heads`" in explain("model.kv_heads")
     overview = explain("optim", "mine.toml")
     assert "optim.lr = 0.5 " in overview and "optim.schedule.warmup = 0.02" in overview

@@ -20,7 +20,7 @@ source = "books.txt"
 max_tokens = 4000
 
 [[data.stages]]
-from = "80 %"
+from = 0.8
 weights = { books = 0.5 }
 """
 

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 import hf_fixtures
-from helpers import tiny_recipe
-from windlass import train
-from windlass.errors import RunFailed
 from windlass.estimate.devices import Device
 from windlass.estimate.layouts import layout_on, memory_rows
 from windlass.estimate.memory import memory
@@ -50,37 +47,10 @@ def test_the_largest_of_the_plan_is_chosen(gigabytes, world):
     assert layout.micro_batch > BY_TOKENS or gigabytes < 24
 
 
-def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2, documents=0.0):
+def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2):
     plan = SimpleNamespace(recipe=recipe, run=run, resuming=run is not None)
     batch = recipe.batch(ranks.world, "cpu" if free is None else "cuda")
-    return open_micro_batch(plan, ranks, batch, vocab, free, documents).micro_batch
-
-
-def test_short_documents_have_a_smaller_micro_batch():
-    """In bf16, where flash attention's backward pass pads each document."""
-    recipe = GPT2.replace({"train.precision": "bf16"})
-    with init_ranks(DistEnv(), GPT2) as ranks:
-        of_rows, of_documents = (
-            chosen(ranks, int(17e9), recipe=recipe, documents=count) for count in (0.0, 300.0)
-        )
-    assert of_rows == 2 * of_documents
-
-
-def test_a_run_counts_the_documents_of_its_rows(tmp_path, monkeypatch):
-    counts = list[float]()
-
-    def stop(*arguments):
-        counts.append(arguments[-1])
-        raise RunFailed("far enough")
-
-    monkeypatch.setattr("windlass.training.setup.open_micro_batch", stop)
-    text = tmp_path / "text.jsonl"
-    text.write_text("\n".join([json.dumps({"text": f"a document {i}"}) for i in range(99)]))
-    for masked in (True, False):
-        recipe = tiny_recipe(text, tmp_path / f"run-{masked}", data__document_mask=masked)
-        with pytest.raises(RunFailed, match="far enough"):
-            train(recipe)
-    assert counts[0] > 1 and counts[1] == 0
+    return open_micro_batch(plan, ranks, batch, vocab, free).micro_batch
 
 
 def test_a_resumed_run_keeps_its_micro_batch(tmp_path):

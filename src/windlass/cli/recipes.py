@@ -29,13 +29,9 @@ def init(
 
     Example: `windlass init mine.toml --data book.txt`
     """
-    from windlass.data.sources import form_of
-    from windlass.recipe.explain import sources_of, write_first_recipe
+    from windlass.recipe.explain import write_first_recipe
 
-    forms = [form_of(source, "--data") for source in sources_of(data)]
-    if any(form != forms[0] for form in forms):
-        raise UserError(f"--data: {data} has texts and conversations; data.mix trains on both")
-    write_first_recipe(file, data, model, forms[0] if forms else {})
+    write_first_recipe(file, data, model)
     quoted = shlex.quote(str(file))
     verbs = ", ".join(f"`windlass {verb} {quoted}`" for verb in ("prepare", "plan", "train"))
     say(f"wrote {file}: edit it, then {verbs}")

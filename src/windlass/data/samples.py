@@ -51,11 +51,6 @@ def masks_documents(samples: object) -> bool:
     return bool(getattr(samples, "document_mask", False))
 
 
-def documents_per_row(samples: object) -> float:
-    """The documents of a row, in the mean, if attention keeps them apart; 0: it does not."""
-    return getattr(samples, "documents_per_row", 0.0) if masks_documents(samples) else 0.0
-
-
 class Samples(Protocol):
     """A training or validation set; the user's class can be one.
 
@@ -183,11 +178,6 @@ class PackedSamples:
         for at in np.flatnonzero(counts < self.context).tolist():  # the last row of a ragged set
             batch.tokens[at, counts[at] :], batch.labels[at, counts[at] :] = 0, IGNORE_INDEX
         return batch
-
-    @property
-    def documents_per_row(self) -> float:
-        """The documents or parts of documents of a row, in the mean."""
-        return 1 + (0 if self._starts is None else len(self._starts)) / max(1, self._count)
 
     @cached_property
     def attended(self) -> float:

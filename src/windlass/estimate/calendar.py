@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 from windlass.model.size import count
 from windlass.optim.schedule import phases, schedule_horizon
 from windlass.recipe import Duration, Horizon
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Milestones that take time.
 TIMED = EVALUATION, CHECKPOINT, SAMPLE = "evaluation", "checkpoint", "sample"
 AT_END = 0.1  # largest share of a run's work for a last evaluation of all validation data
-MUCH = 0.3  # share of a run's work from which evaluations get a warning
 
 
 def recipe_vocab(recipe: Recipe) -> int | None:
@@ -83,29 +82,6 @@ class Milestone(NamedTuple):
     size: float = 1.0  # of a last evaluation, relative to an earlier one
 
 
-class Evaluations(NamedTuple):
-    """The size of a run's evaluations of the loss, in global batches."""
-
-    number: int
-    batches: int  # of each evaluation except the last
-    last: int
-    train: int  # of training data, in each evaluation
-    share: float  # of the run's FLOPs; a forward pass is a third of a training step
-
-    @property
-    def warning(self) -> str:
-        share = f"evaluations are {100 * self.share:.0f} % of the run's work"
-        advice = f"{share}: lower eval.batches, raise eval.every, or hold out less"
-        return advice if self.share > MUCH else ""
-
-    def __str__(self) -> str:
-        last = f", the last one {self.last:,}" if self.last != self.batches else ""
-        share = f"{100 * self.share:.2g} % of the run's work"
-        train = f", and {self.train:,} of training data" if self.train else ""
-        size = "1 batch" if self.batches == 1 else f"{self.batches:,} batches"
-        return f"{plural(self.number, 'evaluation')} x {size}{last}{train}: {share}"
-
-
 @dataclass(frozen=True)
 class MilestoneRow:
     what: str
@@ -134,24 +110,6 @@ def measures_all(recipe: Recipe, horizon: Horizon, val_samples: int) -> bool:
     work = -(-val_samples // horizon.samples_per_step) / 3
     is_cheap = work <= AT_END * (work + horizon.steps)
     return recipe.eval.at_end == "all" or (recipe.eval.at_end == "auto" and is_cheap)
-
-
-def evaluations(recipe: Recipe, horizon: Horizon, val_samples: int) -> Evaluations | None:
-    """The evaluations of a run's loss; None without any, or without a validation set (0)."""
-    steps = [m.step for m in milestones(recipe, horizon) if m.what == EVALUATION]
-    if not (steps and val_samples and LOSS_SUITE in recipe.eval.suites):
-        return None
-    whole = -(-val_samples // horizon.samples_per_step)
-    batches = min(recipe.eval.batches or whole, whole)
-    last = whole if measures_all(recipe, horizon, val_samples) else batches
-    in_epoch = -(-horizon.samples_per_epoch // horizon.samples_per_step)
-    train = min(recipe.eval.train_batches, in_epoch)
-    sizes = [*[batches] * (len(steps) - 1), last]
-    # Windlass also evaluates the average, except before the first step.
-    averaged = recipe.train.average > 0
-    twice = sum(size for step, size in zip(steps, sizes, strict=True) if averaged and step)
-    work = (sum(sizes) + twice + len(steps) * train) / 3
-    return Evaluations(len(steps), batches, last, train, work / (work + horizon.steps))
 
 
 def milestones(recipe: Recipe, horizon: Horizon, val_samples: int = 0) -> list[Milestone]:

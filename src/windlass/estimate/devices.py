@@ -14,8 +14,8 @@ from windlass.errors import UserError, argument
 from windlass.processes import nvml_handle, visible_gpus
 
 GIB = 2**30
-USABLE, TIGHT = 0.9, 0.97
-"""The parts of a device's memory that a plan fills, and fills with a warning.
+USABLE = 0.9
+"""The part of a device's memory that a plan fills.
 
 The driver, NCCL's buffers and the allocator's fragmentation take the rest. Of 209 published runs
 with the largest micro-batch that ran, none takes more than 0.88 (docs/evidence/plan.md)."""

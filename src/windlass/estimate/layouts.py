@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from windlass.errors import UserError, plural
-from windlass.estimate.devices import CAREFUL, TIGHT, USABLE, Device, peak_flops
+from windlass.estimate.devices import CAREFUL, USABLE, Device, peak_flops
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.rank import LINKS, Layout, layout_of, works
+from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
@@ -21,7 +21,6 @@ CHECKPOINTING = ("none", "selective", "full")
 ROWS = 8  # of the table of layouts, one for each combination of tensor, context and pipeline
 PER_HOST = 8  # assumed GPUs of a host
 NETWORK = 25e9  # assumed bytes a second between hosts for each GPU: an adapter of 200 Gbit/s
-NOMINAL = {"cpu": 5e10, "cuda": 1e14}  # FLOP/s that order layouts without a published peak
 ALIKE = 0.02  # predicted steps that differ by less than this part count as equal
 
 Settings = dict[str, str | int | bool]
@@ -32,7 +31,6 @@ class MemoryRow:
     layout: Layout
     memory: Memory  # of the fullest rank
     fits: bool | None  # None: unknown
-    tight: bool  # whether it may run although it does not fit: below TIGHT of the device's memory
     largest_micro_batch: int | None  # that fits; 0: none does; None: unknown
     chosen: bool  # whether it is the recipe's own layout
 
@@ -43,12 +41,7 @@ class LayoutRow:
 
     layout: Layout
     memory: Memory  # of the fullest rank
-    # Seconds of a step, predicted; only for the order without a published peak.
-    seconds: float
-    compute: float
-    communication: float
-    bubble: float
-    sent: dict[str, int]  # bytes of a rank in a step along each dimension, at most
+    seconds: float  # of a step, predicted
     settings: Settings  # that differ from the recipe's
     chosen: bool  # whether it is the recipe's own layout
 
@@ -59,7 +52,6 @@ class Machine:
     world: int
     precision: str
     per_host: int = 0  # ranks; 0: PER_HOST GPUs, or all ranks on a CPU
-    documents: float = 0.0  # of a row (`Layout.documents`)
 
     @property
     def ranks_of_host(self) -> int:
@@ -75,9 +67,10 @@ class Machine:
         """The speeds of a rank, by the device's data sheet and the published rates of links."""
         highest = peak_flops(self.device.name, self.precision, recipe.train.tf32)
         peak = peak_flops(self.device.name, "bf16") if self.precision == "float8" else highest
+        assert highest and peak, "the caller asks `knows_peak`"
         links = Links(self.device.link, NETWORK, self.ranks_of_host)
-        speeds = published_speeds(self.device, peak or NOMINAL[self.device.kind], links)
-        if self.precision == "float8" and highest and peak:  # head and attention are in bf16
+        speeds = published_speeds(self.device, peak, links)
+        if self.precision == "float8":  # head and attention are in bf16
             return replace(speeds, float8=speeds.products * highest / peak)
         return speeds
 
@@ -98,26 +91,15 @@ def variants(
     plain = replace(base, offload=False)
     for checkpointing, name in product(checkpointings, names):
         yield variant(plain, name, checkpointing, groups)
-        if name == "shard_grad_op" and base.accumulation > 1:
-            yield variant(plain, name, checkpointing, groups, reduce_each=True)
 
 
-def variant(
-    base: Layout,
-    strategy: str,
-    checkpointing: str,
-    groups: int = 0,
-    reduce_each: bool | str = "auto",
-) -> Layout:
-    """A layout with another strategy; what `base` has of the same strategy stays."""
-    policy = STRATEGIES[strategy]
-    shard = policy.sizes(base.data_world, 0, groups).dp_shard
-    shard *= base.context if policy.shards_optimizer else 1
-    how = replace(base, strategy=strategy, checkpointing=checkpointing, reduce_each=reduce_each)
-    if strategy != base.strategy:
-        return replace(how, shard=shard)
-    same = how.reduces_each == base.reduces_each
-    return replace(how, reduce_each=base.reduce_each) if same else how
+def variant(base: Layout, strategy: str, checkpointing: str, groups: int = 0) -> Layout:
+    """A layout with another strategy; the same strategy keeps its sharding group."""
+    how = replace(base, strategy=strategy, checkpointing=checkpointing)
+    if strategy == base.strategy:
+        return how
+    shard = how.policy.sizes(base.data_world, 0, groups).dp_shard
+    return replace(how, shard=shard * (base.context if how.policy.shards_optimizer else 1))
 
 
 def settings_of(layout: Layout) -> Settings:
@@ -130,7 +112,6 @@ def settings_of(layout: Layout) -> Settings:
         "train.micro_batch": layout.micro_batch,
         "parallel.shard_size": layout.shard // layout.context if layout.policy.grouped else 0,
         "parallel.offload": layout.offload,
-        "parallel.reduce_each_micro_batch": layout.reduce_each,
     }
 
 
@@ -149,14 +130,13 @@ def memory_rows(
     for layout in layouts + [base] * (base not in layouts):
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
-        tight = usable is not None and usable < needed.total <= usable * TIGHT / USABLE
         if not has_peaks and fits:
             fits = None  # the unknown activations may be too large
         largest = None
         if has_peaks and usable is not None:
             fitting = with_micro_batch(model, vocab, layout, optimizer, usable)
             largest = fitting.micro_batch if fitting else 0
-        rows.append(MemoryRow(layout, needed, fits, tight, largest, layout == base))
+        rows.append(MemoryRow(layout, needed, fits, largest, layout == base))
     return rows
 
 
@@ -172,7 +152,6 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
         division: Settings = {"parallel.tensor": tensor, "parallel.context": context}
         division |= {"parallel.pipeline": pipeline, "parallel.strategy": "auto"}
         division |= {"parallel.offload": False, "parallel.shard_size": 0}
-        division |= {"parallel.reduce_each_micro_batch": "auto"}
         division |= {"train.micro_batch": recipe.train.micro_batch or 1}
         try:
             base = layout_of(
@@ -180,7 +159,6 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
             )
         except UserError:  # the checks of `recipe.combinations` and of the batch
             continue
-        base = replace(base, documents=machine.documents)
         base = replace(base, workspace=machine.device.workspace_bytes)
         groups = 0 if host % (tensor * context) else host // (tensor * context)
         sizes = [n for n in range(1, base.share // pipeline + 1) if base.share % n == 0]
@@ -213,20 +191,15 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         before["parallel.strategy"] = "ddp" if machine.world > 1 else "single"
     chosen = None
     with suppress(UserError):  # the recipe's own layout may not divide the ranks
-        place = (machine.world, machine.device, machine.precision)
-        chosen = layout_on(recipe, vocab, *place, documents=machine.documents)
+        chosen = layout_on(recipe, vocab, machine.world, machine.device, machine.precision)
     for _, layout, step in timed:
         division = layout.tensor, layout.context, layout.pipeline
         if division in rows:
             continue
         peak = memory(recipe.model, vocab, layout, kind)
         if peak.total <= usable:
-            sent = [work.bytes_sent() for work in works(recipe.model, vocab, layout, bucket)]
-            most = {link: max(one[link] for one in sent) for link in LINKS}
-            times = (step.compute, step.communication, step.bubble)
             changes = {k: v for k, v in settings_of(layout).items() if before[k] != v}
-            is_own = layout == chosen
-            rows[division] = LayoutRow(layout, peak, sum(times), *times, most, changes, is_own)
+            rows[division] = LayoutRow(layout, peak, step.total, changes, layout == chosen)
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")
@@ -257,7 +230,6 @@ def layout_on(
     precision: str,
     usable: int | None = None,
     counted: CountedSizes | None = None,
-    documents: float = 0.0,
 ) -> Layout:
     """The layout of a recipe on ranks of a device with `usable` bytes each (default: the plan's).
 
@@ -266,7 +238,7 @@ def layout_on(
     `transformers`) are unknown, or if nothing fits.
     """
     layout = layout_of(recipe, world, device.kind, precision)
-    layout = replace(layout, workspace=device.workspace_bytes, documents=documents)
+    layout = replace(layout, workspace=device.workspace_bytes)
     usable = device.usable_bytes if usable is None else usable
     is_open = device.kind == "cuda" and not recipe.train.micro_batch
     model: Network | None = recipe.model if recipe.model.kind == "gpt" else counted

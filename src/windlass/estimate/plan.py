@@ -14,10 +14,8 @@ from typing import Any
 from windlass.errors import UserError, argument
 from windlass.estimate.calendar import (
     TIMED,
-    Evaluations,
     MilestoneRow,
     checkpoints_to_come,
-    evaluations,
     milestone_rows,
     milestones,
     optimal_steps,
@@ -27,9 +25,7 @@ from windlass.estimate.devices import Device
 from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
 from windlass.estimate.subject import Size, Speed, Subject, past_speed, predicted_speed, subject_of
 from windlass.estimate.text import print_plan, recommend
-from windlass.model.convert import export_note
 from windlass.model.size import flops_per_token
-from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
 
@@ -54,27 +50,23 @@ class Plan:
     tokens: int | None
     epochs: float | None
     mixture: list[dict[str, Any]] = field(default_factory=list)  # see `mixture.shares_of_run`
-    schedule_steps: int | None = None  # of the learning rate schedule, if not the run's steps
     optimal_tokens: int | None = None
     optimal_steps: int | None = None
     flops: int | None = None  # of the whole run, padding included
     memory: list[MemoryRow] = field(default_factory=list)  # the fastest layout first
     recommended: dict[str, str | int | bool] = field(default_factory=dict)  # a layout that fits
     advice: str = ""  # the reason for it, or a remedy if nothing fits
-    layouts: list[LayoutRow] = field(default_factory=list)  # that fit, the fastest first
+    layouts: list[LayoutRow] = field(default_factory=list)  # that fit a listed device, by time
     layouts_advice: str = ""  # if none fits
     machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
-    tokens_bytes: int | None = None  # of the shards, if `data.max_tokens` gives it
     speed: Speed | None = None
     seconds_per_step: float | None = None
     seconds: float | None = None  # from now to the end
     device_hours: float | None = None
     not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
     milestones: list[MilestoneRow] = field(default_factory=list)
-    evaluations: Evaluations | None = None  # of the loss, and their share of the work
     optimizer: str = ""  # `optim.kind`
-    export: str = ""  # why an export needs the model's code; empty if it does not
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
@@ -129,14 +121,14 @@ def plan(
         like = f"name a run of this model (with {argument('device', 'NAME')} for its device)"
         without = f"drop {argument('past', 'RUN')} to predict a speed from the device's data sheet"
         raise UserError(f"{problem}: {like}, or {without}")
-    place = (subject.device, subject.world, subject.precision)
-    machine = Machine(*place, per_host, subject.documents)
+    machine = Machine(subject.device, subject.world, subject.precision, per_host)
     if speed is None:
         speed, why = predicted_speed(subject, machine)
         subject = replace(subject, speed_reason=why)
     result = assemble(subject, speed, run)
     vocab = result.size.vocab
-    if subject.world == 1 or subject.counted or recipe.model.kind != "gpt" or not vocab:
+    ours = recipe.model.kind == "gpt" and not subject.counted
+    if subject.world == 1 or not ours or not vocab or not machine.knows_peak:
         return result
     rows, why = layout_rows(recipe, vocab, machine)
     return replace(result, layouts=rows, layouts_advice=why, machine=machine)
@@ -161,7 +153,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
     except UserError as error:
         unknown["steps"] = str(error)
     tokens_per_step = batch * (tokens or float(context))
-    bytes_per_token = 2 if (size.vocab or 0) <= 2**16 else 4  # uint16, uint32
     plan = Plan(
         recipe=recipe.preset,
         config_hash=recipe.config_hash,
@@ -172,7 +163,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         precision=subject.precision,
         size=size,
         optimizer=recipe.optim.kind,
-        export=export_note(recipe.model),
         steps=steps,
         done=subject.done,
         tokens_per_step=tokens_per_step,
@@ -180,7 +170,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         taken_as_full=tokens is None and data.ragged_,
         tokens=None if steps is None else round(steps * tokens_per_step),
         epochs=steps * batch / samples if steps is not None and samples else None,
-        tokens_bytes=data.max_tokens * bytes_per_token or None,
         speed=speed,
         seconds_per_step=tokens_per_step / speed.tokens_per_s if speed else None,
         unknown=unknown,
@@ -224,10 +213,7 @@ def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> 
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)
-    schedule_steps = schedule_horizon(recipe.optim.schedule, horizon).steps
     parts = {"milestones": rows, "checkpoints": checkpoints_to_come(recipe, horizon)}
-    parts["schedule_steps"] = schedule_steps if schedule_steps != horizon.steps else None
-    parts["evaluations"] = evaluations(recipe, horizon, val_samples)
     seconds = rows[-1].last_seconds if rows else 0.0
     if plan.speed is not None and seconds is not None:
         parts |= {"seconds": seconds, "device_hours": seconds * plan.world / 3600}

@@ -68,7 +68,6 @@ class Layout:
     average: bool = False  # `train.average`
     share: int = 0  # the micro-batch divides it (`BatchPlan.share`); 0: a step's samples of a rank
     compile: bool = False
-    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     master: int = 4  # bytes by `train.master`; see `weight_bytes`
     program: Program = OURS
 
@@ -237,9 +236,6 @@ def ranks_of(model: ModelSettings, vocab: int, layout: Layout) -> list[Rank]:
     return list({(r.layers, r.first, r.last): r for r in reversed(ranks)}.values())[::-1]
 
 
-LINKS = ("dp", "tp", "cp", "pp")  # of communication; `dp` also sums the gradients over `cp`
-
-
 def flops_of_run(recipe: Recipe, start: Line) -> float:
     """FLOPs of a token in a run's last start; the slowest pipeline stage counts for all."""
     if start.get("network") or recipe.model.freeze:
@@ -260,7 +256,8 @@ class Collective(NamedTuple):
     size: float  # bytes of a call: the whole buffer
     calls: float
     ranks: int
-    link: str = "dp"  # one of LINKS
+    # Or tp, cp, pp: the dimension of the mesh. `dp` also sums the gradients over `cp`.
+    link: str = "dp"
     stride: int = 1  # the difference between the numbers of neighbouring ranks
 
     @property
@@ -337,16 +334,6 @@ class Work:
             between = Collective("all_reduce", size / shard, number, groups, "dp", stride * shard)
             sent.append(between)
         return sent
-
-    def bytes_sent(self) -> dict[str, int]:
-        sent = dict.fromkeys(LINKS, 0.0)
-        for one in self.collectives:
-            sent[one.link] += one.calls * one.size
-        return {link: round(size) for link, size in sent.items()}
-
-
-def works(model: ModelSettings, vocab: int, layout: Layout, bucket_mb: float = 25.0) -> list[Work]:
-    return [work_of(rank, bucket_mb) for rank in ranks_of(model, vocab, layout)]
 
 
 def work_of(rank: Rank, bucket_mb: float = 25.0) -> Work:

@@ -30,7 +30,6 @@ ATTENTION = (2, 5)
 UPDATE_BYTES = 40  # of AdamW for a parameter: 28 of weight, gradient and moments, 12 to clip
 WEIGHT_BYTES = 18  # of a weight in each micro-batch: autocast's copy, and the gradient's sum
 KERNELS = {True: (12, 24), False: (30, 60)}  # of a block's passes, compiled and not
-MANY = 10  # published rows from which a range covers 8 in 10 of them; with fewer it covers all
 NEWTON_SCHULZ = 5  # iterations of Muon
 # Of a number of a product's input, output or (twice) weight in float8: it is read for the scale and
 # for rounding, written, and transposed. Counted, not fitted.

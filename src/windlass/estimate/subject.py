@@ -4,7 +4,7 @@ run's ledger. Torch only counts the parameters of a Hugging Face model.
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean, median
@@ -12,11 +12,11 @@ from typing import Any
 
 from windlass.errors import UserError, argument, first_line
 from windlass.estimate.calendar import CHECKPOINT, EVALUATION, SAMPLE, recipe_vocab, resolve_steps
-from windlass.estimate.devices import TIGHT, Device, find_device, peak_flops, table, this_device
+from windlass.estimate.devices import Device, find_device, peak_flops, table, this_device
 from windlass.estimate.layouts import Machine, layout_on
 from windlass.estimate.memory import memory
 from windlass.estimate.rank import Layout
-from windlass.estimate.step import MANY, ShapeUnknown, constants, slowest
+from windlass.estimate.step import ShapeUnknown, constants, slowest
 from windlass.hub import missing_package
 from windlass.model.size import CountedSizes, checkpoint_bytes, count, flops_per_token
 from windlass.recipe import Recipe
@@ -31,7 +31,6 @@ class Size:
     parameters: int | None = None
     trained: int | None = None
     non_embedding: int | None = None  # in blocks and norms; None for a Hugging Face model
-    parts: dict[str, int] = field(default_factory=dict)
     flops_per_token: int | None = None  # with attention, but 6 N for a Hugging Face model
     checkpoint_bytes: int | None = None
     network: dict[str, Any] = field(default_factory=dict)
@@ -47,7 +46,6 @@ class Subject:
     samples_per_epoch: int = 0  # 0: unknown
     tokens_per_sample: float | None = None  # the average without padding; None: unknown
     width: float = 0.0  # mean positions of a row as training pads it; 0: the context
-    documents: float = 0.0  # of a row, each with an attention of its own; 0: whole rows
     val_samples: int = 0  # of the validation set; 0: none, or unknown
     mixture: Any = None  # the samples of a mixture (`MixedSamples`), or a run's facts about it
     reason: str = "the data is not prepared (windlass prepare RECIPE)"  # why they are unknown
@@ -69,18 +67,15 @@ class Subject:
                 checkpoint_bytes(recipe, counted.vocab, counted),
             )
             totals = counted.vocab, counted.total, counted.trained
-            return Size(*totals, None, {}, flops, disk, counted.network)
+            return Size(*totals, None, flops, disk, counted.network)
         if model.kind == "hf":
             return Size()
         vocab = model.vocab or self.vocab or recipe_vocab(recipe)
         sizes, flops = count(model, vocab or 0), flops_per_token(model, vocab or 0)
-        names = ["positions", "attention", "feed_forward", "norms"]
-        names = ["embedding", *names, "head"] if vocab else names
-        parts = {name: getattr(sizes, name) for name in names}
         if not vocab:
-            return Size(non_embedding=sizes.non_embedding, parts=parts)
+            return Size(non_embedding=sizes.non_embedding)
         on_disk = checkpoint_bytes(recipe, vocab)
-        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, parts, flops, on_disk)
+        return Size(vocab, sizes.total, sizes.total, sizes.non_embedding, flops, on_disk)
 
     @property
     def layout(self) -> Layout:
@@ -88,8 +83,7 @@ class Subject:
         if self.micro_batch and not recipe.train.micro_batch:
             recipe = recipe.replace({"train.micro_batch": self.micro_batch})
         of_hf = self.counted if recipe.model.kind == "hf" else None
-        place = (self.world, self.device, self.precision)
-        return layout_on(recipe, vocab, *place, counted=of_hf, documents=self.documents)
+        return layout_on(recipe, vocab, self.world, self.device, self.precision, counted=of_hf)
 
     def mixture_rows(self, steps: int) -> list[dict[str, Any]]:
         """The sources of a mixture over the run, if known."""
@@ -142,37 +136,25 @@ def subject_of(
     subject = Subject(recipe, ranks, target, precision)
     if run is None:
         return with_sizes(with_prepared_data(subject), activations)
-    train, vocab = run.lines("train"), None
-    last, parameters = train[-1] if train else {}, started.get("parameters")
-    if parameters and recipe.model.kind == "gpt":  # linear in the rows of the embedding
-        without, with_one = (count(recipe.model, rows).total for rows in (0, 1))
-        vocab = (int(parameters) - without) // (with_one - without)
+    train, data = run.lines("train"), started.get("data", {})
+    last = train[-1] if train else {}
     counted = last.get("samples") and last.get("tokens")
     per_sample = last["tokens"] / last["samples"] if counted else None
     padded = [x for x in train if x.get("padded_tokens_per_s") and x.get("tokens_per_s")]
     growth = sum(x["padded_tokens_per_s"] / x["tokens_per_s"] for x in padded) / max(1, len(padded))
     subject = replace(
         subject,
-        vocab=vocab,
+        vocab=data.get("vocab"),
         samples_per_epoch=int(started.get("samples_per_epoch", 0)),
         tokens_per_sample=per_sample,
         width=growth * (per_sample or 0.0),
-        documents=documents_of_row(started.get("data", {}).get("train", {})),
         done=int(last.get("step", started["step"])),
         steps=int(started["steps"]),
         micro_batch=0 if device or world else int(started.get("micro_batch", 0)),
-        val_samples=started.get("data", {}).get("val", {}).get("samples", 0),
-        mixture=started.get("data", {}).get("mixture"),
+        val_samples=data.get("val", {}).get("samples", 0),
+        mixture=data.get("mixture"),
     )
     return with_sizes(subject, activations)
-
-
-def documents_of_row(train: dict[str, Any]) -> float:
-    """The documents of a row by the facts of a run's data, if attention keeps them apart."""
-    if "attended" not in train:
-        return 0.0
-    per_row = train.get("items", 0) / train["samples"] + 1  # rows cut documents of a text
-    return float(train.get("items_per_sample", per_row))
 
 
 def with_sizes(subject: Subject, activations: bool = False, several: bool = True) -> Subject:
@@ -214,7 +196,7 @@ def with_sizes(subject: Subject, activations: bool = False, several: bool = True
 def with_prepared_data(subject: Subject) -> Subject:
     from windlass.data.open import open_samples
     from windlass.data.prepare import find_prepared
-    from windlass.data.samples import documents_per_row, real_tokens
+    from windlass.data.samples import real_tokens
 
     recipe, width = subject.recipe, 0.0
     try:
@@ -234,7 +216,6 @@ def with_prepared_data(subject: Subject) -> Subject:
         vocab=opened.vocab,
         samples_per_epoch=len(samples),
         tokens_per_sample=(real_tokens(samples) or 0) / len(samples),
-        documents=documents_per_row(samples),
         val_samples=len(opened.val or ()),
         mixture=samples if recipe.data.mix else None,
     )
@@ -278,30 +259,19 @@ def measured_speed(ledger: Sequence[Line], name: str) -> Speed | None:
     speed = tokens_per_step / (mean(times[cut : len(times) - cut]) / 1e3)
     steps = f"steps {lines[0]['step']:,} to {lines[-1]['step']:,}"
     detail = f"run {name}: {world} x {device or 'unknown device'}, {steps}"
-    return Speed(speed, world, "measured", detail, measured_costs(ledger, speed), device)
+    return Speed(speed, world, "measured", detail, measured_costs(ledger), device)
 
 
-def measured_costs(ledger: Sequence[Line], tokens_per_s: float) -> dict[str, float]:
+def measured_costs(ledger: Sequence[Line]) -> dict[str, float]:
     """Seconds of an evaluation, a checkpoint and a sample, as far as they were measured."""
-    costs: dict[str, float] = {}
-    evaluations: dict[int, list[Line]] = {}
+    costs = dict[str, float]()
+    evaluations = defaultdict[int, float](float)
     for x in ledger:
         if x["kind"] == "eval" and isinstance(x.get("runtime_s"), int | float):
-            evaluations.setdefault(x["step"], []).append(x)
+            evaluations[x["step"]] += x["runtime_s"]
     # A run's first evaluation also pays for compilation, caches and first allocations.
-    first, *later = [evaluations[step] for step in sorted(evaluations)] or [[]]
-    if later:
-        costs[EVALUATION] = median(sum(x["runtime_s"] for x in lines) for lines in later)
-    elif first:
-        # Evaluations of the loss take at most the time of training's forward passes, which are a
-        # third of a step's FLOPs.
-        costs[EVALUATION] = 0.0
-        for x in first:
-            tokens = (
-                x.get("tokens", 0) + x.get("train_tokens", 0) if x.get("suite") == "loss" else 0
-            )
-            most = tokens / tokens_per_s / 3 if tokens else math.inf
-            costs[EVALUATION] += min(x["runtime_s"], most)
+    if len(evaluations) > 1:
+        costs[EVALUATION] = median(evaluations[step] for step in sorted(evaluations)[1:])
     saves = sum(x["kind"] == "event" and x.get("event") == "checkpoint" for x in ledger)
     samples = len({x["step"] for x in ledger if x["kind"] == "sample"})
     seconds = [x["seconds"] for x in ledger if isinstance(x.get("seconds"), dict)]
@@ -322,17 +292,15 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
         return None
     near = min((speed.world for speed in speeds), key=lambda ranks: abs(ranks - world))
     speeds = [speed for speed in speeds if speed.world == near]
-    tokens_per_s = median(speed.tokens_per_s for speed in speeds)
-    nearest = min(speeds, key=lambda speed: abs(speed.tokens_per_s - tokens_per_s))
-    kinds = {kind for speed in speeds for kind in speed.costs}
-    costs = {kind: median(s.costs[kind] for s in speeds if kind in s.costs) for kind in kinds}
-    basis, detail = nearest.basis, nearest.detail
+    speeds.sort(key=lambda speed: speed.tokens_per_s)
+    speed = speeds[len(speeds) // 2]
     if len(speeds) > 1:
-        detail = f"the median of {len(speeds)} runs; the nearest is {detail}"
-    if near != world:
-        basis, tokens_per_s = "at best", tokens_per_s * world / near
-        detail += f"; scaled by {world}/{near} without loss"
-    return Speed(tokens_per_s, world, basis, detail, costs, nearest.device)
+        speed = replace(speed, detail=f"{speed.detail}, the median of {len(speeds)} runs")
+    if near == world:
+        return speed
+    detail = f"{speed.detail}; scaled by {world}/{near} without loss"
+    rate = speed.tokens_per_s * world / near
+    return replace(speed, tokens_per_s=rate, world=world, basis="at best", detail=detail)
 
 
 def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
@@ -352,7 +320,7 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     counted, speeds = subject.counted, machine.speeds(recipe)
     network = counted if counted and model.kind == "hf" else model
     needed = memory(counted or recipe.model, size.vocab or 0, layout, recipe.optim.kind).total
-    if device.memory_bytes and needed > TIGHT * device.memory_bytes:
+    if device.usable_bytes and needed > device.usable_bytes:
         return None, "the layout does not fit into the device's memory"
     if counted and counted.total:
         how["trained"] = counted.trained / counted.total
@@ -363,28 +331,20 @@ def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, s
     tokens = min(width, subject.tokens_per_sample or width)
     samples = layout.micro_batch * layout.accumulation * layout.data_world
     detail = f"predicted for {device.name}, {'compiled' if layout.compile else 'not compiled'}"
-    if tokens < width:  # padding is computed, too
-        share = 100 * tokens / width
-        detail += f"; {share:.0f} % of the places are tokens, the rest padding"
     if step.bubble:
         detail += f"; a pipeline's stages wait {100 * layout.bubble:.3g} % of the step"
     if layout.offload:
         detail += "; without the copies of parallel.offload"
     rate = samples * tokens / step.total
     speed = Speed(rate, subject.world, "predicted", detail, {}, device.name)
-    if device.family not in constants().ranges:
-        detail += f"; no published run on {device.name}, so its error is unknown"
-        return replace(speed, detail=detail), ""
-    model_width = network.network["width"] if isinstance(network, CountedSizes) else network.width
-    if model_width < NARROWEST or subject.precision not in ("bf16", "fp16"):
-        beyond = f"published runs have bf16 and a width of {NARROWEST} or more"
-        return replace(speed, detail=f"{detail}; {beyond}, so its error is unknown"), ""
-    rows, _, low, high = constants().ranges[device.family]
+    width = network.network["width"] if isinstance(network, CountedSizes) else network.width
+    ranges = constants().ranges
+    described = width >= NARROWEST and subject.precision in ("bf16", "fp16")
+    if device.family not in ranges or not described:
+        published = f"published runs are in bf16, {NARROWEST} or more wide, on {', '.join(ranges)}"
+        return replace(speed, detail=f"{detail}; its error is unknown, because {published}"), ""
+    rows, _, low, high = ranges[device.family]
     slow, fast = 1 / (1 + high), 1 / (1 + low)
-    if rows == 1:
-        only = f"the only published run on {device.family} reached"
-        return replace(speed, detail=f"{detail}; {only} {fast:.2f} times its prediction"), ""
-    which = "8 of 10" if rows >= MANY else "all"
-    detail += f"; {which} of {rows} published runs on {device.family} reached {slow:.2f} to "
+    detail += f"; 8 of 10 of {rows} published runs on {device.family} reached {slow:.2f} to "
     detail += f"{fast:.2f} times a prediction fitted without their project"
     return replace(speed, detail=detail, range=(slow, fast)), ""

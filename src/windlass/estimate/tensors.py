@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from windlass.estimate.rank import COMPUTE_BYTES, Rank
 from windlass.model.size import loss_chunk
 
@@ -12,7 +10,6 @@ CHUNK = 2**24  # numbers that `adamw` updates in float32 at a time
 CHUNK_COPIES = 28  # bytes of each: weight, gradient, moments, random bits, two of the rounding
 GATHER_BYTES = 2**25  # parameters that `shard` gathers at a time
 STACK_NUMBERS = {"cpu": 2**18, "cuda": 2**25}  # that `muon` orthogonalises at once
-FLASH_ROWS = 128  # of the sums in the backward pass of flash attention, for each document
 RNG_BYTES = {"cpu": 5056, "cuda": 5056 + 16}  # that checkpointing saves for each block
 
 
@@ -71,10 +68,6 @@ class Tensors:
             # Rows to send, received rows, and a copy of a part.
             bucket = min(self.weights, max(self.head, GATHER_BYTES))
             self.update = max(self.update, bucket + bucket // layout.shard + self.largest)
-        # The mask that keeps documents apart if flash attention cannot.
-        flash = not self.cuda or (self.compute == 2 and not model.dropout)
-        masked = layout.documents and not flash
-        self.masks = layout.micro_batch * model.context**2 * self.compute if masked else 0
         # Autocast's copies of a block's matrices, which the backward pass needs.
         copied = self.compute < self.master and not self.float8
         self.copies = rank.matrices * self.compute if copied else 0
@@ -104,7 +97,7 @@ class Tensors:
             saved += n * (d + k) * 4 if upcast else 0
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
-        # No kernel takes a part of a dropout mask, fp64 on CUDA, or Windlass's masks on a CPU.
+        # No kernel takes a part of a dropout mask, fp64 on CUDA, or a mask on a CPU.
         # Then attention saves whole T x T matrices (`model.documents.masked_attention`).
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
@@ -159,19 +152,7 @@ class Tensors:
         copies = {"swiglu": 2, "relu2": 2}.get(self.model.activation, 1)
         gathered = self.wide if self.layout.tensor > 1 and self.layout.sequence else 0
         recomputed = max(0, self.block_saved() - self.saved(1))
-        moments = [copies * self.hidden]
-        if self.layout.documents and self.cuda and not self.masks:
-            # Flash attention's backward pass: gradients, and sums in fp32. It pads the sums of each
-            # document, also of those that fill up their number to a power of two
-            # (`model.documents.edges_of`). The feed-forward layer has released its activations.
-            layout, n, d = self.layout, self.n, self.queries
-            count = math.ceil(layout.documents * layout.micro_batch)
-            padded = n + FLASH_ROWS * (1 << (count - 1).bit_length() if count else 0)
-            attention = (
-                n * (2 * d + 2 * self.kv) * self.compute + padded * (d + self.rank.heads) * 4
-            )
-            moments.append(attention - self.feed_forward() - self.norm())
-        return recomputed + self.stream + gathered + self.masks + max(moments)
+        return recomputed + self.stream + gathered + copies * self.hidden
 
     def root_saved(self) -> int:
         """The bytes of the embedding's dropout, the final norm and the head's input."""
@@ -182,7 +163,7 @@ class Tensors:
             saved += 2 * tokens * rank.head_width * self.full
         elif model.position == "learned":  # the places, int64
             saved += 8 * tokens * rank.first
-        return saved + self.masks + (self.norm() if model.final_norm and rank.last else 0)
+        return saved + (self.norm() if model.final_norm and rank.last else 0)
 
     def waiting(self, later: bool) -> int:
         """The bytes of passes that wait for their backward pass; `later`: after a micro-batch's."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.data.open import mixture_table, repeated
 from windlass.errors import UserError, plural
-from windlass.estimate.devices import TIGHT, USABLE
+from windlass.estimate.devices import USABLE
 from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
 from windlass.estimate.memory import PARTS, Memory, memory
-from windlass.estimate.rank import LINKS
 from windlass.estimate.subject import Subject, with_sizes
 from windlass.model.size import CountedSizes, describe_network, trainable
 from windlass.recipe import Recipe, typed
@@ -21,8 +20,6 @@ from windlass.telemetry.terminal import pairs, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_RANKS = 64  # that the advice tries
-
 
 def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
     """The settings of the cheapest layout that fits, and the reason; empty if nothing is known."""
@@ -31,17 +28,15 @@ def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
         return {}, "the device's memory is unknown: give --memory GB"
     if rows[0].largest_micro_batch is None:  # the activations are unknown
         return {}, ""
-    fitting = [row for row in rows if row.fits] if micro_batch else []
-    smaller = micro_batch > 0 and not fitting
-    fitting = fitting or [row for row in rows if row.largest_micro_batch]
+    fitting = [row for row in rows if row.fits and micro_batch]
+    fitting += [row for row in rows if row.largest_micro_batch]
     if not fitting:
         return advise(Planned(subject), usable)
     row = fitting[0]
-    largest = row.largest_micro_batch or 0
-    layout = replace(row.layout, micro_batch=largest if smaller else micro_batch or largest)
+    size = micro_batch if row.fits and micro_batch else row.largest_micro_batch or 0
+    layout = replace(row.layout, micro_batch=size)
     given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {k: v for k, v in settings_of(layout).items() if k not in given}
-    settings = {k: v for k, v in settings.items() if v not in (False, "auto")}
+    settings = {k: v for k, v in settings_of(layout).items() if v and k not in given}
     host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
     return settings, f"the cheapest that fits{host}"
 
@@ -86,13 +81,12 @@ class Planned:
         checkpointing = recipe.parallel.activation_checkpointing
         return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
 
-    def __call__(self, settings: Settings, world: int = 0) -> Memory | None:
+    def __call__(self, settings: Settings) -> Memory | None:
         """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
-        world = world or self.subject.world
         try:
             recipe = self.subject.recipe.replace(settings)
-            recipe.batch(world, self.subject.device.kind)
-            subject = replace(self.subject, recipe=recipe, world=world)
+            recipe.batch(self.subject.world, self.subject.device.kind)
+            subject = replace(self.subject, recipe=recipe)
             network, micro_batch = self._network(recipe), recipe.train.micro_batch
             measured = (network, 0 if (network, 0) in self.counted else micro_batch)
             if measured not in self.counted:
@@ -113,31 +107,23 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
     """
     subject, recipe = planned.subject, planned.subject.recipe
-    least, taken = planned({}), list[Settings]()
+    settings: Settings = {}
+    least = planned(settings)
     changes = savings(recipe, subject.world, subject.device.kind == "cuda", subject.counted)
     smallest: Settings = {"train.micro_batch": recipe.parallel.pipeline}
     for change in (smallest, *changes):
-        peak = planned(merged([*taken, change]))
+        peak = planned(settings | change)
         if peak is not None and (least is None or peak.total < least.total):
-            least, taken = peak, [*taken, change]
+            least, settings = peak, settings | change
         if least is not None and least.total <= usable:
             break
     if least is None:
         return {}, ""
     if least.total > usable:
-        # The devices or the number of ranks that would suffice.
-        settings, world = merged(taken), 2 * subject.world
-        advice = f"use a device with more than {least.total / USABLE / 1e9:.3g} GB"
-        sharded = settings | {"parallel.strategy": "full_shard"}
-        while world <= MOST_RANKS:
-            peak = planned(sharded, world)
-            if peak is not None and peak.total <= usable:
-                advice += f", or {world} ranks with parallel.strategy=full_shard"
-                break
-            world *= 2
         how = f" with {pasted(settings)}" if settings else ""
-        return {}, f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}; {advice}"
-    settings = merged(taken)
+        problem = f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}"
+        device = f"a device with more than {least.total / USABLE / 1e9:.3g} GB"
+        return {}, f"{problem}; use {device}, or more ranks with parallel.strategy=full_shard"
     for key in list(settings):
         fewer = {other: value for other, value in settings.items() if other != key}
         peak = planned(fewer)
@@ -148,15 +134,8 @@ def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
     return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
 
 
-def merged(changes: list[Settings]) -> Settings:
-    return {key: value for change in changes for key, value in change.items()}
-
-
 def pasted(settings: Settings) -> str:
     return " ".join(f"{key}={typed(value)}" for key, value in settings.items())
-
-
-EACH = " each"
 
 
 def print_plan(plan: Any, console: Console) -> None:
@@ -190,24 +169,19 @@ def print_plan(plan: Any, console: Console) -> None:
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         elif why := plan.unknown.get("checkpoints"):
             disk.append(("in all", f"unknown, because {why}"))
-        if plan.tokens_bytes:
-            disk.append(("tokens", f"about {_scaled(plan.tokens_bytes, 'B')} of training data"))
         _section(console, "Disk", disk)
 
 
 def _facts(plan: Any) -> list[tuple[str, str]]:
     size, ranks = plan.size, f"{plan.world} rank{'s' * (plan.world != 1)}"
-    parts = ", ".join(f"{name.replace('_', '-')} {n:,}" for name, n in size.parts.items() if n)
     facts = {"ranks": f"{ranks} on {plan.device.name}, {plan.precision}"}
     if size.parameters is not None:
         inside = size.non_embedding
         within = "" if inside is None else f" ({inside:,} in blocks and norms)"
         facts["parameters"] = f"{size.parameters:,}{within}"
-    facts |= {"by part": parts}
     if size.trained != size.parameters:
         part = trainable(size.trained or 0, size.parameters or 0)
         facts["trainable"] = f"{part}: the rest has neither gradients nor optimizer state"
-    facts["export"] = plan.export
     facts["network"] = describe_network(size.network) if size.network else ""
     if "size" in plan.unknown:
         facts["unknown"] = f"parameters, FLOPs, memory, checkpoint size: {plan.unknown['size']}"
@@ -220,10 +194,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
             share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
             steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
         facts["length"] = steps + "; padding is unknown and not counted" * plan.taken_as_full
-    if plan.schedule_steps:
-        longer = plan.schedule_steps > plan.steps
-        end = "the run ends earlier" if longer else "the final learning rate holds afterwards"
-        facts["schedule"] = f"{plural(plan.schedule_steps, 'step')}: {end}"
     if plan.optimal_tokens and size.parameters:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
         facts["optimal"] = f"{rule} = {plural(plan.optimal_steps, 'step')}"
@@ -234,8 +204,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
     facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
     facts["repeated"] = "\n".join(repeated(plan.mixture))
-    if plan.evaluations:
-        facts |= {"evaluation": str(plan.evaluations), "warning": plan.evaluations.warning}
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
         facts["FLOPs"] = f"{_scaled(size.flops_per_token, 'FLOP')} a token{total}"
@@ -246,27 +214,22 @@ def _print_memory(plan: Any, console: Console) -> None:
     rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
     most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
     measured = rows[0].memory.at == "measured"
-    unit, size, digits = _unit(most)
+    unit, size = _unit(most)
     cells = []
     for row in rows:
-        shown = [f"{getattr(row.memory, part) / size:,.{digits}f}" for part in (*PARTS, "total")]
+        shown = [f"{getattr(row.memory, part) / size:,.1f}" for part in (*PARTS, "total")]
         shown[-2] *= row.memory.average > 0  # an empty column is not shown
         if not ours and not measured:
             shown[3:6] = ["?"] * 3
         largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
         strategy = "offload" if row.layout.offload else row.layout.strategy
-        strategy += EACH * (row.layout.reduce_each is True) + " *" * row.chosen
-        fits = "tight" if row.tight else {True: "yes", False: "no", None: "?"}[row.fits]
+        strategy += " *" * row.chosen
+        fits = {True: "yes", False: "no", None: "?"}[row.fits]
         cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
     most = f"{first.share or first.micro_batch * first.accumulation:,}"
     samples = f"{most}, the sequences of a rank in a step"
     notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
-    if any(row.layout.reduce_each is True for row in rows):
-        notes.append("each: parallel.reduce_each_micro_batch=true.")
-    if any(row.tight for row in rows):
-        most_used = f"{100 * USABLE:.0f} to {100 * TIGHT:.0f} % of the device"
-        notes.append(f"tight: {most_used}; fragmentation of the allocator may end the run.")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
     elif not ours:
@@ -284,8 +247,7 @@ def _print_memory(plan: Any, console: Console) -> None:
     title = f"Peak memory of a rank in {unit}: {micro}, {first.precision}, {budget}"
     parts = ("param", "grad", "optim", "act", "logit", "buf", "avg")
     head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
-    strong = [i for i, row in enumerate(rows) if row.chosen]
-    _section(console, title, [], head, cells, text_columns=2, strong=strong, notes=notes)
+    _section(console, title, [], head, cells, text_columns=2, notes=notes)
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
@@ -293,49 +255,37 @@ def _print_layouts(plan: Any, console: Console) -> None:
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
-    unit, size, digits = _unit(max(row.memory.total for row in rows))
-    sent_unit, sent_size, places = _unit(max(max(row.sent.values()) for row in rows))
+    unit, size = _unit(max(row.memory.total for row in rows))
     cells = []
     for row in rows:
-        one, peak = row.layout, row.memory
-        states = peak.parameters + peak.gradients + peak.optimizer + peak.average
-        parts = (states, peak.total - states, peak.total)
+        one = row.layout
         numbers = (one.tensor, one.context, one.pipeline)
         cells.append(
             (
                 " ".join(f"{number:>2}" for number in numbers) + " *" * row.chosen,
-                one.strategy + EACH * (one.reduce_each is True),
+                one.strategy,
                 one.checkpointing,
                 str(one.micro_batch),
-                f"{1e3 * row.seconds:,.0f}" if machine.knows_peak else "",
-                f"{100 * one.bubble:.0f}%" if one.pipeline > 1 else "",
-                *(f"{part / size:,.{digits}f}" for part in parts),
-                *(f"{n / sent_size:,.{places}f}" if n else "" for n in row.sent.values()),
+                f"{1e3 * row.seconds:,.0f}",
+                f"{row.memory.total / size:,.1f}",
             )
         )
-    head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "wait", "state", "act", "all")
+    head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
     links = f"{machine.device.link / 1e9:g} GB/s inside a host"
     if machine.ranks_of_host:
         links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
     how = f"ms: predicted for full rows as under Time, with {links}."
-    if not machine.knows_peak:
-        how = f"The order is a guess, because {plan.device.name} has no published peak."
     unchanged = "it is the recipe's own layout"
     notes = [
         f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        "wait: a pipeline's bubble. state: param, grad, optim, avg; act: act, logit and buf.",
-        f"dp, tp, cp, pp: {sent_unit} that a rank gives to collectives and messages in a step.",
         f"First row: {pasted(rows[0].settings) or unchanged}",
     ]
-    strong = [i for i, row in enumerate(rows) if row.chosen]
     title += f" that fit, memory of the fullest rank in {unit}"
-    _section(console, title, [], (*head, *LINKS), cells, 3, strong, notes)
+    _section(console, title, [], head, cells, 3, notes)
 
 
-def _unit(most: float) -> tuple[str, float, int]:
-    unit, size = ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
-    limits = (100,) if unit == "MB" else (200, 20)
-    return unit, size, sum(most < limit * size for limit in limits)
+def _unit(most: float) -> tuple[str, float]:
+    return ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
 
 
 def _time(plan: Any) -> list[tuple[str, str]]:
@@ -368,7 +318,6 @@ def _section(
     head: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
     text_columns: int = 1,
-    strong: Sequence[int] = (),
     notes: Sequence[str] = (),
 ) -> None:
     from rich.text import Text
@@ -377,9 +326,8 @@ def _section(
     if facts:
         console.print(pairs(facts, indent="  ", style="dim"))
     if rows:
-        styles = ["bold cyan" if i in strong else "" for i in range(len(rows))]
-        options: dict[str, Any] = {"text": head[:text_columns], "keys": text_columns}
-        console.print(table(head, rows, console.width, styles=styles, **options))
+        text = head[:text_columns]
+        console.print(table(head, rows, console.width, text=text, keys=text_columns))
     for note in notes:
         console.print(Text(note, style="italic"))
     console.print()

@@ -1,5 +1,4 @@
-"""Combinations of settings that cannot work. `load.py` also calls the checks for recipes without
-wrong settings, so a check that reads one of these ends with an AttributeError."""
+"""Combinations of settings that cannot work."""
 
 from __future__ import annotations
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from windlass.recipe.network import Names, Section
 from windlass.recipe.units import Duration
 
-PERCENT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*%\s*")
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
-
-def _share(value: Any) -> Any:  # "80 %" as 0.8
-    match = PERCENT.fullmatch(value) if isinstance(value, str) else None
-    return float(match[1]) / 100 if match else value
 
 
 class MixSource(Section):
@@ -41,8 +34,8 @@ class MixSource(Section):
 class MixStage(Section):
     """Other weights of a mixture from a point of the run on."""
 
-    start: Annotated[Duration, BeforeValidator(_share)] = Field(alias="from")
-    """Beginning of the stage: steps, a share of the run (0.8 or `"80 %"`), or epochs."""
+    start: Duration = Field(alias="from")
+    """Beginning of the stage: steps, a share of the run (0.8), or epochs."""
     weights: dict[str, Weight]
     """New weights by name; a source that is left out keeps its weight."""
 

@@ -184,15 +184,12 @@ def _find(recipe: str | Path) -> Path:
         if file and (file.is_file() or recorded(file)):
             return file
     if path.is_dir():
-        inside = [str(file.parent) for file in sorted(path.glob("*/recipe.toml"))]
-        instead = " or ".join(inside) or "a run directory, a .toml file or a preset's name"
+        advice = "give a run directory, a .toml file or a preset's name"
         if (path / "config.json").is_file():
-            instead = f"a recipe, and the model in it: model.kind=hf model.name={name}"
-        raise UserError(f"{name} is a directory without a recipe (recipe.toml); give {instead}")
+            advice = f"to fine-tune it write model.kind=hf model.name={name} after a preset's name"
+        raise UserError(f"{name} is a directory without a recipe (recipe.toml); {advice}")
     if path.is_file():
         advice = f"to train on it: windlass train quickstart {shlex.quote(f'data.source={name}')}"
-        if path.suffix in (".yaml", ".yml", ".py"):  # another tool's configuration
-            advice = "docs/coming-from/ has the counterparts of other tools' keys"
         raise UserError(
             f"{name}: it is not a recipe (`windlass init` writes one in TOML); {advice}"
         )

@@ -4,7 +4,6 @@ is checked at its declaration, and then with the others (`combinations.py`)."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import tomllib
@@ -19,7 +18,7 @@ import windlass.recipe.settings as sections
 from windlass.errors import UserError, argument, require
 from windlass.recipe.combinations import CHECKS
 from windlass.recipe.data import DataSettings
-from windlass.recipe.keys import meant, problems_of
+from windlass.recipe.keys import problems_of
 from windlass.recipe.layers import (
     RECIPE,
     Changes,
@@ -31,9 +30,7 @@ from windlass.recipe.layers import (
     layers,
     located,
     merge,
-    presets,
     recorded,
-    typed,
 )
 from windlass.recipe.network import Frozen, ModelSettings, Section
 from windlass.recipe.strategies import STRATEGIES, Sizes, Strategy
@@ -51,7 +48,6 @@ NON_SEMANTIC = (
 MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
 # Settings that belong to one start. A resume writes all other changes into the run's recipe.
 UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
-REPR_SETTINGS = 8  # changed settings that the repr of a recipe shows, at most
 
 
 class RecipeError(UserError):
@@ -126,14 +122,7 @@ class Recipe(Frozen):
         return validate(tree, self.preset)
 
     def __repr__(self) -> str:
-        """The preset, and the settings that differ from it, or from the defaults without one."""
-        before = (Recipe.load(self.preset) if self.preset in presets() else Recipe()).flat()
-        hidden = ("preset", "run.base")
-        changes = {k: v for k, v in self.flat().items() if k not in hidden and v != before.get(k)}
-        shown = [f"{key}={typed(value)}" for key, value in changes.items()]
-        if len(shown) > REPR_SETTINGS:
-            shown[REPR_SETTINGS:] = [f"and {len(shown) - REPR_SETTINGS} more"]
-        return f"Recipe({self.preset}{': ' * bool(shown)}{', '.join(shown)})"
+        return f"Recipe({self.name})"
 
     __str__ = __repr__
 
@@ -355,42 +344,12 @@ def settings(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, A
 
 
 def validate(tree: Mapping[str, Any], name: str) -> Recipe:
-    """A recipe from nested settings; RecipeError with each bad key, value and combination."""
+    """A recipe from nested settings; RecipeError with each bad key and value, else with each bad
+    combination."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        errors = error.errors()
-    else:
-        if problems := [problem for check in CHECKS for problem in check(recipe)]:
-            raise RecipeError(name, problems)
-        return recipe
-    fields = settings()
-    problems = problems_of(errors, fields)
-    wrong = [key for problem, _ in problems for key in (problem, *meant(problem, fields))]
-    partial = _without_wrong(tree, errors, wrong)
-    for check in CHECKS:
-        with contextlib.suppress(AttributeError):  # the check reads a setting that is wrong
-            problems += check(partial)
-    raise RecipeError(name, problems)
-
-
-def _without_wrong(tree: Mapping[str, Any], errors: list[Any], keys: list[str]) -> Recipe:
-    """The recipe of the valid settings, without `keys` and the values derived from them."""
-    right = copy.deepcopy(dict(tree))
-    for error in errors:
-        part, (name, *inner) = right, map(str, error["loc"])
-        # pydantic appends the member of a union to the key
-        while inner and isinstance(part.get(name), dict):
-            part, (name, *inner) = part[name], inner
-        part.pop(name, None)
-    recipe = Recipe.model_validate(right).model_copy(deep=True)
-    origins = {"model", "model.kind", "model.name", "model.init_from"}
-    if "tokenizer" not in recipe.data.model_fields_set and origins & {*keys}:
-        keys = [*keys, "data.tokenizer"]
-    for key in keys:
-        section: BaseModel = recipe
-        name, _, rest = key.partition(".")
-        while rest and isinstance(section.__dict__.get(name), BaseModel):  # no list of sections
-            section, (name, _, rest) = section.__dict__[name], rest.partition(".")
-        section.__dict__.pop(name, None)
+        raise RecipeError(name, problems_of(error.errors(), settings())) from None
+    if problems := [problem for check in CHECKS for problem in check(recipe)]:
+        raise RecipeError(name, problems)
     return recipe

@@ -135,7 +135,6 @@ def table(
     rows: Sequence[Sequence[str | Text]],
     width: int,
     text: Collection[str] = (),
-    styles: Sequence[str] = (),
     title: str = "",
     keys: int = 1,
     notes: Sequence[str] = (),
@@ -143,7 +142,7 @@ def table(
     """A table no wider than `width`, without empty columns; it never cuts a number.
 
     The columns of `text` wrap. If the numbers are wider, the last columns follow under the others,
-    behind the first `keys` columns again. `styles`: a style of `rich` for each row.
+    behind the first `keys` columns again.
     """
     from rich.cells import cell_len
     from rich.console import Group
@@ -172,7 +171,7 @@ def table(
         for i in block:
             justify: Any = "left" if head[i] in text else "right"
             part.add_column(headings[i], justify=justify, no_wrap=not wraps[i], overflow="fold")
-        for i, row in enumerate(rows):
-            part.add_row(*(row[k] for k in block), style=styles[i] if styles else None)
+        for row in rows:
+            part.add_row(*(row[k] for k in block))
         drawn += [part] if block is blocks[0] else ["", part]
     return Group(*drawn, *(wrap(printable(note), width) for note in notes))

@@ -16,11 +16,11 @@ from windlass.data.locate import data_dirs
 from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data, Facts, describe, lines, open_data
 from windlass.data.open import warnings as data_warnings
-from windlass.data.samples import documents_per_row, real_tokens
+from windlass.data.samples import real_tokens
 from windlass.data.split import eval_questions
 from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
-from windlass.estimate.calendar import evaluations, resolve_steps
+from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
 from windlass.evaluation.likelihood import read_items
@@ -87,8 +87,7 @@ def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> Batc
         free, total = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         usable = int(free - (1 - USABLE) * total)
-    vocab, documents = 0 if own_model else data.vocab, documents_per_row(data.train)
-    return open_micro_batch(plan, ranks, batch, vocab, usable, documents)
+    return open_micro_batch(plan, ranks, batch, 0 if own_model else data.vocab, usable)
 
 
 def open_micro_batch(
@@ -97,13 +96,12 @@ def open_micro_batch(
     batch: BatchPlan,
     vocab: int,
     free: int | None,
-    documents: float = 0.0,
 ) -> BatchPlan:
     """The plan with the micro-batch that the recipe leaves open; all ranks call it.
 
     A resumed run keeps its micro-batch, for equal bits, unless memory ran out. On CUDA it is the
     largest that fits into the `free` bytes of every rank; on a CPU (None) the one by tokens stays.
-    `vocab`: 0 for a user's module. `documents`: in a row, if attention keeps them apart.
+    `vocab`: 0 for a user's module.
     """
     recipe = plan.recipe
     if free is not None:
@@ -125,8 +123,8 @@ def open_micro_batch(
                 counted = replace(sizes, peaks=peaks)
             except Exception:  # code of `transformers`, or an operation without a fake kernel
                 counted = None  # the micro-batch by tokens stays
-        device, world = Device("", gpu, None), ranks.world
-        layout = layout_on(recipe, rows, world, device, precision, free, counted, documents)
+        device = Device("", gpu, None)
+        layout = layout_on(recipe, rows, ranks.world, device, precision, free, counted)
         return layout.micro_batch
 
     return replace(batch, micro_batch=ranks.decide("micro-batch", choose))
@@ -333,12 +331,10 @@ def report_start(
     facts = describe(data)
     if mixture is not None:
         facts["mixture"] = shares_of_run(mixture, horizon)
-    measured = evaluations(plan.recipe, horizon, facts.get("val", {}).get("samples", 0))
-    shown = header(recorder, network, batch, facts, launch)
-    console.header(shown | {"eval": str(measured or "")}, state.step)
+    console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
     export = "" if network.own else export_note(plan.recipe.model)
-    for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
+    for text in (*warnings, export, *data_warnings(facts)):
         if text:
             console.warning(text)
     sizes, branched = network.sizes, plan.branch_from
