@@ -185,10 +185,21 @@ def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpu
     assert recipe.eval.prompt == "" and Recipe.load("quickstart").eval.prompt == "def "
     windlass("init", "plain.toml", cwd=tmp_path)
     assert Recipe.load(tmp_path / "plain.toml").eval.prompt == "def "
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     windlass("init", "tune.toml", "--model", "org/name", "--data", "talk.jsonl", cwd=tmp_path)
     tuned = Recipe.load(tmp_path / "tune.toml")
     assert (tuned.model.name, tuned.data.source) == ("org/name", "talk.jsonl")
     assert tuned.data.format == "chat"
+    (tmp_path / "pages.jsonl").write_text('{"content": "a text", "id": 1}\n')
+    windlass("init", "pages.toml", "--model", "org/name", "--data", "pages.jsonl", cwd=tmp_path)
+    pages = Recipe.load(tmp_path / "pages.toml").data
+    assert (pages.format, pages.text_key) == ("text", "content")
+    windlass("init", "talk.toml", "--data", "talk.jsonl", cwd=tmp_path)
+    assert Recipe.load(tmp_path / "talk.toml").data.format == "chat"
+    both = windlass(
+        "init", "x.toml", "--data", '["talk.jsonl", "pages.jsonl"]', code=2, cwd=tmp_path
+    )
+    assert "data.mix" in both.stderr and not (tmp_path / "x.toml").exists()
     assert "a recipe's name ends in .toml" in windlass("init", "mine", code=2, cwd=tmp_path).stderr
     assert "`windlass train 'sp ace.toml'`" in windlass("init", "sp ace.toml", cwd=tmp_path).stdout
     assert "`windlass train 'sp ace.toml'`" in (tmp_path / "sp ace.toml").read_text()
@@ -204,7 +215,7 @@ def test_an_interrupted_verb_says_so_on_a_line_of_its_own(monkeypatch, capsys):
     assert end.value.code == 130 and capsys.readouterr().err == "\nwindlass: interrupted\n"
 
 
-def test_init_takes_a_list_of_sources(tmp_path: Path) -> None:
+def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"the text of {name}. " * 200)
     several = '["a.txt", "b.txt"]'
@@ -212,6 +223,11 @@ def test_init_takes_a_list_of_sources(tmp_path: Path) -> None:
     assert Recipe.load(tmp_path / "two.toml").data.sources == ["a.txt", "b.txt"]
     printed = windlass("prepare", "two.toml", "data.val_fraction=0.1", cwd=tmp_path).stdout
     assert "a.txt" in printed and "b.txt" in printed and "held out" in printed
+    for data in ("none.txt", '["a.txt", "none.txt"]', "shards:none/*.bin"):
+        stderr = windlass("init", "other.toml", "--data", data, code=2, cwd=tmp_path).stderr
+        assert "--data" in stderr and "none" in stderr and not (tmp_path / "other.toml").exists()
+    stderr = windlass("init", "other.toml", "--data", "a.txt,b.txt", code=2, cwd=tmp_path).stderr
+    assert f"--data '{several}'" in stderr  # as it can be typed
     stderr = windlass("prepare", "two.toml", "data.source=a.txt,b.txt", code=2, cwd=tmp_path).stderr
     assert f"'data.source={several}'" in stderr
     windlass("init", "hub.toml", "--data", "hf:NAME", cwd=tmp_path)

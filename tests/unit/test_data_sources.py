@@ -12,7 +12,7 @@ import pytest
 from helpers import refused
 from source_helpers import TALK, TEXTS, opened, parquet, read, records, spec_of
 from windlass import hub
-from windlass.data.sources import changes, describe_source, download, expand
+from windlass.data.sources import changes, describe_source, download, expand, form_of
 from windlass.errors import RunFailed, UserError
 
 
@@ -275,3 +275,27 @@ def test_a_data_set_of_the_hub_is_read_at_the_commit_on_record(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", squad)
     (record,) = records("squad", format="squad", split="validation")
     assert record["answers"][1] == {"text": "c", "answer_start": 4} and record["title"] == "T"
+
+
+def test_the_form_of_the_first_item(tmp_path):
+    contents = {
+        "a.txt": "text",
+        "b.jsonl": '{"text": "a"}',
+        "c.jsonl": '{"content": "a", "id": 1}',
+        "d.jsonl": json.dumps(TALK),
+        "e.json": json.dumps([{"instruction": "a", "output": "b"}]),
+        "f.csv": "prompt,completion\na,b\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    forms = [form_of(str(tmp_path / name), "--data") for name in contents]
+    text, chat = {"format": "text"}, {"format": "chat"}
+    assert forms == [text, text, text | {"text_key": "content"}, chat, chat, chat]
+    assert form_of("stdlib", "--data") == text and form_of("hf:org/name", "--data") == {}
+    assert form_of("squad", "--data") == {"format": "squad"}
+    (tmp_path / "q.json").write_text('{"data": [], "version": 1}')
+    with refused("--data", "squad:"):
+        form_of(str(tmp_path / "q.json"), "--data")
+    for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
+        with refused("--data", "there is no file"):
+            form_of(source, "--data")

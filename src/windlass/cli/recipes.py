@@ -29,9 +29,13 @@ def init(
 
     Example: `windlass init mine.toml --data book.txt`
     """
-    from windlass.recipe.explain import write_first_recipe
+    from windlass.data.sources import form_of
+    from windlass.recipe.explain import sources_of, write_first_recipe
 
-    write_first_recipe(file, data, model)
+    forms = [form_of(source, "--data") for source in sources_of(data)]
+    if any(form != forms[0] for form in forms):
+        raise UserError(f"--data: {data} has texts and conversations; data.mix trains on both")
+    write_first_recipe(file, data, model, forms[0] if forms else {})
     quoted = shlex.quote(str(file))
     verbs = ", ".join(f"`windlass {verb} {quoted}`" for verb in ("prepare", "plan", "train"))
     say(f"wrote {file}: edit it, then {verbs}")

@@ -17,7 +17,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,26 @@ def open_source(spec: SourceSpec, notify: Notify = print) -> Source:
     sizes = [file["bytes"] for file in description["files"]]
     single_text = len(files) == len(texts) == 1 and not spec.separator
     return Source(spec, description, partial(read_files, spec, files, sizes), single_text)
+
+
+def form_of(source: str, setting: str) -> dict[str, str]:
+    """The settings of `data` that fit a local source's first item; empty for remote ones."""
+    spec = SourceSpec(source, source, setting=setting)
+    if spec.kind in ("https", "hf") or "://" in spec.path:
+        return {}
+    files = local_files(spec)[0] if spec.path else []
+    if spec.kind == "squad":
+        return {"format": "squad"}
+    tables = [path for path in files if spec.kind == "files" and not is_text(path, spec)]
+    items = read_files(replace(spec, format="chat"), tables, [1] * len(tables))
+    record = record_of(next(items, Item("", {"text": ""})))
+    if isinstance(record.get("data"), list) and "text" not in record:
+        raise UserError(f"{setting}: {source} has questions: write squad:{source}")
+    if not CONVERSATION_KEYS.isdisjoint(record):
+        return {"format": "chat"}
+    texts = [key for key, value in record.items() if isinstance(value, str)]
+    is_other = "text" not in record and len(texts) == 1
+    return {"format": "text"} | ({"text_key": texts[0]} if is_other else {})
 
 
 def describe_source(spec: SourceSpec) -> dict[str, Any] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
+from types import MappingProxyType
 
 from windlass.errors import UserError
 from windlass.recipe.keys import nearest, rows_of, values
@@ -51,24 +52,36 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
     return "\n".join([f"{key} = {flat[key]}", description, "", *shown, *keys])
 
 
-def write_first_recipe(file: Path, data: str = "", model: str = "") -> None:
+def sources_of(data: str) -> list[str]:
+    """The sources that `--data` names: one, or several as a list in TOML or JSON."""
+    value = parse_override(f"data.source={data}")[1]
+    return [str(source) for source in value] if isinstance(value, list) else [data] if data else []
+
+
+def write_first_recipe(
+    file: Path, data: str = "", model: str = "", form: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Write a short commented recipe for a small GPT or for fine-tuning `model`.
 
-    `data`: one source, or several as a list in TOML or JSON. UserError if the file exists or cannot
-    be written.
+    `form`: settings of `data` that fit the source. UserError if the file exists or cannot be
+    written.
     """
     if file.suffix != ".toml":
         raise UserError(f"{file}: a recipe's name ends in .toml, as {file.with_suffix('.toml')}")
     template = Path(__file__).with_name("first_finetuning.toml" if model else "first_recipe.toml")
     text = template.read_text(encoding="utf-8").replace("THIS_FILE", shlex.quote(str(file)))
-    changes = {"name": model, "source": parse_override(f"data.source={data}")[1]}
-    changes = {key: value for key, value in changes.items() if value}
+    sources = sources_of(data)
+    given = {"name": model, "source": sources[0] if len(sources) == 1 else sources, **form}
+    changes = {key: value for key, value in given.items() if value}
     if data and data != "stdlib":
         changes["prompt"] = ""  # the template's prompt is for Python's source code
     for key, value in changes.items():
         setting = f"{key} = {json.dumps(value, ensure_ascii=False)}"
         if line := re.search(rf"^{key} = [^#]*(?=#)", text, flags=re.M):
             text = text.replace(line[0], setting.ljust(len(line[0]) - 1) + " ", 1)
+        elif key in form and value != "text":
+            source = re.findall(r"^source = .*$", text, flags=re.M)[0]
+            text = text.replace(source, f"{source}\n{setting:<27} # as in your data", 1)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
