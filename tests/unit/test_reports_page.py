@@ -100,8 +100,9 @@ def rows(path):
 
 
 def test_a_report_has_a_page_tables_and_plots(written, one):
-    names = {f"{name}.csv" for name in ("results", "train", "evaluations", "settings")}
-    names |= {f"{name}.tex" for name in ("results", "evaluations-loss", "evaluations-hellaswag")}
+    names = {f"{name}.csv" for name in ("results", "time", "train", "evaluations", "settings")}
+    names |= {f"{name}.tex" for name in ("results", "time", "evaluations-loss")}
+    names |= {"evaluations-hellaswag.tex"}
     assert {path.name for path in written.tables} == names
     plots = set("loss loss-late lr grad_norm throughput step_time mfu memory utilisation".split())
     assert plots <= set(written.plots)

@@ -21,6 +21,7 @@ from windlass.reports.tables import (
     evaluations,
     markdown_cell,
     results,
+    times,
 )
 from windlass.reports.view import RunView, Track, views
 from windlass.telemetry.terminal import printable
@@ -69,6 +70,9 @@ def test_the_results_of_a_run_by_hand(one):
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600)
     assert one.wall["lost"] > 15
+    [row] = read(times([one]))
+    parts = [float(seconds) for name, seconds in row.items() if name != "run"]
+    assert sum(parts) == pytest.approx(one.wall["total"])
     assert "best_measure" not in values, "the loss has its own lines"
 
 

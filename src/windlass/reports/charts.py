@@ -1,5 +1,5 @@
 """Charts of runs, each one description that matplotlib (`plots.py`) and the page draw. The page
-draws lines in SVG (`chart.js`, `page.js`), and bars and heat maps in HTML (`page.html`).
+draws lines in SVG (`chart.js`, `page.js`), and heat maps in HTML (`page.html`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, Restart, RunView, Track, interpolate, thin
 from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
+from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
 # Up to FEW lines of a chart are in colour; of more lines the COLOURED best, the others are grey.
@@ -30,15 +30,14 @@ class Axis:
 
     label: str = ""
     values: Sequence[float] = ()  # the places that have a tick; empty: the drawer chooses them
-    names: Sequence[str] = ()  # of these places, or of the bars, or of a heat map's cells
-    notes: Sequence[str] = ()  # beside the names of bars
+    names: Sequence[str] = ()  # of these places, or of a heat map's cells
     log: bool = False
     zero: bool = False  # whether it begins at zero
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, one part of every bar, or a row of a heat map."""
+    """A line, or a row of a heat map."""
 
     name: str  # in the legend; empty: without an entry
     y: Numbers
@@ -56,7 +55,7 @@ class Series:
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
     diverged: bool = False  # whether to ignore it when choosing the vertical axis
-    texts: Sequence[str] = ()  # of the values, in bars and heat maps
+    texts: Sequence[str] = ()  # of the values in a heat map
     shades: Sequence[float] = ()  # of a heat map's cells, from 0 to 1: how good each value is
 
     @property
@@ -73,13 +72,13 @@ def is_spread(lines: Iterable[Series]) -> bool:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity, or of its parts."""
+    """A chart of one quantity."""
 
     id: str  # and the name of its files
     title: str
     unit: str
     series: Sequence[Series]
-    kind: str = "line"  # or `bars`, stacked and horizontal, or `heat`
+    kind: str = "line"  # or `heat`
     x: Axis = Axis()  # without values: the axis that all curves along runs share
     y: Axis = Axis()
     note: str = ""
@@ -103,16 +102,6 @@ class Chart:
             values = one.y[(one.x >= first_step) & np.isfinite(one.y)]
             tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
         return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
-
-    def stacks(self) -> list[tuple[str, float, str, list[tuple[Series, float, str]]]]:
-        """Each bar's name, length in % of the longest, note, and parts with share and text."""
-        values = np.array([one.y for one in self.series])  # [parts, bars]
-        totals = values.sum(axis=0)
-        bars = []
-        for i, (name, total) in enumerate(zip(self.y.names, totals, strict=True)):
-            parts = [(one, one.y[i] / total, one.texts[i]) for one in self.series if one.y[i] > 0]
-            bars.append((name, 100 * total / totals.max(), self.y.notes[i], parts))
-        return bars
 
 
 @dataclass(frozen=True)
@@ -186,22 +175,6 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
             title = measures[0].title + (f", {measure.text}" if len(measures) > 1 else "")
             drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
-
-
-def time_chart(views: Sequence[RunView]) -> Chart | None:
-    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
-    if not timed:
-        return None
-    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PHASES])
-    shares = 100 * spent / spent.sum(axis=0)
-    series = [
-        Series(part.words, shares[i], colour=i, texts=[show(x, part.kind) for x in spent[i]])
-        for i, part in enumerate(PHASES.values())
-        if spent[i].any()
-    ]
-    notes = [f"{share:.1f} %" for share in shares[0]] if len(views) > 1 else [""]
-    axis = Axis(names=[view.label for view in timed], notes=notes)
-    return Chart("time", "Where the time went", "% of wall time", series, "bars", y=axis)
 
 
 def _loss_chart(views: Sequence[RunView]) -> Chart:

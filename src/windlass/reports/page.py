@@ -32,7 +32,6 @@ from windlass.reports.charts import (
     charts,
     looks,
     smoothing,
-    time_chart,
 )
 from windlass.reports.head import BEST, divergence, head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
@@ -76,7 +75,7 @@ class Contents:
         self.looks = looks(views, ranking(views, study))
         # Bounded, because each takes a tenth of a second and 100 kB.
         self.cell_pages = list(views[:CELL_PAGES]) if study else []
-        self.run_charts, self.time = charts(views), time_chart(views)
+        self.run_charts, self.time = charts(views), tables.times(views)
         self.settings, self.base = tables.all_settings(views), tables.base_of(views)
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
@@ -106,6 +105,7 @@ class Contents:
             total = tables.comparison(views, self.settings)
             shown += [cell_table(study)] if study else [total]
             shown += [seed_table(study)] if study and SEED in study.study.keys else []
+        shown += [self.time] if len(self.time.columns) > 1 else []
         keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
         trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
         for view, suites in zip(views, evals, strict=True):
@@ -117,8 +117,7 @@ class Contents:
         self.tables = {each.name: each for each in shown}  # for people, in the order of report.md
         self.csv = {each.name: each for each in (*csv, total)}  # the rest, as CSV alone
         self.evaluations = evals[0] if self.single else {}  # by suite
-        times = [self.time] if self.time else []
-        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts, *times]
+        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
 
 
 def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
@@ -170,7 +169,7 @@ def page(report: Contents) -> str:
         "cells": ("Cells", report.tables.get("cells")),
         "curves": ("Curves", report.run_charts),
         "results": ("Results", None if study else report.tables["results"]),
-        "time": (report.time.title if report.time else "", report.time),
+        "time": (report.time.title, report.tables.get("time")),
         "samples": ("Samples", _samples(report.views)),
         "settings": ("Settings", report.settings),
         "environment": ("Environment", environment),

@@ -18,7 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from windlass.reports.charts import COLOURS, Chart, Look, Series, smoothed, smoothing
 
-SOFT, GREY, HAIR = "#6b7280", "#b6bcc5", "#e4e6ea"
+SOFT, GREY = "#6b7280", "#b6bcc5"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#c45a12", "#24806a", "#a8328c", "#856815", "#5b4bb0", "#b3352f", "#23829d")
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5))]
@@ -57,15 +57,12 @@ def draw(
     chart: Chart, runs: Sequence[Look] = (), weight: float = 0, first_step: float = -math.inf
 ) -> Figure:
     """One chart; `weight`: see `charts.smoothed`, 0 for none; `first_step`: the first one drawn."""
-    rows = len(chart.y.names)
-    height = {"bars": 1.3 + 0.34 * rows, "heat": 1.5 + 0.5 * rows}.get(chart.kind, SIZE[1])
+    height = 1.5 + 0.5 * len(chart.y.names) if chart.kind == "heat" else SIZE[1]
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
     figure = Figure(figsize=(SIZE[0], height), dpi=DPI, layout=layout)
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
-    if chart.kind == "bars":
-        _bars(figure, axes, chart)
-    elif chart.kind == "heat":
+    if chart.kind == "heat":
         _heat(axes, chart)
     else:
         _lines(axes, chart, runs, weight, first_step)
@@ -200,17 +197,3 @@ def _heat(axes: Any, chart: Chart) -> None:
     axes.set_yticks(range(len(chart.y.names)), chart.y.names)
     axes.grid(False)
     axes.spines[:].set_visible(False)
-
-
-def _bars(figure: Figure, axes: Any, chart: Chart) -> None:
-    axes.set_xlabel(chart.unit)
-    places, left = range(len(chart.y.names)), np.zeros(len(chart.y.names))
-    for series in chart.series:
-        options = {"height": 0.62, "color": PALETTE[series.colour or 0], "label": series.name}
-        axes.barh(places, series.y, left=left, **options)
-        left += series.y
-    axes.set_yticks(places, chart.y.names)
-    axes.invert_yaxis()  # the first one at the top
-    axes.grid(axis="x", color=HAIR)
-    axes.grid(False, axis="y")
-    figure.legend(loc="outside lower center", ncols=min(4, len(chart.series)))

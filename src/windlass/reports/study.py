@@ -22,7 +22,7 @@ from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import SETUP, STEP_PARTS, show, title_of
+from windlass.telemetry.measures import SETUP, show, title_of
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
@@ -336,26 +336,11 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against ranks, or at one world throughput against memory; the parts of a step in bars,
-    for each setup with its parts."""
+    """Charts against ranks, or at one world throughput against memory."""
     measured = [setup for setup in table if setup.measured]
     if scaling.mode == "strategies":
-        charts = pareto(measured, scaling.repeats)
-    else:
-        charts = against_ranks(scaling, measured, baseline(table))
-    divided = [setup for setup in measured if "compute_ms" in setup.values]
-    if not divided:
-        return charts
-    series = []
-    for place, part in enumerate(STEP_PARTS):
-        y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
-        texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
-        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
-    totals = np.sum([one.y for one in series], axis=0)
-    notes = [show(float(total), "rate") for total in totals]
-    bars = Axis(names=[setup.name for setup in divided], notes=notes)
-    title = "Where the time of a step went"
-    return [*charts, Chart("step-parts", title, "ms", series, "bars", y=bars)]
+        return pareto(measured, scaling.repeats)
+    return against_ranks(scaling, measured, baseline(table))
 
 
 def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:

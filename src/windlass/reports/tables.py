@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from windlass.recipe import Recipe, presets, settings
 from windlass.reports.view import RunView, Track
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import RUN, of_eval, of_result, show
+from windlass.telemetry.measures import PHASES, RUN, of_eval, of_result, show
 from windlass.telemetry.terminal import printable, rich_console, table
 from windlass.variables import scrub
 
@@ -192,6 +192,14 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
         for i, view in enumerate(views)
     ]
     return Table("results", columns, lines, "Results")
+
+
+def times(views: Sequence[RunView]) -> Table:
+    """The wall time of each run by phase, over all its starts."""
+    parts = [part for part in PHASES.values() if any(view.wall[part.name] for view in views)]
+    columns = [Column("run", "Run"), *(Column(x.name, x.words, x.kind) for x in parts)]
+    rows = [(view.label, *(view.wall[part.name] for part in parts)) for view in views]
+    return Table("time", columns, rows, "Where the time went")
 
 
 def evaluations(view: RunView) -> dict[str, Table]:
