@@ -1,6 +1,5 @@
-"""Charts of runs, each one description that matplotlib (`plots.py`) and the page draw. The page
-draws lines in SVG (`chart.js`, `page.js`), and heat maps in HTML (`page.html`).
-"""
+"""Charts of runs, each one description that matplotlib (`plots.py`) and the page (`chart.js`,
+`page.js`) draw."""
 
 from __future__ import annotations
 
@@ -30,15 +29,13 @@ class Axis:
 
     label: str = ""
     values: Sequence[float] = ()  # the places that have a tick; empty: the drawer chooses them
-    names: Sequence[str] = ()  # of these places, or of a heat map's cells
+    names: Sequence[str] = ()  # of these places
     log: bool = False
     zero: bool = False  # whether it begins at zero
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or a row of a heat map."""
-
     name: str  # in the legend; empty: without an entry
     y: Numbers
     # places of the points: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
@@ -55,8 +52,6 @@ class Series:
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
     diverged: bool = False  # whether to ignore it when choosing the vertical axis
-    texts: Sequence[str] = ()  # of the values in a heat map
-    shades: Sequence[float] = ()  # of a heat map's cells, from 0 to 1: how good each value is
 
     @property
     def x(self) -> Numbers:
@@ -72,13 +67,10 @@ def is_spread(lines: Iterable[Series]) -> bool:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity."""
-
     id: str  # and the name of its files
     title: str
     unit: str
     series: Sequence[Series]
-    kind: str = "line"  # or `heat`
     x: Axis = Axis()  # without values: the axis that all curves along runs share
     y: Axis = Axis()
     note: str = ""

@@ -151,7 +151,7 @@ def page(report: Contents) -> str:
     css, *js = (file.read_text("utf-8") for file in files)
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]
+    lines = [*report.run_charts, *report.study_charts]
     study, heading = report.study, report.study.heading if report.study else ""
     environment = _environment(report.views)
     if study:  # the pages of the cells have the others

@@ -57,24 +57,20 @@ def draw(
     chart: Chart, runs: Sequence[Look] = (), weight: float = 0, first_step: float = -math.inf
 ) -> Figure:
     """One chart; `weight`: see `charts.smoothed`, 0 for none; `first_step`: the first one drawn."""
-    height = 1.5 + 0.5 * len(chart.y.names) if chart.kind == "heat" else SIZE[1]
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
-    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, layout=layout)
+    figure = Figure(figsize=SIZE, dpi=DPI, layout=layout)
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
-    if chart.kind == "heat":
-        _heat(axes, chart)
-    else:
-        _lines(axes, chart, runs, weight, first_step)
-        _scales(axes, chart, first_step)
-        names = axes.get_legend_handles_labels()[1]
-        longest = max(map(len, names), default=0)
-        if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
-            columns = max(1, min(4, len(names), 96 // (longest + 9)))
-            figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
-            figure.legend(loc="outside lower center", ncols=columns)
-        elif names:
-            axes.legend(loc="best")
+    _lines(axes, chart, runs, weight, first_step)
+    _scales(axes, chart, first_step)
+    names = axes.get_legend_handles_labels()[1]
+    longest = max(map(len, names), default=0)
+    if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
+        columns = max(1, min(4, len(names), 96 // (longest + 9)))
+        figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
+        figure.legend(loc="outside lower center", ncols=columns)
+    elif names:
+        axes.legend(loc="best")
     return figure
 
 
@@ -183,17 +179,3 @@ def _named_ticks(axes: Any, chart: Chart) -> None:
         free = place + 0.08 if names[-1] else free
     axes.set_xticklabels(names)
     axes.margins(x=0.06)
-
-
-def _heat(axes: Any, chart: Chart) -> None:
-    """A heat map with the value in each cell; the stronger the colour, the better."""
-    axes.set(xlabel=chart.x.label, ylabel=chart.y.label)
-    shades = np.array([series.shades for series in chart.series])
-    axes.imshow(shades, cmap="Blues", aspect="auto", vmin=0, vmax=1.8)
-    for row, series in enumerate(chart.series):
-        for column, text in enumerate(series.texts):
-            axes.text(column, row, text, ha="center", va="center", fontsize=8.5)
-    axes.set_xticks(range(len(chart.x.names)), chart.x.names)
-    axes.set_yticks(range(len(chart.y.names)), chart.y.names)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)

@@ -118,8 +118,7 @@ def seed_table(seen: StudyView) -> Table:
 
 def sweep_charts(seen: StudyView) -> list[Chart]:
     charts = [_against(seen, key, values) for key, values in seen.swept.items()]
-    scored = len(seen.swept) == 2 and any(group.scores for group in seen.groups)
-    return [chart for chart in charts if chart.series] + ([heat_map(seen)] if scored else [])
+    return [chart for chart in charts if chart.series]
 
 
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
@@ -167,35 +166,6 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         x=Axis(names[key], places, [show(value) for value in values], log=log),
         y=Axis(log=lower and is_spread(series)),
         note="; ".join(notes),
-    )
-
-
-def heat_map(seen: StudyView) -> Chart:
-    """The best score over two swept settings, the one with fewer values in rows."""
-    swept = sorted(seen.swept.items(), key=lambda item: len(item[1]))
-    (row_key, rows), (column_key, columns) = swept
-    table = np.full((len(rows), len(columns)), math.nan)  # NaN: no cell has finished
-    for group in seen.groups:
-        place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
-        table[place] = math.nan if group.median is None else group.median
-    low, high = np.nanmin(table), np.nanmax(table)
-    far = (table - low if seen.lower else high - table) / (high - low or 1)
-    # by the logarithm of the distance, because one very bad cell must not hide other differences
-    shades = 1 - np.log1p(9 * far) / np.log(10)
-    names = short_names(seen.study.keys)
-    series = []
-    for value, row, shade in zip(rows, table, shades.tolist(), strict=True):
-        texts = [show(None if math.isnan(x) else x, "loss") for x in row.tolist()]
-        series.append(Series(show(value), row, texts=texts, shades=shade))
-    return Chart(
-        "heat-map",
-        f"Best {seen.title}",
-        "",
-        series,
-        "heat",
-        x=Axis(names[column_key], names=[show(value) for value in columns]),
-        y=Axis(names[row_key], names=[show(value) for value in rows]),
-        note=f"columns: {column_key}, rows: {row_key}; the stronger the colour, the better",
     )
 
 
