@@ -234,9 +234,6 @@ def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tm
     assert command in parsed.texts["pre"]
     data = json.loads(parsed.texts["script"][0])
     assert next(chart for chart in data["charts"] if chart["id"] == "loss-against-lr")["x"]["log"]
-    # the best cells first: 1e-3 before 1e-4 before 1e-2
-    assert sorted(run["rank"] for run in data["runs"]) == list(range(11))
-    assert {run["rank"] for run in data["runs"][4:8]} == {0, 1, 2, 3}
     assert len([a for a in parsed.all("tr") if a.get("class") == "winner"]) == 1
     links = [a["href"] for a in parsed.all("a") if a.get("href", "").startswith("cells/")]
     assert len(links) == len(study.views) == 11, "one has not begun"

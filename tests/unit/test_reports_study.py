@@ -7,7 +7,7 @@ from report_fixtures import build_run, build_study, edit, loss_at, rows_of
 from rich.console import Console
 
 from windlass.recipe import Recipe
-from windlass.reports.charts import charts, looks
+from windlass.reports.charts import charts
 from windlass.reports.page import Contents, page
 from windlass.reports.plots import draw, write_plots
 from windlass.reports.study import StudyView, cell_table, seed_table, sweep_charts
@@ -127,7 +127,7 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
     calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
     assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, looks(seen.views)).axes[0]
+    axes = draw(loss, seen.views).axes[0]
     assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")
 
 
@@ -145,4 +145,4 @@ def test_one_cell_is_the_best_for_headline_stars_page_and_api(tmp_path):
     assert contents.head.answers[1].remark.startswith("layers=4 lr=0.001")
     assert [best.rows for best in contents.recommendations] == [[2], []]
     assert page(contents).count('<tr class="winner"') == 1
-    assert study.best().path == study.run_of(study.cells[2]).path and contents.looks[2].rank == 0
+    assert study.best().path == study.run_of(study.cells[2]).path

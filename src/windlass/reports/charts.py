@@ -12,14 +12,13 @@ import numpy as np
 
 from windlass.errors import plural
 from windlass.reports.tables import slug
-from windlass.reports.view import Numbers, Restart, RunView, Track, interpolate, thin
+from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
 from windlass.study.results import BITS, common_measure, diverged
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-# Up to FEW lines of a chart are in colour; of more lines the COLOURED best, the others are grey.
-FEW, COLOURED = 4, 3
+NAMED = 3  # lines in the summary of a chart
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -40,10 +39,10 @@ class Series:
     y: Numbers
     # places of the points: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
     at: Mapping[str, Numbers] = field(default_factory=dict)
-    run: int = -1  # index of the run, for its colour and for hiding it; -1: not a run's
-    colour: int | None = None  # index into the palette; None: the run's own colour
+    run: int = -1  # index of the run, for hiding it; -1: not a run's
+    colour: int = 0  # index into the palette
     dash: int = 0  # index of the pattern of the line and of the shape of its points
-    grey: bool = False  # one of many, without a colour of its own
+    grey: bool = False  # without a colour: a reference
     minor: bool = False  # a thin line: part of a whole
     # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
     points: str = ""
@@ -79,12 +78,12 @@ class Chart:
     def summary(self) -> str:
         parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
         named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
-        for one in named[:COLOURED]:
+        for one in named[:NAMED]:
             good = one.y[np.isfinite(one.y)]
             ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
             parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
-        if len(named) > COLOURED:
-            parts.append(f"{len(named) - COLOURED} more lines are in the numbers")
+        if len(named) > NAMED:
+            parts.append(f"{len(named) - NAMED} more lines are in the numbers")
         return ". ".join(parts) + "."
 
     def ceiling(self, first_step: float = -math.inf) -> float | None:
@@ -94,29 +93,6 @@ class Chart:
             values = one.y[(one.x >= first_step) & np.isfinite(one.y)]
             tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
         return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
-
-
-@dataclass(frozen=True)
-class Look:
-    """A run's place in palette and patterns, its rank among the runs (0: the best), restarts."""
-
-    label: str
-    place: int
-    rank: int
-    grey: bool
-    restarts: Sequence[Restart]
-
-
-def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
-    """The looks of some runs. `ranking`: their indices, the best first, which have the first
-    colours."""
-    ranks = {run: rank for rank, run in enumerate(ranking or range(len(views)))}
-    many, chosen = len(views) > FEW, []
-    for run, view in enumerate(views):
-        rank = ranks[run]
-        place = rank if many else run
-        chosen.append(Look(view.label, place, rank, many and rank >= COLOURED, view.restarts))
-    return chosen
 
 
 def pattern(number: int) -> dict[str, Any]:
@@ -191,9 +167,11 @@ def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     # also a loss that rose and came down again would stretch the axis of the other runs
     wild = len(losses) > 0 and diverged(float(losses[0]), float(losses.max()))
     look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
+    if several:
+        look |= pattern(run)
     if len(losses):
-        name, colour = (view.label, None) if several else ("training", 0)
-        own: dict[str, Any] = {"name": name, "colour": colour, "smooth": True, "bad": True}
+        name = view.label if several else "training"
+        own: dict[str, Any] = {"name": name, "smooth": True, "bad": True}
         series.append(_series(views, view.train, "loss", **own, **look))
     if track is None or not track.has("loss"):
         return series
@@ -255,7 +233,8 @@ def _columns(
             continue
         present = [column for column in columns if track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
-            own = {"name": view.label} if several else {"name": columns[column], **pattern(index)}
+            name = view.label if several else columns[column]
+            own = {"name": name, **pattern(run if several else index)}
             series.append(_series(views, track, column, run=run, minor=index > 0, **look | own))
     return series
 
@@ -301,7 +280,7 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
         name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
         mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
         band = {"low": low, "high": high} if len(tracks) > 1 else {}
-        series.append(Series(name, mean, axes, run, None if several else 0, **band))
+        series.append(Series(name, mean, axes, run, **pattern(run if several else 0), **band))
         means = np.nanmean(table, axis=1)
         chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
     for i in chosen:

@@ -23,17 +23,8 @@ from markupsafe import Markup
 from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports import tables
-from windlass.reports.charts import (
-    AXES,
-    COLOURED,
-    FEW,
-    Chart,
-    Look,
-    charts,
-    looks,
-    smoothing,
-)
-from windlass.reports.head import BEST, divergence, head_of
+from windlass.reports.charts import AXES, Chart, charts, smoothing
+from windlass.reports.head import head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
 from windlass.reports.study import (
@@ -46,9 +37,8 @@ from windlass.reports.study import (
     sweep_charts,
 )
 from windlass.reports.tables import Table, stacked
-from windlass.reports.view import RunView, first
+from windlass.reports.view import RunView
 from windlass.study.grid import SEED
-from windlass.study.results import common_measure
 from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
@@ -72,7 +62,6 @@ class Contents:
         self.views, self.study = views, study
         self.single = len(views) == 1 and not study
         self.published = published(views, study, table)
-        self.looks = looks(views, ranking(views, study))
         # Bounded, because each takes a tenth of a second and 100 kB.
         self.cell_pages = list(views[:CELL_PAGES]) if study else []
         self.run_charts, self.time = charts(views), tables.times(views)
@@ -120,25 +109,6 @@ class Contents:
         self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
 
 
-def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
-    """The indices of the runs, the best first; in their order if their losses do not compare."""
-    best = None
-    if study:
-        lower, winner = study.lower, study.winners.cell
-        best = winner.run.path if winner else None
-        by_run = {result.run.path: result.score for result in study.results}
-        scores = [by_run.get(view.run.path) for view in views]
-    else:
-        lower = True
-        name = BEST.get(common_measure([view.validation for view in views])[0], "")
-        scores = [first(view.values.get(name)) for view in views]
-    order = []
-    for run, (view, x) in enumerate(zip(views, scores, strict=True)):
-        score = math.inf if x is None or math.isnan(x) else x if lower else -x
-        order.append((view.run.path != best, bool(divergence(view)), score, run))
-    return [run for *_, run in sorted(order)]
-
-
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
 
 
@@ -183,14 +153,12 @@ def page(report: Contents) -> str:
         "style": Markup(css),
         "script": Markup(script),
         "script_hash": f"sha256-{digest}",
-        "data": htmlsafe_json_dumps(scrub(payload(report.looks, lines)), allow_nan=False),
+        "data": htmlsafe_json_dumps(scrub(payload(report.views, lines)), allow_nan=False),
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
         # the page of the cell in each row of the table of cells; empty without one
         "links": [quote(pages.get(r.run.path, "")) for r in study.results] if study else [],
         "show": show,
         "sample_limit": SAMPLES,
-        "few": FEW,
-        "best": COLOURED,
     }
     return _template().render(context)
 
@@ -211,7 +179,7 @@ def _template() -> Template:
 SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad", "diverged")
 
 
-def payload(runs: Sequence[Look], charts: Sequence[Chart]) -> dict[str, Any]:
+def payload(runs: Sequence[RunView], charts: Sequence[Chart]) -> dict[str, Any]:
     """The line charts as plain values.
 
     Series with the same points share them: `at` of a series is a place in `points`.
@@ -231,14 +199,13 @@ def payload(runs: Sequence[Look], charts: Sequence[Chart]) -> dict[str, Any]:
             lines.append(fields | {"at": place, "y": numbers(one.y), "band": band})
         axes = {"x": asdict(chart.x), "y": asdict(chart.y)}
         sent.append({"id": chart.id, **axes, "series": lines})
-    for look in runs:
+    for run in runs:
         restarts = []
-        for r in look.restarts:
+        for r in run.restarts:
             places = dict(zip(AXES, numbers((r.step, r.tokens, r.hours)), strict=True))
-            text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
+            text = f"{run.label}: {r.text} at step {r.step:,.0f} ({r.time})"
             restarts.append({**places, "what": r.what, "text": text})
-        own = {"label": look.label, "place": look.place, "rank": look.rank}
-        seen.append(own | {"restarts": restarts})
+        seen.append({"label": run.label, "restarts": restarts})
     points_of = [points for _, points in shared.values()]
     return {"runs": seen, "charts": sent, "points": points_of, "smoothing": smoothing(charts)}
 

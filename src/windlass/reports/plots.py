@@ -16,7 +16,8 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from windlass.reports.charts import COLOURS, Chart, Look, Series, smoothed, smoothing
+from windlass.reports.charts import Chart, Series, smoothed, smoothing
+from windlass.reports.view import RunView
 
 SOFT, GREY = "#6b7280", "#b6bcc5"
 # eight colours that stay apart for colour-blind readers and in print
@@ -28,7 +29,7 @@ STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
 def write_plots(
-    charts: Iterable[Chart], runs: Sequence[Look], folder: Path, skip: int, pdf: bool
+    charts: Iterable[Chart], runs: Sequence[RunView], folder: Path, skip: int, pdf: bool
 ) -> dict[str, Path]:
     """Draw every chart into `folder`; returns the paths of the PNG files by the chart's id.
 
@@ -54,7 +55,7 @@ def write_plots(
 
 
 def draw(
-    chart: Chart, runs: Sequence[Look] = (), weight: float = 0, first_step: float = -math.inf
+    chart: Chart, runs: Sequence[RunView] = (), weight: float = 0, first_step: float = -math.inf
 ) -> Figure:
     """One chart; `weight`: see `charts.smoothed`, 0 for none; `first_step`: the first one drawn."""
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
@@ -74,7 +75,9 @@ def draw(
     return figure
 
 
-def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
+def _lines(
+    axes: Any, chart: Chart, runs: Sequence[RunView], weight: float, first_step: float
+) -> None:
     """Curves over optimizer steps with the runs' restarts, or curves over a study's axis."""
     axes.set(xlabel=chart.x.label or "optimizer steps", ylabel=chart.unit)
     several = len(runs) > 1 and not chart.x.label
@@ -87,37 +90,27 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
 
     for series in chart.series:
         keep = series.x >= first_step
-        faded = several and runs[series.run].grey
-        if faded and series.points == "only":
-            continue
         # the lines name several runs, their points do not
         unnamed = len(chart.series) == 1 or (several and series.points == "only")
-        name = f"{sum(look.grey for look in runs)} more" if faded else series.name
-        _curve(axes, series, runs, keep, None if unnamed else label(name), weight)
+        _curve(axes, series, keep, None if unnamed else label(series.name), weight)
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
             cross["label"] = f"not finite{f', {series.name}' if several else ''}"
             axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
-    for look in runs if not chart.x.label else ():
+    for run in runs if not chart.x.label else ():
         dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
         dotted["color"] = SOFT
-        for restart in look.restarts:
+        for restart in run.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
 
 
-def _curve(
-    axes: Any, series: Series, runs: Sequence[Look], keep: Any, label: str | None, weight: float
-) -> None:
+def _curve(axes: Any, series: Series, keep: Any, label: str | None, weight: float) -> None:
     """One line with its band; a smoothed line lies over the pale curve itself."""
-    x, y, colour, dash = series.x[keep], series.y[keep], GREY, series.dash
-    if series.colour is not None and not series.grey:
-        colour = PALETTE[series.colour % COLOURS]
-    elif not series.grey and not runs[series.run].grey:
-        dash = runs[series.run].place
-        colour = PALETTE[dash % COLOURS]
-    if series.low is not None and series.high is not None and colour != GREY:
+    x, y = series.x[keep], series.y[keep]
+    colour = GREY if series.grey else PALETTE[series.colour]
+    if series.low is not None and series.high is not None:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
     if series.smooth and weight and len(y):
@@ -126,15 +119,15 @@ def _curve(
     marker: dict[str, Any] = {}
     if series.points or len(x) == 1:
         face = colour if series.points == "median" else "white"
-        marker = {"marker": SHAPES[dash % len(SHAPES)], "markerfacecolor": face}
+        marker = {"marker": SHAPES[series.dash], "markerfacecolor": face}
         marker |= {"markersize": 4.5, "markeredgewidth": 1.2}
     axes.plot(
         x,
         y,
         color=colour,
-        linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
-        linewidth=1.1 if series.minor or series.points or colour == GREY else 1.6,
-        zorder=1.5 if colour == GREY else {"": 2, "median": 3}.get(series.points, 4),
+        linestyle="none" if series.points == "only" else DASHES[series.dash],
+        linewidth=1.1 if series.minor or series.points or series.grey else 1.6,
+        zorder=1.5 if series.grey else {"": 2, "median": 3}.get(series.points, 4),
         label=label,
         **marker,
     )

@@ -4,9 +4,7 @@ score is the measure that `checkpoint.best` names, as the validation loss or `sq
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from windlass.errors import by_text, plural
 from windlass.estimate.subject import NO_PEAK
-from windlass.reports.charts import COLOURED, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
+from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
@@ -130,16 +128,8 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    many, lower, series = len(others) > FEW, seen.lower, list[Series]()
-
-    def best_of(groups: Sequence[SeedGroup]) -> float:
-        scores = [group.median for group in groups if group.median is not None]
-        return (min(scores) if lower else -max(scores)) if scores else math.inf
-
-    if many:  # the COLOURED best ones come first, the others are grey
-        others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
+    series = list[Series]()
     for number, (name, groups) in enumerate(others.items()):
-        grey = many and number >= COLOURED
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -152,11 +142,9 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         for title, points, pairs in parts:
             if pairs:
                 x, y = np.array(pairs, dtype=np.float64).T
-                line = Series(scrub(title), y, {"x": x}, points=points, **pattern(number))
-                series.append(replace(line, name="", grey=True, minor=True) if grey else line)
+                look: dict[str, Any] = {"points": points, **pattern(number)}
+                series.append(Series(scrub(title), y, {"x": x}, **look))
     circles = any(one.points == "only" for one in series)
-    notes = ["solid: medians over the seeds, hollow: each seed"] * circles
-    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * many
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
@@ -164,8 +152,8 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         seen.unit,
         series,
         x=Axis(names[key], places, [show(value) for value in values], log=log),
-        y=Axis(log=lower and is_spread(series)),
-        note="; ".join(notes),
+        y=Axis(log=seen.lower and is_spread(series)),
+        note="solid: medians over the seeds, hollow: each seed" * circles,
     )
 
 

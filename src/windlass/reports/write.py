@@ -76,7 +76,7 @@ def report(
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
-            drawn = write_plots(computed.pictures, computed.looks, target / "plots", first, pdf)
+            drawn = write_plots(computed.pictures, computed.views, target / "plots", first, pdf)
         listed = _write_tables(computed, target)
         write_atomic(target / "report.md", markdown(computed, drawn))
         write_atomic(target / "index.html", page(computed))
