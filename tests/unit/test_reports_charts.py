@@ -134,18 +134,6 @@ def test_ranks_have_a_line_each_and_only_charts_with_numbers_are_drawn(one, tmp_
     assert np.nanmean(ranks[1].y) < np.nanmean(ranks[0].y) - 10
 
 
-@pytest.mark.parametrize(
-    ("last", "diverged"), [(1.1, False), (1.79, False), (1.81, True), (math.nan, True)]
-)
-def test_a_run_has_diverged_by_the_rule_of_the_sweep(one, last, diverged):
-    # 1.1 after 0.8 was once called diverged here, and not in a sweep
-    loss = np.linspace(0.8, last, len(one.train))
-    moved = changed(one, label="moved", train=Track({**one.train.columns, "loss": loss}))
-    series = described(moved, one)["loss"].series
-    assert {s.diverged for s in series if s.run == 0} == {diverged}
-    assert not any(s.diverged for s in series if s.run)
-
-
 def test_what_is_drawn_are_the_numbers_of_the_run(one):
     figure = draw(described(one)["loss"], [one])
     axes = figure.axes[0]

@@ -104,7 +104,7 @@ def test_a_study_is_compared_by_its_own_measure(tmp_path):
     assert "hellaswag.acc_norm" in page(Contents(seen.views, seen))
 
 
-def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_others(tmp_path):
+def test_what_diverged_leaves_a_hole(tmp_path):
     """Both seeds of 1e-2 with wsd blew up and ended at step 120."""
 
     def blow_up(line):
@@ -124,11 +124,7 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     lr, loss = sweep_charts(seen)[0], charts(seen.views)[0]
     assert list(lr.series[2].x) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
     assert draw(lr).axes[0].get_xscale() == "log"
-    assert 3 < loss.ceiling() < 40 and loss.ceiling(60) < loss.ceiling()
-    calm = [view for view in seen.views if np.isfinite(view.train["loss"]).all()]
-    assert len(calm) == 9 and charts(calm)[0].ceiling() is None
-    axes = draw(loss, seen.views).axes[0]
-    assert axes.get_ylim()[1] < 40 and "cut off" in axes.get_title(loc="right")
+    assert loss.y.log, "40 nats do not squeeze the other curves"
 
 
 def test_one_cell_is_the_best_for_headline_stars_page_and_api(tmp_path):

@@ -147,8 +147,7 @@ class Chart {
 
   heights(series, low, high, y) {
     let [bottom, top] = [Infinity, -Infinity];
-    const others = series.filter((one) => !one.diverged); // a run that diverged does not stretch the axis of the others
-    for (const one of others.length ? others : series) {
+    for (const one of series) {
       const from = lowerBound(one.x, low);
       for (const values of one.band ? [one.y, ...one.band] : [one.y]) {
         for (let i = from; i < one.x.length && one.x[i] <= high; i++) {

@@ -13,7 +13,7 @@ import numpy as np
 from windlass.errors import plural
 from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
-from windlass.study.results import BITS, common_measure, diverged
+from windlass.study.results import BITS, common_measure
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
@@ -50,7 +50,6 @@ class Series:
     low: Numbers | None = None  # lower edge of a band around the line
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
-    diverged: bool = False  # whether to ignore it when choosing the vertical axis
 
     @property
     def x(self) -> Numbers:
@@ -59,7 +58,7 @@ class Series:
 
 def is_spread(lines: Iterable[Series]) -> bool:
     """Whether positive values span so much that only a logarithmic scale shows them all."""
-    values = np.concatenate([[], *(one.y for one in lines if not one.diverged)])
+    values = np.concatenate([[], *(one.y for one in lines)])
     good = values[np.isfinite(values)]
     return bool(len(good) and good.min() > 0 and good.max() / good.min() >= SPREAD)
 
@@ -85,14 +84,6 @@ class Chart:
         if len(named) > NAMED:
             parts.append(f"{len(named) - NAMED} more lines are in the numbers")
         return ". ".join(parts) + "."
-
-    def ceiling(self, first_step: float = -math.inf) -> float | None:
-        """The highest value of lines that did not diverge; None if no diverged line is higher."""
-        tops = {True: -math.inf, False: -math.inf}
-        for one in self.series:
-            values = one.y[(one.x >= first_step) & np.isfinite(one.y)]
-            tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
-        return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
 
 
 def pattern(number: int) -> dict[str, Any]:
@@ -154,19 +145,15 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
         if in_bits:  # bits per byte of a loss of 1 nat per token
             factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
         series += _losses(views, run, factor)
-    unit, y = "bits per byte" if in_bits else "nats per token", Axis(log=is_spread(series))
-    chart = Chart("loss", "Loss", unit, series, y=y)
-    notes = ["lines: training, points: validation"] * (len(views) > 1)
-    notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
-    return replace(chart, note="; ".join(notes))
+    unit = "bits per byte" if in_bits else "nats per token"
+    note = "lines: training, points: validation" * (len(views) > 1)
+    return Chart("loss", "Loss", unit, series, y=Axis(log=is_spread(series)), note=note)
 
 
 def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     view, several, series = views[run], len(views) > 1, list[Series]()
     losses, track = view.train["loss"], view.evals.get(LOSS)
-    # also a loss that rose and came down again would stretch the axis of the other runs
-    wild = len(losses) > 0 and diverged(float(losses[0]), float(losses.max()))
-    look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
+    look: dict[str, Any] = {"factor": factor, "run": run}
     if several:
         look |= pattern(run)
     if len(losses):

@@ -87,7 +87,7 @@ function seriesOf(chart) {
     const places = xs.flatMap((x, i) => (x !== null && (ownAxis(chart) || track.step[i] >= state.skip) ? [i] : []));
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
-      x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
+      x, y, name: one.name, quiet: !one.name, points: one.points, pointsOnly: one.points === "only",
       ...look(one), width: one.grey ? 1.1 : one.minor ? 1.3 : null,
       band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };

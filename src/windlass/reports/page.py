@@ -176,7 +176,7 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
 
 
-SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad", "diverged")
+SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad")
 
 
 def payload(runs: Sequence[RunView], charts: Sequence[Chart]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def draw(
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
     _lines(axes, chart, runs, weight, first_step)
-    _scales(axes, chart, first_step)
+    _scales(axes, chart)
     names = axes.get_legend_handles_labels()[1]
     longest = max(map(len, names), default=0)
     if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
@@ -133,14 +133,7 @@ def _curve(axes: Any, series: Series, keep: Any, label: str | None, weight: floa
     )
 
 
-def _scales(axes: Any, chart: Chart, first_step: float) -> None:
-    high = chart.ceiling(first_step)
-    if high is not None:  # lines that diverged leave the picture at its upper edge
-        finite = [s.y[(s.x >= first_step) & np.isfinite(s.y)] for s in chart.series]
-        low = min(float(values.min()) for values in finite if len(values))
-        axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
-        remark = {"fontsize": 8.5, "fontweight": "normal", "color": SOFT}
-        axes.set_title("what diverged is cut off above", loc="right", **remark)
+def _scales(axes: Any, chart: Chart) -> None:
     if chart.y.zero:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     if chart.y.log:
