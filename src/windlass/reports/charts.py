@@ -18,7 +18,6 @@ from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-NAMED = 3  # lines in the summary of a chart
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -72,18 +71,6 @@ class Chart:
     x: Axis = Axis()  # without values: the axis that all curves along runs share
     y: Axis = Axis()
     note: str = ""
-
-    @property
-    def summary(self) -> str:
-        parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
-        named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
-        for one in named[:NAMED]:
-            good = one.y[np.isfinite(one.y)]
-            ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
-            parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
-        if len(named) > NAMED:
-            parts.append(f"{len(named) - NAMED} more lines are in the numbers")
-        return ". ".join(parts) + "."
 
 
 def pattern(number: int) -> dict[str, Any]:

@@ -181,8 +181,8 @@ function reachable() {
 
 const drawn = all("figure[data-chart]").map((figure) => {
   const spec = data.charts.find((chart) => chart.id === figure.dataset.chart);
-  const [title, summary] = ["h3", ".numbers p"].map((name) => find(name, figure).textContent);
-  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title, summary });
+  const title = find("h3", figure).textContent;
+  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title });
   chart.spec = spec;
   const one = { figure, spec, chart };
   find(".numbers", figure).addEventListener("toggle", (event) => event.target.open && numbers(one));
