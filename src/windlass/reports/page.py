@@ -36,7 +36,7 @@ from windlass.reports.study import (
     setup_table,
     sweep_charts,
 )
-from windlass.reports.tables import Table, stacked
+from windlass.reports.tables import Table
 from windlass.reports.view import RunView
 from windlass.study.grid import SEED
 from windlass.telemetry.measures import MISSING, show
@@ -87,25 +87,18 @@ class Contents:
         elif study:
             self.study_charts = sweep_charts(study)
         self.head = head_of(views, study, self.recommendations, self.law)
+        self.evaluations = list[Table]()
         if self.single:
-            total = tables.results(views[0])
+            self.results = tables.results(views[0])  # every measure
+            self.evaluations = tables.evaluations(views[0])
             shown.append(tables.results(views[0], brief=True))
         else:
-            total = tables.comparison(views, self.settings)
-            shown += [cell_table(study)] if study else [total]
+            self.results = tables.comparison(views, self.settings)
+            shown += [cell_table(study)] if study else [self.results]
             shown += [seed_table(study)] if study and SEED in study.study.keys else []
         shown += [self.time] if len(self.time.columns) > 1 else []
-        keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
-        trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
-        for view, suites in zip(views, evals, strict=True):
-            own = () if self.single else (view.label,)
-            trains[own] = tables.curves(view.train)
-            parts |= {(*own, suite): one for suite, one in suites.items()}
-        csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
-        csv += [stacked("evaluations", [*keys, "suite"], parts)] if parts else []
+        shown += self.evaluations
         self.tables = {each.name: each for each in shown}  # for people, in the order of report.md
-        self.csv = {each.name: each for each in (*csv, total)}  # the rest, as CSV alone
-        self.evaluations = evals[0] if self.single else {}  # by suite
         self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
 
 
