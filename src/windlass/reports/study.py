@@ -14,7 +14,7 @@ from windlass.errors import by_text, plural
 from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
-from windlass.reports.view import ROWS, RunView
+from windlass.reports.view import RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
@@ -53,10 +53,9 @@ class StudyView:
         begun = [result for result in self.results if result.begun]
         varied = {key for key, values in study.values.items() if len(values) > 1}
         self.varied = [key for key in study.keys if key in varied] or study.keys
-        rows = ROWS // max(1, len(begun))
         assigned = [{key: r.cell.assignment[key] for key in self.varied} for r in begun]
         labels = map(label_of, assigned)
-        self.views = [RunView(r.run, x, rows) for r, x in zip(begun, labels, strict=True)]
+        self.views = [RunView(r.run, x) for r, x in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
         self.winners = study.winners(self.results)
         # settings with several values but the seed; numbers rising

@@ -72,16 +72,6 @@ class Track:
     def scores(self) -> list[str]:
         return [name for name in self.measures() if of_eval(name).role == "score"]
 
-    def thinned(self, rows: int) -> Track:
-        """About `rows` of the rows at most: half by the loss, half by the extremes of measures."""
-        if len(self) <= rows:
-            return self
-        names, half = self.measures(), rows // 2
-        limits = [("loss", half), *((name, half // len(names)) for name in names)]
-        parts = [thin(self["step"], self[name], limit) for name, limit in limits]
-        keep = np.unique(np.concatenate(parts))
-        return Track({name: column[keep] for name, column in self.columns.items()}, self.rank)
-
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
     """Indices of about `limit` points that look like the whole curve; all if there are fewer.
@@ -191,7 +181,6 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
 
 
 Value = float | int | str | None
-ROWS = 100_000  # of `train` lines in a report, over all its runs; a run with more is thinned
 
 
 class Restart(NamedTuple):
@@ -206,10 +195,9 @@ class Restart(NamedTuple):
 
 
 class RunView:
-    """A run as a report sees it, also one without a step. Curves have about `rows` points; a longer
-    run keeps the extremes of each measure."""
+    """A run as a report sees it, also one without a step."""
 
-    def __init__(self, run: Run, label: str = "", rows: int = ROWS):
+    def __init__(self, run: Run, label: str = ""):
         raw = list(read_lines(run.metrics_path))
         self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
@@ -223,14 +211,12 @@ class RunView:
         self.summary = [{}, *self.lines("summary")][-1]
         self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
         clock = Clock(every)
-        train = track_of([x for x in every if x["kind"] == "train"], clock)
+        self.train = train = track_of([x for x in every if x["kind"] == "train"], clock)
         suites: dict[str, list[Line]] = {}
         for line in self.lines("eval"):
             suites.setdefault(line.get("suite", LOSS), []).append(line)
         self.evals = {name: _placed(own, train, clock) for name, own in suites.items()}
-        # what callbacks logged
-        self.logged = _placed(self.lines("log"), train, clock).thinned(rows)
-        self.train = train.thinned(rows)
+        self.logged = _placed(self.lines("log"), train, clock)  # what callbacks logged
         self.ranks = rank_tracks(run.devices_dir, clock)
         # the last step of each start, with steps that a later start did again
         self.reached = {int(x.get("attempt", 0)): int(x["step"]) for x in raw}
@@ -257,7 +243,7 @@ class RunView:
 def views(runs: Sequence[Run]) -> list[RunView]:
     names = [run.name for run in runs]
     labels = [r.name if names.count(r.name) == 1 else str(r.path) for r in runs]
-    return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]
+    return list(map(RunView, runs, labels))
 
 
 def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
