@@ -171,7 +171,7 @@ def test_an_extension_is_no_interruption_and_changed_settings_are_named(tmp_path
     train = began | {"step": 120, "time": stamp(220), "kind": "train", "loss": 2.0}
     add_lines(run, resumed, change, train, began | {"step": 120, "event": "finished"})
     seen = RunView(run)
-    assert [restart.what for restart in seen.restarts] == ["extended"]
+    assert [restart.what for restart in seen.restarts] == ["resumed"]
     text = page(Contents([seen]))
     assert "finished 120 of 120 steps" in text and "extended from 100 to 120 steps" in text
     assert "eval.batches = 4 from here on, not 2" in text and "0 kills" in text

@@ -96,7 +96,6 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 class Attempt(NamedTuple):
     """One start of the run: its clock in seconds since 1970, and the seconds of training before."""
 
-    number: int
     start: float
     end: float
     before: float
@@ -109,26 +108,22 @@ class Clock:
             # other events may come from steps that a later attempt did again
             if line["kind"] != "event" or line.get("event") in (*STARTS, "checkpoint", "finished"):
                 lines.setdefault(int(line.get("attempt", 0)), []).append(line)
-        self.attempts: list[Attempt] = []
+        self.attempts = dict[int, Attempt]()
         before = 0.0
         for attempt, own in sorted(lines.items()):
             times = [timestamp(line) for line in own]
             starts = (t for x, t in zip(own, times, strict=True) if x.get("event") in STARTS)
             start = next(starts, min(times))
-            self.attempts.append(Attempt(attempt, start, max(times), before))
+            self.attempts[attempt] = Attempt(start, max(times), before)
             before += max(times) - start
 
-    def hours(self, at: float, attempt: int | None = None) -> float:
-        """Hours of training at a time of day; NaN in a pause or in work that was done again.
-
-        Device samples have no `attempt`; without one, it is the attempt that ran at that time.
-        """
-        own = attempt is not None
-        begun = [a for a in self.attempts if (a.number == attempt if own else a.start <= at)]
-        pause = bool(begun) and at > begun[-1].end and begun[-1] is not self.attempts[-1]
-        if not begun or (pause and not own):
+    def hours(self, line: Line) -> float:
+        """Hours of training at a line or device sample; NaN in work that was done again."""
+        number, at = int(line.get("attempt", 0)), timestamp(line)
+        attempt = self.attempts.get(number)
+        if attempt is None or (at > attempt.end and number < max(self.attempts)):
             return math.nan
-        return (begun[-1].before + max(0.0, at - begun[-1].start)) / 3600
+        return (attempt.before + max(0.0, at - attempt.start)) / 3600
 
 
 def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
@@ -145,7 +140,7 @@ def track_of(lines: Sequence[Line], clock: Clock) -> Track:
     """Every field with a number, and always `loss`: a run of NaN has a loss to show."""
     fields = (field for line in lines for field in line.items())
     keys = dict.fromkeys(k for k, v in fields if k == "loss" or not math.isnan(number(v)))
-    hours = [clock.hours(timestamp(line), int(line.get("attempt", 0))) for line in lines]
+    hours = list(map(clock.hours, lines))
     columns = {key: np.array([number(line.get(key)) for line in lines]) for key in keys} | {
         "step": np.array([line["step"] for line in lines], dtype=np.float64),
         "hours": np.array(hours, dtype=np.float64),
@@ -165,7 +160,7 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
             with suppress(ValueError):
                 line = json.loads(text)
                 if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                    rows.append((clock.hours(timestamp(line)), line))
+                    rows.append((clock.hours(line), line))
         rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
         if not rows:
             continue
@@ -186,7 +181,7 @@ Value = float | int | str | None
 class Restart(NamedTuple):
     """The start of an attempt after the first one."""
 
-    what: str  # one of the words in STARTS, `extended`, or `settings changed`
+    what: str  # one of the words in STARTS
     step: float
     tokens: float
     hours: float
@@ -256,22 +251,19 @@ def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     restarts = []
-    for attempt in clock.attempts[1:]:
-        if attempt.number not in starts:
+    for number, attempt in list(clock.attempts.items())[1:]:
+        if number not in starts:
             continue
-        start = starts[attempt.number]
-        step, before = float(start["step"]), start.get("extended_from")
+        start = starts[number]
+        step, what = float(start["step"]), STARTS[start["event"]]
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
-        own = [x for x in events if x.get("attempt") == attempt.number]
-        changed = [x["settings"] for x in own if x.get("event") == "settings_changed"]
-        changes = {key: values for one in changed for key, values in one.items()}
-        what = text = STARTS[start["event"]]
-        if before:
-            what, text = "extended", f"extended from {before:,} to {plural(start['steps'], 'step')}"
-        elif changes:
-            what = "settings changed"
-        for key, (old, new) in changes.items():
-            text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
+        text = what
+        if before := start.get("extended_from"):
+            text = f"extended from {before:,} to {plural(start['steps'], 'step')}"
+        for line in events:
+            if line["event"] == "settings_changed" and line.get("attempt") == number:
+                for key, (old, new) in line["settings"].items():
+                    text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
 
