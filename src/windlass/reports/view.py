@@ -159,8 +159,7 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
         for text in path.read_bytes().split(b"\n")[::every]:
             with suppress(ValueError):
                 line = json.loads(text)
-                if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                    rows.append((clock.hours(line), line))
+                rows.append((clock.hours(line), line))
         rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
         if not rows:
             continue

@@ -74,9 +74,7 @@ class Recorder:
         self.sampler = DeviceSampler(
             run.devices_dir,
             rank=ranks.rank,
-            world=ranks.world,
             device=device,
-            every=settings.sample_seconds,
             attempt=attempt,
             phases=seconds,
         )
