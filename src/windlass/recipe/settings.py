@@ -333,12 +333,6 @@ class TelemetrySettings(Section):
     """Trackers to export the ledger to, each from a separate process."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
-    entity: str = ""
-    """W&B user or team of the project; empty: the API key's default."""
-    group: str = ""
-    """Group of runs: W&B's group, MLflow's tag `group`; empty: the study's name in a study."""
-    tags: Annotated[list[Annotated[str, Field(pattern=r"^[\w./ :-]{1,64}$")]], Names] = []
-    """Tags in W&B; in MLflow each is a tag with the value `true`."""
     profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
     """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
     Perfetto and a table of operators in `RUN/profile`."""

@@ -167,8 +167,7 @@ class Follower:
         settings = scrub(recipe.flat())
         study = self.run.path.resolve().parent.parent
         if (study / "study.json").is_file():
-            group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
-            settings["telemetry.group"] = group or study.name
+            settings["study"] = study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
         settings |= {"config_hash": recipe.config_hash}
         if layout := Sizes(**start.get("mesh", {})).layout:
