@@ -333,10 +333,8 @@ class TelemetrySettings(Section):
     """Trackers to export the ledger to, each from a separate process."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
-    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
-    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
-    Perfetto and a table of operators in `RUN/profile`."""
-    memory_snapshot: bool = False
-    """On a GPU: if memory runs out, write torch's memory snapshot (docs.pytorch.org/memory_viz)."""
+    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*)?$")
+    """`"100:3"` profiles steps 100 to 102 on rank 0: a trace for Perfetto and a table of operators
+    in `RUN/profile`."""
     flush_seconds: float = Field(30.0, ge=0)
     """Longest time that trackers may take after the end of the run."""

@@ -5,7 +5,6 @@ step that ran out of memory the run starts again with smaller micro-batches."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import statistics
@@ -184,11 +183,6 @@ def out_of_memory(recipe: Recipe, run: Run, ranks: Ranks, batch: BatchPlan, step
     sizes = [n for n in range(1, batch.micro_batch // 2 + 1) if batch.share % n == 0]
     phase, size = ranks.status.phase, f"micro-batches of {batch.micro_batch} sequences"
     problem = f"memory ran out in step {step} ({phase}), with {size} on each rank"
-    if recipe.telemetry.memory_snapshot and ranks.device.type == "cuda":
-        path = run.path / f"memory-rank-{ranks.rank}.pickle"
-        with contextlib.suppress(OSError):
-            torch.cuda.memory._dump_snapshot(str(path))
-        problem += f" (docs.pytorch.org/memory_viz shows the blocks in {path})"
     if sizes and not recipe.train.micro_batch:
         smaller = {"world": ranks.world, "micro_batch": sizes[-1]}
         write_atomic(run.path / SMALLER, json.dumps(smaller))

@@ -84,8 +84,6 @@ class Recorder:
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)
-        if settings.memory_snapshot and on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
 
     def emit(self, event: str, text: str = "", *, warning: bool = False, **fields: Any) -> None:
         """Write an `event` line at the present step, or at `step`, and show `text`, if any."""
