@@ -336,5 +336,3 @@ class TelemetrySettings(Section):
     profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*)?$")
     """`"100:3"` profiles steps 100 to 102 on rank 0: a trace for Perfetto and a table of operators
     in `RUN/profile`."""
-    flush_seconds: float = Field(30.0, ge=0)
-    """Longest time that trackers may take after the end of the run."""

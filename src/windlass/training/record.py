@@ -80,7 +80,7 @@ class Recorder:
         )
         stack.callback(self.sampler.stop)
         names = settings.trackers if ranks.main else []
-        self.trackers = Trackers(run.path, names, settings.flush_seconds)
+        self.trackers = Trackers(run.path, names)
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)

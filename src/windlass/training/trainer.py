@@ -371,7 +371,7 @@ class Trainer:
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
         recorder.finished(self.ends_early)
-        recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
+        recorder.show(recorder.trackers.finish())
 
 
 def check_first_loss(loss: float, rows: int, fresh: bool) -> str:
