@@ -54,7 +54,7 @@ def train(case: str, steps: int) -> tuple[list[float], float, float]:
         (run / "recipe.toml").write_text(recipe.toml())
         before = dict(os.environ)
         os.environ.update(environment(case, Path(name)))
-        trackers = Trackers(run, recipe.telemetry.trackers, recipe.telemetry.flush_seconds)
+        trackers = Trackers(run, recipe.telemetry.trackers)
         os.environ.clear()
         os.environ.update(before)
         ledger, matrix = Ledger(run / "metrics.jsonl"), torch.ones(768, 768)

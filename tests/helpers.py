@@ -30,7 +30,6 @@ TINY = {
     "eval.every": 0,
     "eval.sample_every": 0,
     "telemetry.every": 1,
-    "telemetry.sample_seconds": 60,
     "telemetry.trackers": [],
 }
 """Settings of a run that takes a second or two on one core."""

@@ -30,7 +30,6 @@ SETTINGS = (
     "eval.sample_every=0",
     "checkpoint.every=0",
     "telemetry.every=1",
-    "telemetry.sample_seconds=60",
     "train.deterministic=true",
     "optim.schedule.warmup=2",
     "data.max_tokens=400_000",

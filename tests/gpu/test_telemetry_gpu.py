@@ -52,14 +52,14 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
 
 @pytest.mark.usefixtures("cuda")
 def test_the_sampler_sees_a_busy_device(tmp_path):
-    sampler = DeviceSampler(tmp_path, device="cuda:0", every=0.2)
+    sampler = DeviceSampler(tmp_path, device="cuda:0")
     end = time.monotonic() + 3
     while time.monotonic() < end:
         work(50)
         torch.cuda.synchronize()
     sampler.stop()
     lines = [json.loads(line) for line in sampler.path.read_text().splitlines()]
-    assert sampler.warning is None and lines[0]["memory_mb"] > 1000
+    assert sampler.warning is None
     assert max((line["util_pct"] for line in lines if "util_pct" in line), default=100) > 50
 
 

@@ -73,7 +73,8 @@ class Writer:
             with (self.run / "devices" / f"rank-{rank:05d}.jsonl").open("a") as file:
                 for second in range(math.ceil(seconds)):
                     wave = 2.5 * math.sin(0.7 * (self.now + second) + rank)
-                    sample = {"time": stamp(self.now + second), "phase": phase}
+                    sample = {"time": stamp(self.now + second), "attempt": self.attempt}
+                    sample["phase"] = phase
                     sample["util_pct"] = busy + wave - rank
                     if self.device == "cpu":
                         sample["rss_mb"] = 2100.0 + 5 * rank

@@ -76,8 +76,6 @@ def test_the_table_and_its_order(top):
 
 def test_where_runs_are_and_are_not_looked_for(top):
     assert [row.run for row in overview(top / "done")] == ["done"]
-    for name in ("study.json", "recipe.toml"):
-        (top / "study" / name).write_text("")
     edit(Run(top / "study" / "cells" / "a"), lambda line: line | {"time": stamp(6 * line["step"])})
     assert [(row.run, row.left_s) for row in overview(top / "study")] == [("cells/a", 180.0)]
     (top / "new").mkdir()  # only begun, and with the recipe of another version
@@ -120,7 +118,6 @@ def test_a_study_is_one_row(top):
         damage()
         rows = [row for row in overview(top) if row.run.startswith("sweeps/seeds")]
         assert [(row.run, row.state) for row in rows] == [("sweeps/seeds", "damaged")]
-        assert {row.run for row in overview(study.path)} == {c.directory for c in study.cells[:2]}
 
 
 def test_hours_of_runs_and_studies_and_their_sum_in_one_line(tmp_path, monkeypatch):

@@ -17,10 +17,10 @@ from windlass.reports.tables import (
     Table,
     all_settings,
     comparison,
-    curves,
     evaluations,
     markdown_cell,
     results,
+    times,
 )
 from windlass.reports.view import RunView, Track, views
 from windlass.telemetry.terminal import printable
@@ -69,23 +69,25 @@ def test_the_results_of_a_run_by_hand(one):
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600)
     assert one.wall["lost"] > 15
+    [row] = read(times([one]))
+    parts = [float(seconds) for name, seconds in row.items() if name != "run"]
+    assert sum(parts) == pytest.approx(one.wall["total"])
     assert "best_measure" not in values, "the loss has its own lines"
 
 
 def test_a_page_has_each_number_of_a_run_once_and_csv_has_full_precision(one):
     rows, brief = shown(one), dict(results(one, brief=True).texts())
     assert brief.items() < rows.items() and "Final training loss" in brief
-    tables = evaluations(one)
-    names = {column.heading for table in tables.values() for column in table.columns}
+    loss, hellaswag = evaluations(one)
+    names = {column.heading for table in (loss, hellaswag) for column in table.columns}
     assert not {"Final validation loss", "Best validation loss", "Runtime"} & {*brief}
     assert {"Loss", "Perplexity", "Acc norm"} <= names
-    assert [float(row["loss"]) for row in read(tables["loss"])] == list(one.evals["loss"]["loss"])
-    assert [int(row["step"]) for row in read(tables["loss"])] == list(range(0, 401, 50))
-    columns = [column.name for column in tables["hellaswag"].columns]
+    assert [float(row["loss"]) for row in read(loss)] == list(one.evals["loss"]["loss"])
+    assert [int(row["step"]) for row in read(loss)] == list(range(0, 401, 50))
+    columns = [column.name for column in hellaswag.columns]
     assert columns[2:] == ["acc", "acc_norm", "items"]
     exact = {row["name"]: row for row in read(results(one))}
     assert float(exact["train_loss"]["one"]) == loss_at(400, 1)
-    assert [float(row["loss"]) for row in read(curves(one.train))] == list(one.train["loss"])
 
 
 def test_a_loss_that_is_not_a_number_is_shown_and_a_run_without_a_step_has_results(tmp_path):

@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
-from report_fixtures import build_run, edit, loss_at
+from report_fixtures import build_run, loss_at
 
-from windlass.reports import view
 from windlass.reports.view import RunView
-from windlass.reports.write import report
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +21,6 @@ def test_a_killed_and_resumed_run_is_one_curve_with_the_losses_of_an_unbroken_on
     assert straight.restarts == [] and (np.diff(one.train["hours"]) > 0).all()
     # without the pause, the start-up and the steps done twice
     assert one.train["hours"] * 3600 == pytest.approx(straight.train["hours"] * 3600, abs=0.01)
-
-
-def test_a_long_run_is_thinned_and_keeps_extremes_and_numbers(tmp_path, monkeypatch):
-    """A spike of the gradient norm and a loss that is not finite, each in one of 200 lines."""
-    run = build_run(tmp_path / "run", steps=2000, ranks=1)
-    odd = {770: {"grad_norm": 99.0}, 1230: {"loss": "NaN"}, 1510: {"loss": 0.5}}
-    edit(run, lambda x: x | odd.get(x["step"], {}) if x["kind"] == "train" else x)
-    whole, short = RunView(run), RunView(run, rows=60)
-    assert len(whole.train) == 200 and len(short.train) <= 80
-    assert {770, 1230, 1510, 10, 2000} <= set(short.train["step"].tolist())
-    assert short.values == whole.values and short.speed == whole.speed
-    assert list(short.evals["loss"]["tokens"]) == list(whole.evals["loss"]["tokens"])
-    assert not [line for line in short.ledger if line["kind"] == "train"]
-    monkeypatch.setattr(view, "ROWS", 120)
-    other = build_run(tmp_path / "other", steps=2000, ranks=1, seed=2)
-    report([run, other], tmp_path / "out", plots=False)
-    assert len((tmp_path / "out" / "train.csv").read_text().splitlines()) <= 1 + 2 * 80
 
 
 def test_samples_of_devices_in_the_pause_and_in_lost_work_are_left_out(one, monkeypatch):

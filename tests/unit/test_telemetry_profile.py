@@ -1,14 +1,10 @@
-"""A profile of some steps on one rank or all."""
+"""A profile of some steps."""
 
 import gzip
 import json
-import sys
-
-import pytest
 
 from helpers import each_step, refused, tiny_recipe
 from windlass import report, train
-from windlass.launch.local import launch
 
 
 def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
@@ -16,7 +12,7 @@ def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
     run = train(tiny_recipe(corpus, tmp_path / "run", **settings))
     [event] = [e for e in run.events if e["event"] == "profile"]
     trace, table = (run.path / name for name in event["files"])
-    assert event["step"] == 4 and trace.name == "steps-3-4-rank-0.json.gz"
+    assert event["step"] == 4 and trace.name == "steps-3-4.json.gz"
     with gzip.open(trace) as file:
         names = [e.get("name") for e in json.load(file)["traceEvents"]]
     per_step = names.count("aten::embedding")
@@ -26,17 +22,9 @@ def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
     assert all(name in page for name in event["files"])
 
 
-@pytest.mark.dist
-def test_every_rank_may_have_a_profile_and_the_end_of_the_run_ends_it(corpus, tmp_path):
-    recipe = tiny_recipe(corpus, tmp_path / "run", train__steps=3, telemetry__profile="2:1:all")
-    (tmp_path / "recipe.toml").write_text(recipe.toml())
-    words = [sys.executable, "-m", "windlass", "train", str(tmp_path / "recipe.toml")]
-    assert launch(words, 2) == 0
-    files = sorted(path.name for path in (tmp_path / "run" / "profile").iterdir())
-    ends = (".json.gz", ".txt")
-    assert files == [f"steps-2-2-rank-{rank}{end}" for rank in (0, 1) for end in ends]
+def test_the_end_of_the_run_ends_a_profile(corpus, tmp_path):
     late = train(tiny_recipe(corpus, tmp_path / "late", train__steps=3, telemetry__profile="3:9"))
-    assert (late.path / "profile" / "steps-3-3-rank-0.txt").is_file()
+    assert (late.path / "profile" / "steps-3-3.txt").is_file()
 
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(corpus, tmp_path):

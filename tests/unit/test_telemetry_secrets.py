@@ -62,8 +62,8 @@ def test_no_file_of_a_report_has_a_secret(tmp_path):
     report(one, tmp_path / "of-one", plots=False)
     report([one, two], tmp_path / "of-two", plots=False)
     assert leaked(tmp_path / "of-one") == [] == leaked(tmp_path / "of-two")
-    settings = (tmp_path / "of-two" / "settings.csv").read_text()
-    assert "https://***@example.org/a.txt" in settings and "rows=9&access_token=***" in settings
+    results = (tmp_path / "of-two" / "results.csv").read_text()
+    assert "https://***@example.org/a.txt" in results
     assert "0.9" in (tmp_path / "of-one" / "index.html").read_text()
 
 

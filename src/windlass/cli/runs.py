@@ -157,7 +157,7 @@ def report(
         parts = (view.label, curve(view), last_sample(view))
         typer.echo("\n\n".join(part for part in parts if part) + "\n")
         results(view).print()
-        for each in evaluations(view).values():
+        for each in evaluations(view):
             typer.echo(f"\n{each.title}")
             each.print()
         typer.echo()

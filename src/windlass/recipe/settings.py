@@ -300,16 +300,6 @@ class TelemetrySettings(Section):
     """Trackers to export the ledger to, each from a separate process."""
     project: str = "windlass"
     """The project or experiment in the trackers."""
-    entity: str = ""
-    """W&B user or team of the project; empty: the API key's default."""
-    group: str = ""
-    """Group of runs: W&B's group, MLflow's tag `group`; empty: the study's name in a study."""
-    tags: Annotated[list[Annotated[str, Field(pattern=r"^[\w./ :-]{1,64}$")]], Names] = []
-    """Tags in W&B; in MLflow each is a tag with the value `true`."""
-    sample_seconds: float = Field(1.0, gt=0)
-    """Seconds between two background samples of each rank's utilisation and memory."""
-    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*(:all)?)?$")
-    """`"100:3"` profiles steps 100 to 102 on rank 0, `"100:3:all"` on every rank: a trace for
-    Perfetto and a table of operators in `RUN/profile`."""
-    flush_seconds: float = Field(30.0, ge=0)
-    """Longest time that trackers may take after the end of the run."""
+    profile: str = Field("", pattern=r"^([1-9]\d*:[1-9]\d*)?$")
+    """`"100:3"` profiles steps 100 to 102 on rank 0: a trace for Perfetto and a table of operators
+    in `RUN/profile`."""

@@ -124,12 +124,12 @@ function nearest(xs, value) {
 let charts = 0;
 
 class Chart {
-  /** `hooks`: hover(x or null, chart), zoom([low, high] or null), and the `title` and `summary` in words. */
+  /** `hooks`: hover(x or null, chart), zoom([low, high] or null), and the `title`. */
   constructor(host, hooks) {
     this.host = host;
     this.hooks = hooks;
     this.id = `clip-${charts++}`;
-    this.svg = make("svg", { class: "drawing", role: "img", "aria-label": hooks.summary }, host);
+    this.svg = make("svg", { class: "drawing", role: "img", "aria-label": hooks.title }, host);
     this.handle = html("div", "handle", null, host);
     const attributes = { tabindex: 0, role: "slider", "aria-label": `Points of ${hooks.title}`, "aria-valuemin": 0 };
     for (const name in attributes) this.handle.setAttribute(name, attributes[name]);
@@ -147,8 +147,7 @@ class Chart {
 
   heights(series, low, high, y) {
     let [bottom, top] = [Infinity, -Infinity];
-    const others = series.filter((one) => !one.diverged); // a run that diverged does not stretch the axis of the others
-    for (const one of others.length ? others : series) {
+    for (const one of series) {
       const from = lowerBound(one.x, low);
       for (const values of one.band ? [one.y, ...one.band] : [one.y]) {
         for (let i = from; i < one.x.length && one.x[i] <= high; i++) {

@@ -1,6 +1,5 @@
-"""Charts of runs, each one description that matplotlib (`plots.py`) and the page draw. The page
-draws lines in SVG (`chart.js`, `page.js`), and bars and heat maps in HTML (`page.html`).
-"""
+"""Charts of runs, each one description that matplotlib (`plots.py`) and the page (`chart.js`,
+`page.js`) draw."""
 
 from __future__ import annotations
 
@@ -13,14 +12,12 @@ import numpy as np
 
 from windlass.errors import plural
 from windlass.reports.tables import slug
-from windlass.reports.view import Numbers, Restart, RunView, Track, interpolate, thin
-from windlass.study.results import BITS, common_measure, diverged
+from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
+from windlass.study.results import BITS, common_measure
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import DEVICE, PHASES, SOURCE, TRAIN, by_chart, of_source, show
+from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
-# Up to FEW lines of a chart are in colour; of more lines the COLOURED best, the others are grey.
-FEW, COLOURED = 4, 3
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest
 
 
@@ -30,24 +27,21 @@ class Axis:
 
     label: str = ""
     values: Sequence[float] = ()  # the places that have a tick; empty: the drawer chooses them
-    names: Sequence[str] = ()  # of these places, or of the bars, or of a heat map's cells
-    notes: Sequence[str] = ()  # beside the names of bars
+    names: Sequence[str] = ()  # of these places
     log: bool = False
     zero: bool = False  # whether it begins at zero
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line, one part of every bar, or a row of a heat map."""
-
     name: str  # in the legend; empty: without an entry
     y: Numbers
     # places of the points: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
     at: Mapping[str, Numbers] = field(default_factory=dict)
-    run: int = -1  # index of the run, for its colour and for hiding it; -1: not a run's
-    colour: int | None = None  # index into the palette; None: the run's own colour
+    run: int = -1  # index of the run, for hiding it; -1: not a run's
+    colour: int = 0  # index into the palette
     dash: int = 0  # index of the pattern of the line and of the shape of its points
-    grey: bool = False  # one of many, without a colour of its own
+    grey: bool = False  # without a colour: a reference
     minor: bool = False  # a thin line: part of a whole
     # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
     points: str = ""
@@ -55,9 +49,6 @@ class Series:
     low: Numbers | None = None  # lower edge of a band around the line
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
-    diverged: bool = False  # whether to ignore it when choosing the vertical axis
-    texts: Sequence[str] = ()  # of the values, in bars and heat maps
-    shades: Sequence[float] = ()  # of a heat map's cells, from 0 to 1: how good each value is
 
     @property
     def x(self) -> Numbers:
@@ -66,76 +57,20 @@ class Series:
 
 def is_spread(lines: Iterable[Series]) -> bool:
     """Whether positive values span so much that only a logarithmic scale shows them all."""
-    values = np.concatenate([[], *(one.y for one in lines if not one.diverged)])
+    values = np.concatenate([[], *(one.y for one in lines)])
     good = values[np.isfinite(values)]
     return bool(len(good) and good.min() > 0 and good.max() / good.min() >= SPREAD)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity, or of its parts."""
-
     id: str  # and the name of its files
     title: str
     unit: str
     series: Sequence[Series]
-    kind: str = "line"  # or `bars`, stacked and horizontal, or `heat`
     x: Axis = Axis()  # without values: the axis that all curves along runs share
     y: Axis = Axis()
     note: str = ""
-
-    @property
-    def summary(self) -> str:
-        parts = [", ".join(filter(None, [self.title, self.unit, self.note]))]
-        named = [s for s in self.series if s.name and np.isfinite(s.y).any()]
-        for one in named[:COLOURED]:
-            good = one.y[np.isfinite(one.y)]
-            ends = f"from {good[0]:.4g} to {good[-1]:.4g}, " if len(good) > 1 else ""
-            parts.append(f"{one.name}: {ends}lowest {good.min():.4g}, highest {good.max():.4g}")
-        if len(named) > COLOURED:
-            parts.append(f"{len(named) - COLOURED} more lines are in the numbers")
-        return ". ".join(parts) + "."
-
-    def ceiling(self, first_step: float = -math.inf) -> float | None:
-        """The highest value of lines that did not diverge; None if no diverged line is higher."""
-        tops = {True: -math.inf, False: -math.inf}
-        for one in self.series:
-            values = one.y[(one.x >= first_step) & np.isfinite(one.y)]
-            tops[one.diverged] = max(tops[one.diverged], values.max(initial=-math.inf))
-        return float(tops[False]) if -math.inf < tops[False] < tops[True] else None
-
-    def stacks(self) -> list[tuple[str, float, str, list[tuple[Series, float, str]]]]:
-        """Each bar's name, length in % of the longest, note, and parts with share and text."""
-        values = np.array([one.y for one in self.series])  # [parts, bars]
-        totals = values.sum(axis=0)
-        bars = []
-        for i, (name, total) in enumerate(zip(self.y.names, totals, strict=True)):
-            parts = [(one, one.y[i] / total, one.texts[i]) for one in self.series if one.y[i] > 0]
-            bars.append((name, 100 * total / totals.max(), self.y.notes[i], parts))
-        return bars
-
-
-@dataclass(frozen=True)
-class Look:
-    """A run's place in palette and patterns, its rank among the runs (0: the best), restarts."""
-
-    label: str
-    place: int
-    rank: int
-    grey: bool
-    restarts: Sequence[Restart]
-
-
-def looks(views: Sequence[RunView], ranking: Sequence[int] = ()) -> list[Look]:
-    """The looks of some runs. `ranking`: their indices, the best first, which have the first
-    colours."""
-    ranks = {run: rank for rank, run in enumerate(ranking or range(len(views)))}
-    many, chosen = len(views) > FEW, []
-    for run, view in enumerate(views):
-        rank = ranks[run]
-        place = rank if many else run
-        chosen.append(Look(view.label, place, rank, many and rank >= COLOURED, view.restarts))
-    return chosen
 
 
 def pattern(number: int) -> dict[str, Any]:
@@ -188,22 +123,6 @@ def charts(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in drawn if chart.series]
 
 
-def time_chart(views: Sequence[RunView]) -> Chart | None:
-    timed = [view for view in views if any(view.wall.get(part, 0) > 0 for part in PHASES)]
-    if not timed:
-        return None
-    spent = np.array([[view.wall.get(part, 0.0) for view in timed] for part in PHASES])
-    shares = 100 * spent / spent.sum(axis=0)
-    series = [
-        Series(part.words, shares[i], colour=i, texts=[show(x, part.kind) for x in spent[i]])
-        for i, part in enumerate(PHASES.values())
-        if spent[i].any()
-    ]
-    notes = [f"{share:.1f} %" for share in shares[0]] if len(views) > 1 else [""]
-    axis = Axis(names=[view.label for view in timed], notes=notes)
-    return Chart("time", "Where the time went", "% of wall time", series, "bars", y=axis)
-
-
 def _loss_chart(views: Sequence[RunView]) -> Chart:
     """The losses of all runs, in bits per byte if they only compare so."""
     in_bits = common_measure([view.validation for view in views])[0] == BITS
@@ -213,22 +132,20 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
         if in_bits:  # bits per byte of a loss of 1 nat per token
             factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
         series += _losses(views, run, factor)
-    unit, y = "bits per byte" if in_bits else "nats per token", Axis(log=is_spread(series))
-    chart = Chart("loss", "Loss", unit, series, y=y)
-    notes = ["lines: training, points: validation"] * (len(views) > 1)
-    notes += ["what diverged is cut off above"] * (chart.ceiling() is not None)
-    return replace(chart, note="; ".join(notes))
+    unit = "bits per byte" if in_bits else "nats per token"
+    note = "lines: training, points: validation" * (len(views) > 1)
+    return Chart("loss", "Loss", unit, series, y=Axis(log=is_spread(series)), note=note)
 
 
 def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     view, several, series = views[run], len(views) > 1, list[Series]()
     losses, track = view.train["loss"], view.evals.get(LOSS)
-    # also a loss that rose and came down again would stretch the axis of the other runs
-    wild = len(losses) > 0 and diverged(float(losses[0]), float(losses.max()))
-    look: dict[str, Any] = {"factor": factor, "run": run, "diverged": wild}
+    look: dict[str, Any] = {"factor": factor, "run": run}
+    if several:
+        look |= pattern(run)
     if len(losses):
-        name, colour = (view.label, None) if several else ("training", 0)
-        own: dict[str, Any] = {"name": name, "colour": colour, "smooth": True, "bad": True}
+        name = view.label if several else "training"
+        own: dict[str, Any] = {"name": name, "smooth": True, "bad": True}
         series.append(_series(views, view.train, "loss", **own, **look))
     if track is None or not track.has("loss"):
         return series
@@ -290,7 +207,8 @@ def _columns(
             continue
         present = [column for column in columns if track.has(column)]
         for index, column in enumerate(present[: 1 if several else None]):
-            own = {"name": view.label} if several else {"name": columns[column], **pattern(index)}
+            name = view.label if several else columns[column]
+            own = {"name": name, **pattern(run if several else index)}
             series.append(_series(views, track, column, run=run, minor=index > 0, **look | own))
     return series
 
@@ -336,7 +254,7 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
         name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
         mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
         band = {"low": low, "high": high} if len(tracks) > 1 else {}
-        series.append(Series(name, mean, axes, run, None if several else 0, **band))
+        series.append(Series(name, mean, axes, run, **pattern(run if several else 0), **band))
         means = np.nanmean(table, axis=1)
         chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
     for i in chosen:

@@ -96,7 +96,6 @@ def _run_head(view: RunView) -> Head:
         parts.append(f"{show(values['parameters'], 'count')} parameters")
     if "tokens" in values:
         parts.append(f"{show(values['tokens'], 'count')} tokens")
-    parts += [restart.text for restart in view.restarts if restart.what == "extended"]
     answers = [worked(view), good(view), fast(view), cost([view]), wrong(troubles_of(view))]
     place, notes = str(view.run.path.resolve()), view.settings["run.notes"]
     return Head("A run", view.label, ", ".join(parts), answers, place, notes)

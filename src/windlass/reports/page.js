@@ -9,26 +9,12 @@ const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 
 const state = { axis: "step", logX: false, logY: data.charts.some((chart) => chart.id === "loss" && chart.y.log), smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
 
-const [FEW, BEST] = [4, 3]; // as in charts.py
-
 // ---------------------------------------------------------------- axes
 
-/** The runs that are grey now: of more than FEW shown ones all but the BEST. */
-function faded() {
-  const shown = data.runs.map((_, i) => i).filter((i) => !state.hidden.has(i)).sort((a, b) => data.runs[a].rank - data.runs[b].rank);
-  return new Set(shown.length > FEW ? shown.slice(BEST) : []);
-}
+/** Colour, pattern and shape of a line. */
+const look = (one) => ({ color: one.grey ? "var(--grey)" : `var(--c${one.colour})`, dash: DASHES[one.dash], shape: one.dash, grey: one.grey });
 
-/** Colour, pattern and shape of a line: its own, or its run's. */
-function look(one, grey) {
-  const own = one.colour !== null || one.run < 0;
-  const place = own ? one.colour : data.runs[one.run].place;
-  const dash = own ? one.dash : place;
-  const faint = one.grey || (!own && grey.has(one.run));
-  return { color: faint ? "var(--grey)" : `var(--c${place % 8})`, dash: faint && !one.grey ? null : DASHES[dash % 5], shape: dash % 5, grey: faint };
-}
-
-const labelLook = (run) => look({ colour: null, run, dash: 0 }, faded());
+const labelLook = (run) => look({ colour: run % 8, dash: run % 5, grey: false });
 
 const TIMES = [[3 / 60, 3600, "seconds"], [3, 60, "minutes"], [96, 1, "hours"], [Infinity, 1 / 24, "days"]];
 const timeUnit = (high) => TIMES.find(([limit]) => high < limit);
@@ -95,22 +81,19 @@ function smooth(values, weight) {
 
 /** The lines of a chart now: without hidden runs and omitted steps, and smoothed if they are noisy. */
 function seriesOf(chart) {
-  const grey = faded();
   return chart.series.filter((one) => !state.hidden.has(one.run)).flatMap((one) => {
-    const style = look(one, grey);
-    if (style.grey && !one.grey && one.points === "only") return []; // the validation points of a grey run
     const track = data.points[one.at];
     const xs = ownAxis(chart) ? track.x : track[state.axis];
     const places = xs.flatMap((x, i) => (x !== null && (ownAxis(chart) || track.step[i] >= state.skip) ? [i] : []));
     const [x, y] = [xs, one.y].map((values) => places.map((i) => values[i]));
     const drawn = {
-      x, y, name: one.name, quiet: !one.name, diverged: one.diverged, points: one.points, pointsOnly: one.points === "only",
-      ...style, width: style.grey ? 1.1 : one.minor ? 1.3 : null,
-      band: !style.grey && one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
+      x, y, name: one.name, quiet: !one.name, points: one.points, pointsOnly: one.points === "only",
+      ...look(one), width: one.grey ? 1.1 : one.minor ? 1.3 : null,
+      band: one.band && one.band.map((values) => places.map((i) => values[i])), bad: one.bad ? x.filter((_, i) => y[i] === null) : [],
     };
     if (!one.smooth || state.smoothing === 0 || !x.length) return x.length ? [drawn] : [];
     const smoothed = { ...drawn, y: smooth(y, state.smoothing) };
-    return style.grey ? [smoothed] : [{ ...drawn, faint: true, quiet: true, dash: null, bad: [] }, smoothed];
+    return [{ ...drawn, faint: true, quiet: true, dash: null, bad: [] }, smoothed];
   });
 }
 
@@ -155,13 +138,11 @@ function zoom(range) {
 
 function legend(figure, series, spec) {
   const shared = several && !ownAxis(spec); // then a run's points have its look, and a legend names the run once
-  const names = series.filter((s) => !s.quiet && !(shared && (s.pointsOnly || s.grey)));
-  const rest = shared ? series.filter((s) => s.grey && !s.quiet).length : 0;
+  const names = series.filter((s) => !s.quiet && !(shared && s.pointsOnly));
   const host = find(".legend", figure);
   host.replaceChildren();
   if (names.length < 2) return;
-  const entries = [...names, ...(rest ? [{ name: `${rest} more`, color: "var(--grey)" }] : [])];
-  for (const one of entries) {
+  for (const one of names) {
     const item = html("span", "key", null, host);
     key(one, item);
     html("span", "", one.name, item);
@@ -200,8 +181,8 @@ function reachable() {
 
 const drawn = all("figure[data-chart]").map((figure) => {
   const spec = data.charts.find((chart) => chart.id === figure.dataset.chart);
-  const [title, summary] = ["h3", ".numbers p"].map((name) => find(name, figure).textContent);
-  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title, summary });
+  const title = find("h3", figure).textContent;
+  const chart = new Chart(find(".plot", figure), { hover, zoom: ownAxis(spec) ? () => {} : zoom, title });
   chart.spec = spec;
   const one = { figure, spec, chart };
   find(".numbers", figure).addEventListener("toggle", (event) => event.target.open && numbers(one));

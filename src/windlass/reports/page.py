@@ -23,18 +23,8 @@ from markupsafe import Markup
 from windlass import __version__
 from windlass.recipe import flatten
 from windlass.reports import tables
-from windlass.reports.charts import (
-    AXES,
-    COLOURED,
-    FEW,
-    Chart,
-    Look,
-    charts,
-    looks,
-    smoothing,
-    time_chart,
-)
-from windlass.reports.head import BEST, divergence, head_of
+from windlass.reports.charts import AXES, Chart, charts, smoothing
+from windlass.reports.head import head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
 from windlass.reports.study import (
@@ -46,10 +36,9 @@ from windlass.reports.study import (
     setup_table,
     sweep_charts,
 )
-from windlass.reports.tables import Table, stacked
-from windlass.reports.view import RunView, first
+from windlass.reports.tables import Table
+from windlass.reports.view import RunView
 from windlass.study.grid import SEED
-from windlass.study.results import common_measure
 from windlass.telemetry.measures import MISSING, show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
@@ -73,10 +62,9 @@ class Contents:
         self.views, self.study = views, study
         self.single = len(views) == 1 and not study
         self.published = published(views, study, table)
-        self.looks = looks(views, ranking(views, study))
         # Bounded, because each takes a tenth of a second and 100 kB.
         self.cell_pages = list(views[:CELL_PAGES]) if study else []
-        self.run_charts, self.time = charts(views), time_chart(views)
+        self.run_charts, self.time = charts(views), tables.times(views)
         self.settings, self.base = tables.all_settings(views), tables.base_of(views)
         # A study's table of cells has the settings that differ.
         self.differing = [row for row in self.settings if row.differs and not study]
@@ -99,45 +87,19 @@ class Contents:
         elif study:
             self.study_charts = sweep_charts(study)
         self.head = head_of(views, study, self.recommendations, self.law)
+        self.evaluations = list[Table]()
         if self.single:
-            total = tables.results(views[0])
+            self.results = tables.results(views[0])  # every measure
+            self.evaluations = tables.evaluations(views[0])
             shown.append(tables.results(views[0], brief=True))
         else:
-            total = tables.comparison(views, self.settings)
-            shown += [cell_table(study)] if study else [total]
+            self.results = tables.comparison(views, self.settings)
+            shown += [cell_table(study)] if study else [self.results]
             shown += [seed_table(study)] if study and SEED in study.study.keys else []
-        keys, evals = [] if self.single else ["run"], [tables.evaluations(view) for view in views]
-        trains, parts = dict[tuple[str, ...], Table](), dict[tuple[str, ...], Table]()
-        for view, suites in zip(views, evals, strict=True):
-            own = () if self.single else (view.label,)
-            trains[own] = tables.curves(view.train)
-            parts |= {(*own, suite): one for suite, one in suites.items()}
-        csv = [tables.settings_table(views, self.settings), stacked("train", keys, trains)]
-        csv += [stacked("evaluations", [*keys, "suite"], parts)] if parts else []
+        shown += [self.time] if len(self.time.columns) > 1 else []
+        shown += self.evaluations
         self.tables = {each.name: each for each in shown}  # for people, in the order of report.md
-        self.csv = {each.name: each for each in (*csv, total)}  # the rest, as CSV alone
-        self.evaluations = evals[0] if self.single else {}  # by suite
-        times = [self.time] if self.time else []
-        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts, *times]
-
-
-def ranking(views: Sequence[RunView], study: StudyView | None) -> list[int]:
-    """The indices of the runs, the best first; in their order if their losses do not compare."""
-    best = None
-    if study:
-        lower, winner = study.lower, study.winners.cell
-        best = winner.run.path if winner else None
-        by_run = {result.run.path: result.score for result in study.results}
-        scores = [by_run.get(view.run.path) for view in views]
-    else:
-        lower = True
-        name = BEST.get(common_measure([view.validation for view in views])[0], "")
-        scores = [first(view.values.get(name)) for view in views]
-    order = []
-    for run, (view, x) in enumerate(zip(views, scores, strict=True)):
-        score = math.inf if x is None or math.isnan(x) else x if lower else -x
-        order.append((view.run.path != best, bool(divergence(view)), score, run))
-    return [run for *_, run in sorted(order)]
+        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
 
 
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
@@ -152,7 +114,7 @@ def page(report: Contents) -> str:
     css, *js = (file.read_text("utf-8") for file in files)
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    lines = [c for c in (*report.run_charts, *report.study_charts) if c.kind == "line"]
+    lines = [*report.run_charts, *report.study_charts]
     study, heading = report.study, report.study.heading if report.study else ""
     environment = _environment(report.views)
     if study:  # the pages of the cells have the others
@@ -170,7 +132,7 @@ def page(report: Contents) -> str:
         "cells": ("Cells", report.tables.get("cells")),
         "curves": ("Curves", report.run_charts),
         "results": ("Results", None if study else report.tables["results"]),
-        "time": (report.time.title if report.time else "", report.time),
+        "time": (report.time.title, report.tables.get("time")),
         "samples": ("Samples", _samples(report.views)),
         "settings": ("Settings", report.settings),
         "environment": ("Environment", environment),
@@ -184,14 +146,12 @@ def page(report: Contents) -> str:
         "style": Markup(css),
         "script": Markup(script),
         "script_hash": f"sha256-{digest}",
-        "data": htmlsafe_json_dumps(scrub(payload(report.looks, lines)), allow_nan=False),
+        "data": htmlsafe_json_dumps(scrub(payload(report.views, lines)), allow_nan=False),
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
         # the page of the cell in each row of the table of cells; empty without one
         "links": [quote(pages.get(r.run.path, "")) for r in study.results] if study else [],
         "show": show,
         "sample_limit": SAMPLES,
-        "few": FEW,
-        "best": COLOURED,
     }
     return _template().render(context)
 
@@ -209,10 +169,10 @@ def _template() -> Template:
     return environment.from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
 
 
-SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad", "diverged")
+SENT = ("run", "name", "colour", "dash", "grey", "minor", "points", "smooth", "bad")
 
 
-def payload(runs: Sequence[Look], charts: Sequence[Chart]) -> dict[str, Any]:
+def payload(runs: Sequence[RunView], charts: Sequence[Chart]) -> dict[str, Any]:
     """The line charts as plain values.
 
     Series with the same points share them: `at` of a series is a place in `points`.
@@ -232,14 +192,13 @@ def payload(runs: Sequence[Look], charts: Sequence[Chart]) -> dict[str, Any]:
             lines.append(fields | {"at": place, "y": numbers(one.y), "band": band})
         axes = {"x": asdict(chart.x), "y": asdict(chart.y)}
         sent.append({"id": chart.id, **axes, "series": lines})
-    for look in runs:
+    for run in runs:
         restarts = []
-        for r in look.restarts:
+        for r in run.restarts:
             places = dict(zip(AXES, numbers((r.step, r.tokens, r.hours)), strict=True))
-            text = f"{look.label}: {r.text} at step {r.step:,.0f} ({r.time})"
+            text = f"{run.label}: {r.text} at step {r.step:,.0f} ({r.time})"
             restarts.append({**places, "what": r.what, "text": text})
-        own = {"label": look.label, "place": look.place, "rank": look.rank}
-        seen.append(own | {"restarts": restarts})
+        seen.append({"label": run.label, "restarts": restarts})
     points_of = [points for _, points in shared.values()]
     return {"runs": seen, "charts": sent, "points": points_of, "smoothing": smoothing(charts)}
 

@@ -16,9 +16,10 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from windlass.reports.charts import COLOURS, Chart, Look, Series, smoothed, smoothing
+from windlass.reports.charts import Chart, Series, smoothed, smoothing
+from windlass.reports.view import RunView
 
-SOFT, GREY, HAIR = "#6b7280", "#b6bcc5", "#e4e6ea"
+SOFT, GREY = "#6b7280", "#b6bcc5"
 # eight colours that stay apart for colour-blind readers and in print
 PALETTE = ("#2f5fb3", "#c45a12", "#24806a", "#a8328c", "#856815", "#5b4bb0", "#b3352f", "#23829d")
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (10, 2.5))]
@@ -28,7 +29,7 @@ STYLE = Path(__file__).with_name("plots.mplstyle")
 
 
 def write_plots(
-    charts: Iterable[Chart], runs: Sequence[Look], folder: Path, skip: int, pdf: bool
+    charts: Iterable[Chart], runs: Sequence[RunView], folder: Path, skip: int, pdf: bool
 ) -> dict[str, Path]:
     """Draw every chart into `folder`; returns the paths of the PNG files by the chart's id.
 
@@ -54,34 +55,29 @@ def write_plots(
 
 
 def draw(
-    chart: Chart, runs: Sequence[Look] = (), weight: float = 0, first_step: float = -math.inf
+    chart: Chart, runs: Sequence[RunView] = (), weight: float = 0, first_step: float = -math.inf
 ) -> Figure:
     """One chart; `weight`: see `charts.smoothed`, 0 for none; `first_step`: the first one drawn."""
-    rows = len(chart.y.names)
-    height = {"bars": 1.3 + 0.34 * rows, "heat": 1.5 + 0.5 * rows}.get(chart.kind, SIZE[1])
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
-    figure = Figure(figsize=(SIZE[0], height), dpi=DPI, layout=layout)
+    figure = Figure(figsize=SIZE, dpi=DPI, layout=layout)
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
-    if chart.kind == "bars":
-        _bars(figure, axes, chart)
-    elif chart.kind == "heat":
-        _heat(axes, chart)
-    else:
-        _lines(axes, chart, runs, weight, first_step)
-        _scales(axes, chart, first_step)
-        names = axes.get_legend_handles_labels()[1]
-        longest = max(map(len, names), default=0)
-        if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
-            columns = max(1, min(4, len(names), 96 // (longest + 9)))
-            figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
-            figure.legend(loc="outside lower center", ncols=columns)
-        elif names:
-            axes.legend(loc="best")
+    _lines(axes, chart, runs, weight, first_step)
+    _scales(axes, chart)
+    names = axes.get_legend_handles_labels()[1]
+    longest = max(map(len, names), default=0)
+    if len(names) > 4 or longest > 24:  # a large legend lies below, and the figure grows by it
+        columns = max(1, min(4, len(names), 96 // (longest + 9)))
+        figure.set_size_inches(SIZE[0], SIZE[1] + 0.19 * -(-len(names) // columns))
+        figure.legend(loc="outside lower center", ncols=columns)
+    elif names:
+        axes.legend(loc="best")
     return figure
 
 
-def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_step: float) -> None:
+def _lines(
+    axes: Any, chart: Chart, runs: Sequence[RunView], weight: float, first_step: float
+) -> None:
     """Curves over optimizer steps with the runs' restarts, or curves over a study's axis."""
     axes.set(xlabel=chart.x.label or "optimizer steps", ylabel=chart.unit)
     several = len(runs) > 1 and not chart.x.label
@@ -94,37 +90,27 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[Look], weight: float, first_s
 
     for series in chart.series:
         keep = series.x >= first_step
-        faded = several and runs[series.run].grey
-        if faded and series.points == "only":
-            continue
         # the lines name several runs, their points do not
         unnamed = len(chart.series) == 1 or (several and series.points == "only")
-        name = f"{sum(look.grey for look in runs)} more" if faded else series.name
-        _curve(axes, series, runs, keep, None if unnamed else label(name), weight)
+        _curve(axes, series, keep, None if unnamed else label(series.name), weight)
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
             cross["label"] = f"not finite{f', {series.name}' if several else ''}"
             axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
-    for look in runs if not chart.x.label else ():
+    for run in runs if not chart.x.label else ():
         dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
         dotted["color"] = SOFT
-        for restart in look.restarts:
+        for restart in run.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
 
 
-def _curve(
-    axes: Any, series: Series, runs: Sequence[Look], keep: Any, label: str | None, weight: float
-) -> None:
+def _curve(axes: Any, series: Series, keep: Any, label: str | None, weight: float) -> None:
     """One line with its band; a smoothed line lies over the pale curve itself."""
-    x, y, colour, dash = series.x[keep], series.y[keep], GREY, series.dash
-    if series.colour is not None and not series.grey:
-        colour = PALETTE[series.colour % COLOURS]
-    elif not series.grey and not runs[series.run].grey:
-        dash = runs[series.run].place
-        colour = PALETTE[dash % COLOURS]
-    if series.low is not None and series.high is not None and colour != GREY:
+    x, y = series.x[keep], series.y[keep]
+    colour = GREY if series.grey else PALETTE[series.colour]
+    if series.low is not None and series.high is not None:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
     if series.smooth and weight and len(y):
@@ -133,28 +119,21 @@ def _curve(
     marker: dict[str, Any] = {}
     if series.points or len(x) == 1:
         face = colour if series.points == "median" else "white"
-        marker = {"marker": SHAPES[dash % len(SHAPES)], "markerfacecolor": face}
+        marker = {"marker": SHAPES[series.dash], "markerfacecolor": face}
         marker |= {"markersize": 4.5, "markeredgewidth": 1.2}
     axes.plot(
         x,
         y,
         color=colour,
-        linestyle="none" if series.points == "only" else DASHES[dash % len(DASHES)],
-        linewidth=1.1 if series.minor or series.points or colour == GREY else 1.6,
-        zorder=1.5 if colour == GREY else {"": 2, "median": 3}.get(series.points, 4),
+        linestyle="none" if series.points == "only" else DASHES[series.dash],
+        linewidth=1.1 if series.minor or series.points or series.grey else 1.6,
+        zorder=1.5 if series.grey else {"": 2, "median": 3}.get(series.points, 4),
         label=label,
         **marker,
     )
 
 
-def _scales(axes: Any, chart: Chart, first_step: float) -> None:
-    high = chart.ceiling(first_step)
-    if high is not None:  # lines that diverged leave the picture at its upper edge
-        finite = [s.y[(s.x >= first_step) & np.isfinite(s.y)] for s in chart.series]
-        low = min(float(values.min()) for values in finite if len(values))
-        axes.set_ylim(low - 0.04 * (high - low), high + 0.12 * (high - low))
-        remark = {"fontsize": 8.5, "fontweight": "normal", "color": SOFT}
-        axes.set_title("what diverged is cut off above", loc="right", **remark)
+def _scales(axes: Any, chart: Chart) -> None:
     if chart.y.zero:
         axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
     if chart.y.log:
@@ -186,31 +165,3 @@ def _named_ticks(axes: Any, chart: Chart) -> None:
         free = place + 0.08 if names[-1] else free
     axes.set_xticklabels(names)
     axes.margins(x=0.06)
-
-
-def _heat(axes: Any, chart: Chart) -> None:
-    """A heat map with the value in each cell; the stronger the colour, the better."""
-    axes.set(xlabel=chart.x.label, ylabel=chart.y.label)
-    shades = np.array([series.shades for series in chart.series])
-    axes.imshow(shades, cmap="Blues", aspect="auto", vmin=0, vmax=1.8)
-    for row, series in enumerate(chart.series):
-        for column, text in enumerate(series.texts):
-            axes.text(column, row, text, ha="center", va="center", fontsize=8.5)
-    axes.set_xticks(range(len(chart.x.names)), chart.x.names)
-    axes.set_yticks(range(len(chart.y.names)), chart.y.names)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-
-
-def _bars(figure: Figure, axes: Any, chart: Chart) -> None:
-    axes.set_xlabel(chart.unit)
-    places, left = range(len(chart.y.names)), np.zeros(len(chart.y.names))
-    for series in chart.series:
-        options = {"height": 0.62, "color": PALETTE[series.colour or 0], "label": series.name}
-        axes.barh(places, series.y, left=left, **options)
-        left += series.y
-    axes.set_yticks(places, chart.y.names)
-    axes.invert_yaxis()  # the first one at the top
-    axes.grid(axis="x", color=HAIR)
-    axes.grid(False, axis="y")
-    figure.legend(loc="outside lower center", ncols=min(4, len(chart.series)))

@@ -4,9 +4,7 @@ score is the measure that `checkpoint.best` names, as the validation loss or `sq
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,15 +12,15 @@ import numpy as np
 
 from windlass.errors import by_text, plural
 from windlass.estimate.subject import NO_PEAK
-from windlass.reports.charts import COLOURED, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
+from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
-from windlass.reports.view import ROWS, RunView
+from windlass.reports.view import RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import SETUP, STEP_PARTS, show, title_of
+from windlass.telemetry.measures import SETUP, show, title_of
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
@@ -55,10 +53,9 @@ class StudyView:
         begun = [result for result in self.results if result.begun]
         varied = {key for key, values in study.values.items() if len(values) > 1}
         self.varied = [key for key in study.keys if key in varied] or study.keys
-        rows = ROWS // max(1, len(begun))
         assigned = [{key: r.cell.assignment[key] for key in self.varied} for r in begun]
         labels = map(label_of, assigned)
-        self.views = [RunView(r.run, x, rows) for r, x in zip(begun, labels, strict=True)]
+        self.views = [RunView(r.run, x) for r, x in zip(begun, labels, strict=True)]
         self.groups = seed_groups(self.results)  # the cells without the seed
         self.winners = study.winners(self.results)
         # settings with several values but the seed; numbers rising
@@ -118,8 +115,7 @@ def seed_table(seen: StudyView) -> Table:
 
 def sweep_charts(seen: StudyView) -> list[Chart]:
     charts = [_against(seen, key, values) for key, values in seen.swept.items()]
-    scored = len(seen.swept) == 2 and any(group.scores for group in seen.groups)
-    return [chart for chart in charts if chart.series] + ([heat_map(seen)] if scored else [])
+    return [chart for chart in charts if chart.series]
 
 
 def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
@@ -131,16 +127,8 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     for group in sorted(seen.groups, key=lambda group: values.index(group.assignment[key])):
         rest = {k: v for k, v in group.assignment.items() if k != key}
         others.setdefault(label_of(rest, names), []).append(group)
-    many, lower, series = len(others) > FEW, seen.lower, list[Series]()
-
-    def best_of(groups: Sequence[SeedGroup]) -> float:
-        scores = [group.median for group in groups if group.median is not None]
-        return (min(scores) if lower else -max(scores)) if scores else math.inf
-
-    if many:  # the COLOURED best ones come first, the others are grey
-        others = dict(sorted(others.items(), key=lambda item: best_of(item[1])))
+    series = list[Series]()
     for number, (name, groups) in enumerate(others.items()):
-        grey = many and number >= COLOURED
         medians, seeds = list[Any](), list[Any]()
         for group in groups:
             if group.median is not None:
@@ -153,11 +141,9 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         for title, points, pairs in parts:
             if pairs:
                 x, y = np.array(pairs, dtype=np.float64).T
-                line = Series(scrub(title), y, {"x": x}, points=points, **pattern(number))
-                series.append(replace(line, name="", grey=True, minor=True) if grey else line)
+                look: dict[str, Any] = {"points": points, **pattern(number)}
+                series.append(Series(scrub(title), y, {"x": x}, **look))
     circles = any(one.points == "only" for one in series)
-    notes = ["solid: medians over the seeds, hollow: each seed"] * circles
-    notes += [f"grey: {len(others) - COLOURED} lines that are not among the best"] * many
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
         f"{seen.study.measure.replace('.', '-')}-against-{names[key].replace('.', '-')}",
@@ -165,37 +151,8 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         seen.unit,
         series,
         x=Axis(names[key], places, [show(value) for value in values], log=log),
-        y=Axis(log=lower and is_spread(series)),
-        note="; ".join(notes),
-    )
-
-
-def heat_map(seen: StudyView) -> Chart:
-    """The best score over two swept settings, the one with fewer values in rows."""
-    swept = sorted(seen.swept.items(), key=lambda item: len(item[1]))
-    (row_key, rows), (column_key, columns) = swept
-    table = np.full((len(rows), len(columns)), math.nan)  # NaN: no cell has finished
-    for group in seen.groups:
-        place = rows.index(group.assignment[row_key]), columns.index(group.assignment[column_key])
-        table[place] = math.nan if group.median is None else group.median
-    low, high = np.nanmin(table), np.nanmax(table)
-    far = (table - low if seen.lower else high - table) / (high - low or 1)
-    # by the logarithm of the distance, because one very bad cell must not hide other differences
-    shades = 1 - np.log1p(9 * far) / np.log(10)
-    names = short_names(seen.study.keys)
-    series = []
-    for value, row, shade in zip(rows, table, shades.tolist(), strict=True):
-        texts = [show(None if math.isnan(x) else x, "loss") for x in row.tolist()]
-        series.append(Series(show(value), row, texts=texts, shades=shade))
-    return Chart(
-        "heat-map",
-        f"Best {seen.title}",
-        "",
-        series,
-        "heat",
-        x=Axis(names[column_key], names=[show(value) for value in columns]),
-        y=Axis(names[row_key], names=[show(value) for value in rows]),
-        note=f"columns: {column_key}, rows: {row_key}; the stronger the colour, the better",
+        y=Axis(log=seen.lower and is_spread(series)),
+        note="solid: medians over the seeds, hollow: each seed" * circles,
     )
 
 
@@ -336,26 +293,11 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
 
 
 def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against ranks, or at one world throughput against memory; the parts of a step in bars,
-    for each setup with its parts."""
+    """Charts against ranks, or at one world throughput against memory."""
     measured = [setup for setup in table if setup.measured]
     if scaling.mode == "strategies":
-        charts = pareto(measured, scaling.repeats)
-    else:
-        charts = against_ranks(scaling, measured, baseline(table))
-    divided = [setup for setup in measured if "compute_ms" in setup.values]
-    if not divided:
-        return charts
-    series = []
-    for place, part in enumerate(STEP_PARTS):
-        y = np.array([float(setup.values.get(part, 0.0)) for setup in divided])
-        texts = [f"{show(ms, 'rate')} ms" for ms in y.tolist()]
-        series.append(Series(SETUP[part].words, y, colour=place, texts=texts))
-    totals = np.sum([one.y for one in series], axis=0)
-    notes = [show(float(total), "rate") for total in totals]
-    bars = Axis(names=[setup.name for setup in divided], notes=notes)
-    title = "Where the time of a step went"
-    return [*charts, Chart("step-parts", title, "ms", series, "bars", y=bars)]
+        return pareto(measured, scaling.repeats)
+    return against_ranks(scaling, measured, baseline(table))
 
 
 def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:

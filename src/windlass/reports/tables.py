@@ -1,4 +1,4 @@
-"""Tables, and the tables of runs: results, evaluations, curves and settings."""
+"""Tables, and the tables of runs: results, evaluations and settings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.recipe import Recipe, presets, settings
-from windlass.reports.view import RunView, Track
+from windlass.reports.view import RunView
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import RUN, of_eval, of_result, show
+from windlass.telemetry.measures import PHASES, RUN, of_eval, of_result, show
 from windlass.telemetry.terminal import printable, rich_console, table
 from windlass.variables import scrub
 
@@ -130,16 +130,6 @@ def _plain(value: Any) -> Any:
     return scrub(value)
 
 
-def stacked(name: str, keys: Sequence[str], parts: Mapping[tuple[str, ...], Table]) -> Table:
-    """Tables under each other, with columns `keys` in front: they say where each row is from."""
-    columns = {column.name: column for table in parts.values() for column in table.columns}
-    rows = []
-    for key, part in parts.items():
-        names = [column.name for column in part.columns]
-        rows += [(*key, *map(dict(zip(names, row, strict=True)).get, columns)) for row in part.rows]
-    return Table(name, [*map(Column, keys), *columns.values()], rows)
-
-
 def markdown_cell(text: Any) -> str:
     """Text that is safe in a cell of a Markdown table."""
     cleaned = html.escape(" ".join(printable(scrub(str(text))).split()), quote=False)
@@ -194,10 +184,19 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
     return Table("results", columns, lines, "Results")
 
 
-def evaluations(view: RunView) -> dict[str, Table]:
+def times(views: Sequence[RunView]) -> Table:
+    """The wall time of each run by phase, over all its starts."""
+    parts = [part for part in PHASES.values() if any(view.wall[part.name] for view in views)]
+    columns = [Column("run", "Run"), *(Column(x.name, x.words, x.kind) for x in parts)]
+    rows = [(view.label, *(view.wall[part.name] for part in parts)) for view in views]
+    return Table("time", columns, rows, "Where the time went")
+
+
+def evaluations(view: RunView) -> list[Table]:
+    """A table for each suite."""
     place = [Column("step", "Step", "count"), Column("epoch", "Epoch", "amount")]
     place += [Column("tokens", "Tokens", "count")]
-    tables = {}
+    tables = []
     for suite, track in view.evals.items():
         columns = [column for column in place if track.has(column.name)]
         for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
@@ -207,15 +206,9 @@ def evaluations(view: RunView) -> dict[str, Table]:
             numbers = [(column.name, float(track[column.name][i])) for column in columns]
             # a field that the line lacks is missing; NaN in the line is a score
             rows.append([x if key in line or math.isfinite(x) else None for key, x in numbers])
-        tables[suite] = Table(suite, columns, rows, f"Evaluations: {suite}")
+        name = f"evaluations-{slug(suite)}"
+        tables.append(Table(name, columns, rows, f"Evaluations: {suite}"))
     return tables
-
-
-def curves(track: Track) -> Table:
-    """The `train` lines in full precision: the points of the charts."""
-    names = ["step", *(name for name in track.columns if name not in ("step", "hours")), "hours"]
-    rows = list(zip(*(track[name].tolist() for name in names), strict=True))
-    return Table("train", list(map(Column, names)), rows)
 
 
 class SettingRow(NamedTuple):

@@ -69,16 +69,6 @@ class Track:
     def scores(self) -> list[str]:
         return [name for name in self.measures() if of_eval(name).role == "score"]
 
-    def thinned(self, rows: int) -> Track:
-        """About `rows` of the rows at most: half by the loss, half by the extremes of measures."""
-        if len(self) <= rows:
-            return self
-        names, half = self.measures(), rows // 2
-        limits = [("loss", half), *((name, half // len(names)) for name in names)]
-        parts = [thin(self["step"], self[name], limit) for name, limit in limits]
-        keep = np.unique(np.concatenate(parts))
-        return Track({name: column[keep] for name, column in self.columns.items()}, self.rank)
-
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
     """Indices of about `limit` points that look like the whole curve; all if there are fewer.
@@ -103,7 +93,6 @@ def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
 class Attempt(NamedTuple):
     """One start of the run: its clock in seconds since 1970, and the seconds of training before."""
 
-    number: int
     start: float
     end: float
     before: float
@@ -116,26 +105,22 @@ class Clock:
             # other events may come from steps that a later attempt did again
             if line["kind"] != "event" or line.get("event") in (*STARTS, "checkpoint", "finished"):
                 lines.setdefault(int(line.get("attempt", 0)), []).append(line)
-        self.attempts: list[Attempt] = []
+        self.attempts = dict[int, Attempt]()
         before = 0.0
         for attempt, own in sorted(lines.items()):
             times = [timestamp(line) for line in own]
             starts = (t for x, t in zip(own, times, strict=True) if x.get("event") in STARTS)
             start = next(starts, min(times))
-            self.attempts.append(Attempt(attempt, start, max(times), before))
+            self.attempts[attempt] = Attempt(start, max(times), before)
             before += max(times) - start
 
-    def hours(self, at: float, attempt: int | None = None) -> float:
-        """Hours of training at a time of day; NaN in a pause or in work that was done again.
-
-        Device samples have no `attempt`; without one, it is the attempt that ran at that time.
-        """
-        own = attempt is not None
-        begun = [a for a in self.attempts if (a.number == attempt if own else a.start <= at)]
-        pause = bool(begun) and at > begun[-1].end and begun[-1] is not self.attempts[-1]
-        if not begun or (pause and not own):
+    def hours(self, line: Line) -> float:
+        """Hours of training at a line or device sample; NaN in work that was done again."""
+        number, at = int(line.get("attempt", 0)), timestamp(line)
+        attempt = self.attempts.get(number)
+        if attempt is None or (at > attempt.end and number < max(self.attempts)):
             return math.nan
-        return (begun[-1].before + max(0.0, at - begun[-1].start)) / 3600
+        return (attempt.before + max(0.0, at - attempt.start)) / 3600
 
 
 def interpolate(train: Track, axis: str, places: Numbers, column: str) -> Numbers:
@@ -152,7 +137,7 @@ def track_of(lines: Sequence[Line], clock: Clock) -> Track:
     """Every field with a number, and always `loss`: a run of NaN has a loss to show."""
     fields = (field for line in lines for field in line.items())
     keys = dict.fromkeys(k for k, v in fields if k == "loss" or not math.isnan(number(v)))
-    hours = [clock.hours(timestamp(line), int(line.get("attempt", 0))) for line in lines]
+    hours = list(map(clock.hours, lines))
     columns = {key: np.array([number(line.get(key)) for line in lines]) for key in keys} | {
         "step": np.array([line["step"] for line in lines], dtype=np.float64),
         "hours": np.array(hours, dtype=np.float64),
@@ -171,8 +156,7 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
         for text in path.read_bytes().split(b"\n")[::every]:
             with suppress(ValueError):
                 line = json.loads(text)
-                if isinstance(line, dict) and line.get("kind", "sample") == "sample":
-                    rows.append((clock.hours(timestamp(line)), line))
+                rows.append((clock.hours(line), line))
         rows = sorted((row for row in rows if not math.isnan(row[0])), key=lambda row: row[0])
         if not rows:
             continue
@@ -188,13 +172,12 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
 
 
 Value = float | int | str | None
-ROWS = 100_000  # of `train` lines in a report, over all its runs; a run with more is thinned
 
 
 class Restart(NamedTuple):
     """The start of an attempt after the first one."""
 
-    what: str  # `started again`, `resumed`, `branched`, `extended`, or `settings changed`
+    what: str  # `started again`, `resumed` or `branched`
     step: float
     tokens: float
     hours: float
@@ -203,10 +186,9 @@ class Restart(NamedTuple):
 
 
 class RunView:
-    """A run as a report sees it, also one without a step. Curves have about `rows` points; a longer
-    run keeps the extremes of each measure."""
+    """A run as a report sees it, also one without a step."""
 
-    def __init__(self, run: Run, label: str = "", rows: int = ROWS):
+    def __init__(self, run: Run, label: str = ""):
         raw = list(read_lines(run.metrics_path))
         self.run, self.label, self.state = run, scrub(label or run.name), run.state_by(raw)
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
@@ -220,14 +202,12 @@ class RunView:
         self.summary = [{}, *self.lines("summary")][-1]
         self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
         clock = Clock(every)
-        train = track_of([x for x in every if x["kind"] == "train"], clock)
+        self.train = train = track_of([x for x in every if x["kind"] == "train"], clock)
         suites: dict[str, list[Line]] = {}
         for line in self.lines("eval"):
             suites.setdefault(line.get("suite", LOSS), []).append(line)
         self.evals = {name: _placed(own, train, clock) for name, own in suites.items()}
-        # what callbacks logged
-        self.logged = _placed(self.lines("log"), train, clock).thinned(rows)
-        self.train = train.thinned(rows)
+        self.logged = _placed(self.lines("log"), train, clock)  # what callbacks logged
         self.ranks = rank_tracks(run.devices_dir, clock)
         # the last step of each start, with steps that a later start did again
         self.reached = {int(x.get("attempt", 0)): int(x["step"]) for x in raw}
@@ -254,7 +234,7 @@ class RunView:
 def views(runs: Sequence[Run]) -> list[RunView]:
     names = [run.name for run in runs]
     labels = [r.name if names.count(r.name) == 1 else str(r.path) for r in runs]
-    return [RunView(*pair, ROWS // len(runs)) for pair in zip(runs, labels, strict=True)]
+    return list(map(RunView, runs, labels))
 
 
 def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
@@ -267,22 +247,19 @@ def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     restarts = []
-    for attempt in clock.attempts[1:]:
-        if attempt.number not in starts:
+    for number, attempt in list(clock.attempts.items())[1:]:
+        if number not in starts:
             continue
-        start = starts[attempt.number]
-        step, before = float(start["step"]), start.get("extended_from")
+        start = starts[number]
+        step, what = float(start["step"]), start["event"].replace("started", "started again")
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
-        own = [x for x in events if x.get("attempt") == attempt.number]
-        changed = [x["settings"] for x in own if x.get("event") == "settings_changed"]
-        changes = {key: values for one in changed for key, values in one.items()}
-        what = text = start["event"].replace("started", "started again")
-        if before:
-            what, text = "extended", f"extended from {before:,} to {plural(start['steps'], 'step')}"
-        elif changes:
-            what = "settings changed"
-        for key, (old, new) in changes.items():
-            text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
+        text = what
+        if before := start.get("extended_from"):
+            text = f"extended from {before:,} to {plural(start['steps'], 'step')}"
+        for line in events:
+            if line["event"] == "settings_changed" and line.get("attempt") == number:
+                for key, (old, new) in line["settings"].items():
+                    text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
 

@@ -11,7 +11,7 @@ from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
 from windlass.reports.page import Contents, cell_page, page
 from windlass.reports.study import StudyView
-from windlass.reports.tables import Column, Table, markdown_cell, settings_table, slug
+from windlass.reports.tables import Column, Table, markdown_cell, settings_table
 from windlass.reports.view import RunView, views
 from windlass.run import Run
 from windlass.study.study import Study
@@ -76,7 +76,7 @@ def report(
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
-            drawn = write_plots(computed.pictures, computed.looks, target / "plots", first, pdf)
+            drawn = write_plots(computed.pictures, computed.views, target / "plots", first, pdf)
         listed = _write_tables(computed, target)
         write_atomic(target / "report.md", markdown(computed, drawn))
         write_atomic(target / "index.html", page(computed))
@@ -113,13 +113,12 @@ def _read(sources: Source | Sequence[Source]) -> tuple[list[RunView], StudyView 
 
 
 def _write_tables(computed: Contents, out: Path) -> list[Path]:
-    shown = dict(computed.tables) | {"results": computed.csv["results"]}
+    written = computed.tables | {"results": computed.results}
     if published := computed.published:
-        shown["published"] = published
+        written["published"] = published
         write_atomic(out / "published.md", with_notes(published))
-    papers = {f"evaluations-{slug(suite)}": table for suite, table in computed.evaluations.items()}
-    files = {f"{name}.csv": table.csv() for name, table in {**computed.csv, **shown}.items()}
-    files |= {f"{name}.tex": table.latex() for name, table in {**papers, **shown}.items()}
+    files = {f"{name}.csv": table.csv() for name, table in written.items()}
+    files |= {f"{name}.tex": table.latex() for name, table in written.items()}
     if published:
         files["published.tex"] += "".join(f"% {note}\n" for note in published.notes)
     for name, text in files.items():
@@ -154,7 +153,6 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
         text += f"\n## The law of scaling\n\n{markdown_cell(computed.law.remark)}\n"
     for name, table in computed.tables.items():
         text += winners * (name == "cells") + section(table)
-    text += "".join(map(section, computed.evaluations.values()))
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}

@@ -139,8 +139,7 @@ class MLflow:
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name}
             tags["mlflow.note.content"] = settings["run.notes"]
-            tags |= dict.fromkeys(settings["telemetry.tags"], "true")
-            tags |= {"group": settings["telemetry.group"]} if settings["telemetry.group"] else {}
+            tags |= {"group": settings["study"]} if "study" in settings else {}
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
         # Existing parameters cannot be changed and need not be.
@@ -195,13 +194,12 @@ class WandB:
         users = wandb.setup().settings  # from variables, and from `wandb offline` or `disabled`
         mode = reason = users.mode  # the reason for being offline
         # What is None comes from the user's variables.
-        arguments: dict[str, Any] = {
-            name: settings[f"telemetry.{name}"] or None
-            for name in ("project", "entity", "group", "tags")
-        }
-        if users.project and arguments["project"] == PROJECT:
-            arguments["project"] = None
-        arguments |= {"id": id, "name": users.run_name or run.path.resolve().name}
+        project: str | None = settings["telemetry.project"]
+        if users.project and project == PROJECT:
+            project = None
+        group = os.environ.get("WANDB_RUN_GROUP") or settings.get("study")
+        arguments: dict[str, Any] = {"project": project, "group": group, "id": id}
+        arguments["name"] = users.run_name or run.path.resolve().name
         arguments["dir"] = os.environ.get("WANDB_DIR") or str(run.path)
         arguments |= {"config": settings, "notes": settings["run.notes"] or None}
         ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import statistics
 import threading
 from collections.abc import Callable
@@ -18,10 +17,8 @@ from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
 from windlass.telemetry.measures import RUN
 
-MB = 1e6
-LAST_SAMPLES = 20_000  # of each rank, for the means; ten days on 64 GPUs have 8 GB of samples
-# finds the peaks of all samples without parsing them
-PEAK = re.compile(rb'"attempt": (\d+), .*"(peak_alloc_mb|rss_mb)": ([\d.]+)')
+MB, SECONDS = 1e6, 1.0
+LAST_SAMPLES = 20_000  # of each rank, for the summary; ten days on 64 GPUs have 8 GB of samples
 SOURCES = [measure.source for measure in RUN.values()]
 # fields of the samples that have a mean in the `summary` line, because a run's results show it
 AVERAGED = [source.removeprefix("device.") for source in SOURCES if source.startswith("device.")]
@@ -34,12 +31,11 @@ class HostProbe:
         import psutil
         import torch
 
-        self.about: dict[str, Any] = {"device": "cpu", "cores": torch.get_num_threads()}
-        self._process = psutil.Process()
+        self._threads, self._process = torch.get_num_threads(), psutil.Process()
         self._process.cpu_percent()  # the next call measures from here
 
     def read(self) -> dict[str, float]:
-        util_pct = round(self._process.cpu_percent() / self.about["cores"], 2)
+        util_pct = round(self._process.cpu_percent() / self._threads, 2)
         return {"rss_mb": round(self._process.memory_info().rss / MB, 2), "util_pct": util_pct}
 
 
@@ -51,9 +47,7 @@ class CudaProbe:
 
         self.index = index
         torch.cuda.reset_peak_memory_stats(index)  # of an earlier run in this process
-        properties = torch.cuda.get_device_properties(index)
-        uuid, memory = str(properties.uuid), round(properties.total_memory / MB)
-        self.about = {"device": properties.name, "uuid": uuid, "memory_mb": memory}
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
         self._queries: dict[str, Callable[[], float]] = {}
         with contextlib.suppress(Exception):  # no driver, no library: a machine without NVML
             import pynvml as nvml
@@ -84,7 +78,7 @@ class CudaProbe:
 
 class DeviceSampler:
     """A daemon thread that samples this rank's device into `<directory>/rank-00000.jsonl`, from now
-    to `stop`, once in `every` seconds.
+    to `stop`, every SECONDS.
 
     `phases` gives the process's seconds by phase; `probe` replaces the device's own. An error ends
     the sampling, never the run, and stands in `warning`.
@@ -95,16 +89,13 @@ class DeviceSampler:
         directory: Path,
         *,
         rank: int = 0,
-        world: int = 1,
         device: Any = "cpu",
-        every: float = 1.0,
         attempt: int = 0,
         phases: Callable[[], dict[str, float]] = dict,
         probe: Any = None,
     ):
         self.path = directory / f"rank-{rank:05d}.jsonl"
-        self.rank, self.world, self.device = rank, world, str(device)
-        self.every, self.attempt = every, attempt
+        self.rank, self.device, self.attempt = rank, str(device), attempt
         self.warning: str | None = None
         self._probe, self._phases = probe, phases
         self._stop = threading.Event()
@@ -127,52 +118,45 @@ class DeviceSampler:
             self.warning = f"rank {self.rank}: {problem}"
 
     def _sample(self, file: BinaryIO) -> None:
-        def write(fields: dict[str, Any]) -> None:
-            place = {"time": now(), "rank": self.rank, "attempt": self.attempt}
-            file.write(encode(place | fields).encode() + b"\n")
-
         kind, _, index = self.device.partition(":")
         probe = self._probe or (CudaProbe(int(index or 0)) if kind == "cuda" else HostProbe())
-        write({"kind": "start", "world": self.world, "every": self.every} | probe.about)
         before, stopped = self._phases(), False
         while not stopped:
-            stopped = self._stop.wait(self.every)
+            stopped = self._stop.wait(SECONDS)
             phases = self._phases()
             spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
             # waiting for data belongs to training
             spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
-            write({"phase": max(spent, key=lambda name: spent[name])} | probe.read())
+            sample = {"time": now(), "rank": self.rank, "attempt": self.attempt}
+            sample["phase"] = max(spent, key=lambda name: spent[name])
+            file.write(encode(sample | probe.read()).encode() + b"\n")
             before = phases
 
 
 def summarise_devices(run: Run) -> dict[str, float]:
-    """Utilisation and memory over all ranks, for the `summary` line.
+    """Utilisation and memory over the last samples of all ranks, for the `summary` line.
 
-    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the last samples of the phase `train`.
-    `peak_mem_mb` is the peak on the fullest rank, of the allocator or of the resident memory.
-    Starts on other numbers of ranks do not count.
+    Means (`avg_gpu_util_pct`, `avg_rss_mb` …) are over the phase `train`. `peak_mem_mb` is the peak
+    on the fullest rank, of the allocator or of the resident memory. Starts on other numbers of
+    ranks do not count.
     """
     worlds, world = {}, None
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
-    samples, peaks = [], dict[bytes, float]()
+    samples = []
     for path in sorted(run.devices_dir.glob("rank-*.jsonl")):
-        content = path.read_bytes()
-        for attempt, field, mb in set(PEAK.findall(content)):
-            if worlds.get(int(attempt), world) == world:
-                peaks[field] = max(peaks.get(field, 0.0), float(mb))
-        for text in content.splitlines()[-LAST_SAMPLES:]:
+        for text in path.read_bytes().splitlines()[-LAST_SAMPLES:]:
             with contextlib.suppress(ValueError):  # torn by a kill
                 sample = json.loads(text)
-                same = worlds.get(sample["attempt"], world) == world
-                if same and sample.get("phase") == "train":
+                if worlds.get(sample["attempt"], world) == world:
                     samples.append(sample)
-    on_gpu = b"peak_alloc_mb" in peaks
+    on_gpu = any("peak_alloc_mb" in sample for sample in samples)
     stats: dict[str, float] = {}
     for key in AVERAGED:
-        if values := [float(x[key]) for x in samples if key in x]:
+        if values := [float(x[key]) for x in samples if key in x and x["phase"] == "train"]:
             name = f"{'gpu' if on_gpu else 'cpu'}_util_pct" if key == "util_pct" else key
             stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
-    peak = b"peak_alloc_mb" if on_gpu else b"rss_mb"
-    return stats | ({"peak_mem_mb": peaks[peak]} if peak in peaks else {})
+    peak = "peak_alloc_mb" if on_gpu else "rss_mb"
+    peaks = [float(sample[peak]) for sample in samples if peak in sample]
+    return stats | ({"peak_mem_mb": max(peaks)} if peaks else {})

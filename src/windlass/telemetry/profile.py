@@ -12,14 +12,14 @@ ROWS = 60  # of the table of operators
 
 
 class StepProfile:
-    """Profiles the steps that `telemetry.profile` names, on rank 0 or on all ranks."""
+    """Profiles the steps that `telemetry.profile` names, on rank 0."""
 
     def __init__(self, setting: str, directory: Path, rank: int, device: torch.device, steps: int):
         """`steps`: of the whole run, whose end also ends the profile."""
-        first, count, *every = setting.split(":") if setting else ("0", "0")
+        first, count = setting.split(":") if setting else ("0", "0")
         self.first, self.last = int(first), min(int(first) + int(count) - 1, steps)
-        self.enabled = bool(setting) and (rank == 0 or bool(every))
-        self.name = directory / "profile" / f"steps-{self.first}-{self.last}-rank-{rank}"
+        self.enabled = bool(setting) and rank == 0
+        self.name = directory / "profile" / f"steps-{self.first}-{self.last}"
         self.on_gpu = device.type == "cuda"
         self._profile: profile | None = None
 

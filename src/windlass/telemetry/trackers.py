@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import select
@@ -30,11 +29,12 @@ from windlass.telemetry import measures
 from windlass.telemetry.backends import BACKENDS, Point
 from windlass.variables import scrub
 
+FLUSH_SECONDS = 30.0  # the longest that trackers may take after the end of a run
 POLL_SECONDS, RETRY_SECONDS = 1.0, 10.0
 WATCH_SECONDS = 5.0  # between two checks that the training lives; a closed pipe ends it at once
 # fields of the event of starting that trackers get as hyper-parameters, beside the recipe's
 STARTED = ("parameters", "trained", "steps", "precision", "device")
-EACH_RANK = 8  # up to 8 ranks have a curve each; more ranks have mean, lowest and highest
+RANKS = 8  # the first ranks, which have curves in the trackers; reports have all
 
 
 def stream(line: Line) -> str:
@@ -75,7 +75,7 @@ class DeviceReader:
 
     def find(self) -> None:
         """Open new files: the files of ranks on other hosts may come late."""
-        for path in sorted(self.run.devices_dir.glob("rank-*.jsonl")):
+        for path in sorted(self.run.devices_dir.glob("rank-*.jsonl"))[:RANKS]:
             if path not in self._files:
                 self._files[path] = path.open("rb")
 
@@ -85,7 +85,7 @@ class DeviceReader:
 
     def read(self, line: Line) -> dict[str, float]:
         """Means by name for a `train` line; the utilisation of training steps only."""
-        means, many = dict[str, list[float]](), len(self._files) > EACH_RANK
+        means = dict[str, float]()
         for file in self._files.values():
             read = new_lines(file, until=line["time"])
             new = [x for x in read if x.get("attempt") == line.get("attempt")]
@@ -93,14 +93,9 @@ class DeviceReader:
             for m in measures.DEVICE.values():
                 samples = [x for x in (steps if m.name == "util_pct" else new) if m.name in x]
                 if m.tracker and samples:
-                    rank = "" if many else f"rank{samples[0].get('rank', 0)}/"
-                    values = means.setdefault(f"device/{rank}{m.tracker}", [])
-                    values.append(fmean(x[m.name] for x in samples))
-        if not many:
-            return {name: value for name, (value,) in means.items()}
-        summaries: dict[str, Any] = {"mean": fmean, "min": min, "max": max}
-        both = itertools.product(means.items(), summaries.items())
-        return {f"{name}_{word}": compute(x) for (name, x), (word, compute) in both}
+                    name = f"device/rank{samples[0]['rank']}/{m.tracker}"
+                    means[name] = fmean(x[m.name] for x in samples)
+        return means
 
 
 def new_lines(file: BinaryIO, until: str = "") -> Iterator[Line]:
@@ -167,8 +162,7 @@ class Follower:
         settings = scrub(recipe.flat())
         study = self.run.path.resolve().parent.parent
         if (study / "study.json").is_file():
-            group = settings["telemetry.group"] or os.environ.get("WANDB_RUN_GROUP")
-            settings["telemetry.group"] = group or study.name
+            settings["study"] = study.name
         settings |= {"world": world, "strategy": recipe.strategy(world).name}
         settings |= {"config_hash": recipe.config_hash}
         if layout := Sizes(**start.get("mesh", {})).layout:
@@ -244,7 +238,7 @@ class Trackers:
     """The exporter processes of a run; each has `flush_seconds` left when this process ends. Only
     `finish` waits, and nothing here raises OSError."""
 
-    def __init__(self, run: Path, names: Sequence[str], flush_seconds: float):
+    def __init__(self, run: Path, names: Sequence[str], flush_seconds: float = FLUSH_SECONDS):
         self.run = run
         self.processes: dict[str, Any] = {}  # subprocess.Popen by name
         self._notes: list[Note] = []
@@ -278,7 +272,7 @@ class Trackers:
         notes, self._notes = self._notes, []
         return notes
 
-    def finish(self, timeout: float) -> list[Note]:
+    def finish(self, timeout: float = FLUSH_SECONDS) -> list[Note]:
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()

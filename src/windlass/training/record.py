@@ -73,15 +73,13 @@ class Recorder:
         self.sampler = DeviceSampler(
             run.devices_dir,
             rank=ranks.rank,
-            world=ranks.world,
             device=device,
-            every=settings.sample_seconds,
             attempt=attempt,
             phases=seconds,
         )
         stack.callback(self.sampler.stop)
         names = settings.trackers if ranks.main else []
-        self.trackers = Trackers(run.path, names, settings.flush_seconds)
+        self.trackers = Trackers(run.path, names)
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)

@@ -16,6 +16,7 @@ from windlass.estimate.calendar import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import unwrap
+from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
 from windlass.training.directory import RunDirectory
 from windlass.training.record import Recorder
@@ -175,7 +176,7 @@ class Saver(Writer):
         recorder.log(self.callbacks.take_logged())
         recorder.emit(event_of(reason) if signalled else "stopped", reason=reason, saved=True)
         recorder.ledger.sync()
-        flush = self.recipe.telemetry.flush_seconds
+        flush = FLUSH_SECONDS
         if signalled:
             flush = min(flush, max(0.0, end - time.monotonic() - TRACKER_RESERVE_SECONDS))
         recorder.show(recorder.trackers.finish(flush))

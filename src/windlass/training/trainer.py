@@ -339,4 +339,4 @@ class Trainer:
         self.ranks.all_gather_object("summary", step)  # every rank's samples are written
         recorder.summary()
         recorder.emit("finished", f"finished: {recorder.run.path}")
-        recorder.show(recorder.trackers.finish(self.recipe.telemetry.flush_seconds))
+        recorder.show(recorder.trackers.finish())
