@@ -12,7 +12,7 @@ import pytest
 from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
-from windlass.study.results import BITS, common_measure, diverged, halved
+from windlass.study.results import BITS, common_measure, diverged
 from windlass.study.runner import train_command
 from windlass.study.study import Study
 
@@ -208,12 +208,6 @@ def test_the_best_is_named_where_a_lower_loss_decides(create, axes, best, word):
     assert (labels(winners), word in remark) == (best, True)
 
 
-def test_halving_compares_the_learning_rates_of_each_width(create):
-    study = create(["model.width=32,64", "optim.lr=1e-2,1e-3"])
-    finish(study, 4.0, 3.5, 2.0, 2.5)
-    assert halved(study.results()).keys() == {study.cells[3].key}
-
-
 def test_tokenizers_are_compared_in_bits_per_byte(create):
     """By hand: 4.0 nats at 4 bytes a token are fewer bits than 2.0 nats at one."""
     study = create(["data.tokenizer=byte,gpt2"], "model.vocab=0")
@@ -326,7 +320,7 @@ def test_one_rule_for_divergence():
 
 
 @pytest.mark.parametrize(("lower", "winner"), [([], 1), (["f1"], 0)])
-def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower, winner):
+def test_the_winner_goes_by_the_measure_of_checkpoint_best(tmp_path, lower, winner):
     """The best F1 wins, though its loss is the worst; a suite can declare that less is better."""
     recipe = Recipe.load("gpt-squad", ["checkpoint.best=squad.f1"])
     study = Study.create(recipe, ["optim.lr=1e-2,1e-3,1e-4"], tmp_path / "f1")
@@ -340,5 +334,3 @@ def test_winner_and_halving_go_by_the_measure_of_checkpoint_best(tmp_path, lower
     assert best.assignment == study.cells[winner].assignment
     assert best.median == [20.0, 80.0][winner]
     assert study.results()[1].best_loss == 3.0
-    pruned = halved(study.results())
-    assert [cell.key in pruned for cell in study.cells] == [False, bool(lower), True]

@@ -20,7 +20,7 @@ from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
 from windlass.study import probe, runner
-from windlass.study.results import DONE_STATES, halved
+from windlass.study.results import DONE_STATES
 from windlass.study.runner import RETRIES, Progress, Sweep
 from windlass.study.scale import create_study
 from windlass.study.study import Study
@@ -214,30 +214,6 @@ def test_a_diverged_cell_is_stopped_only_when_asked(play):
     assert (code, states(study)) == (1, ["failed", "finished"])
     assert play([{"losses": [4.0]}, {}], **again)[0] == DONE
     assert states(study) == ["finished"] * 2
-
-
-def test_halving_leaves_the_worse_half_behind(play):
-    """One after the other: the first is alone at each rung, the better one passes it, the worst
-    does not get far.
-    """
-    plans = [{"losses": [2.0]}, {"losses": [1.0]}, {"losses": [3.0], "pause": 0.5}]
-    code, study, _ = play(plans, halving=True)
-    assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
-    reason = study.results()[2].reason
-    assert reason == "not in the better half after evaluation 1 (loss 3.0000 at step 1)"
-    assert study.results()[2].step < STEPS
-
-
-def test_halving_after_a_kill_decides_as_before(play):
-    killed = {"losses": [3.0], "killed": 9, "steps": 9}
-    _, study, _ = play([{"losses": [2.0]}, {"losses": [1.0]}, killed])
-    assert states(study)[2] == "interrupted"
-    last = study.cells[2]
-    assert halved(study.results()).keys() == {last.key}
-    before = study.run_of(last).metrics_path.read_bytes()
-    code, study, _ = play([{}, {}, {}], halving=True)
-    assert (code, states(study)) == (DONE, ["finished", "finished", "pruned"])
-    assert study.run_of(last).metrics_path.read_bytes() == before
 
 
 def test_workers_and_ranks_share_the_cores(play):

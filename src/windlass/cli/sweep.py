@@ -56,7 +56,6 @@ def sweep(
     world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
     stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
-    halving: bool = Option(False, "--halving", help="Asynchronous successive halving."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
     only: Only = -1,
@@ -67,9 +66,7 @@ def sweep(
 
     Each cell is a run in its own directory. After a kill the same command resumes. More values
     or another axis add cells to the study. A failed cell stays in the table with its reason,
-    and the others continue. With --halving a cell continues at its 1st, 2nd, 4th, ...
-    evaluation only if it is in the better half of the cells of its size that have got there, by
-    checkpoint.best. A cell diverges when its loss is not finite or 1 nat above its first.
+    and the others continue. A cell diverges when its loss is not finite or 1 nat above its first.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 
@@ -94,7 +91,6 @@ def sweep(
         workers=workers,
         only=number,
         stop_diverged=stop_diverged,
-        halving=halving,
         launch=launch,
         retry_failed=retry_failed,
         progress=progress,

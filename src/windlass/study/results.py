@@ -19,7 +19,7 @@ from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.ledger import LOSS, comparable, scores_by_step
+from windlass.telemetry.ledger import LOSS, scores_by_step
 from windlass.telemetry.timing import throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
@@ -33,11 +33,11 @@ VALIDATION = (
 HELD_OUT = ("data.source", "data.split", "data.max_tokens", "data.val_fraction", "data.val_shards")
 NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
-DONE_STATES = ("finished", "pruned", "diverged")
+DONE_STATES = ("finished", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
 FAILED_STATES = ("failed", "diverged")
 # All states; several repeats together have the one that comes first here.
-STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+STATES = ("failed", "diverged", "interrupted", "running", "waiting", "finished")
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -120,12 +120,6 @@ def diverged(first: float, last: float) -> bool:
     return not math.isfinite(last) or last > first + 1.0
 
 
-class Evaluation(NamedTuple):
-    time: str  # sorts as text
-    step: int
-    score: float  # by the study's measure
-
-
 @dataclass(frozen=True)
 class CellResult:
     """The state and numbers of a cell; None for a number that the ledger lacks (so far)."""
@@ -144,7 +138,6 @@ class CellResult:
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure` after step 0
     lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
-    evaluations: tuple[Evaluation, ...] = ()
     validation: ValidationData | None = None
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
@@ -163,8 +156,7 @@ class CellResult:
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower"}
-        left_out |= {"evaluations", "validation"}
+        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -213,27 +205,6 @@ def place_of(assignment: Assignment) -> str:
     return repr(given)
 
 
-def halved(results: Sequence[CellResult]) -> dict[str, str]:
-    """The cells that asynchronous successive halving (arXiv 1810.05934) stops, and why, by key.
-
-    At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
-    cells of its `place_of` that have got there, itself included. Evaluations count by their times.
-    """
-    numbered = [(r, *pair) for r in results for pair in enumerate(r.evaluations, 1)]
-    events = [(e.time, n, result, e) for result, n, e in numbered if n.bit_count() == 1]
-    reasons, rungs = dict[str, str](), dict[tuple[int, str], list[float]]()
-    for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
-        if result.cell.key in reasons:
-            continue
-        loss = evaluation.score if result.lower else -evaluation.score
-        rung = rungs.setdefault((number, place_of(result.cell.assignment)), [])
-        rung.append(math.inf if math.isnan(loss) else loss)
-        if not loss <= sorted(rung)[max(len(rung) // 2, 1) - 1]:
-            score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
-            reasons[result.cell.key] = f"not in the better half after evaluation {number} ({score})"
-    return reasons
-
-
 def time_left(train: Sequence[Line], steps: int | None) -> float | None:
     """Seconds to the last step, by the wall clock of recent `train` lines, with their saves."""
     own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
@@ -247,9 +218,6 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     """The fields of a CellResult that come from the effective lines of a run's ledger."""
     train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
     losses = [x["loss"] for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
-    suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
-    scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
     scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
     speed = throughput(lines)
     last = train[-1] if train else {}
@@ -264,9 +232,6 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
         "best_loss": scores_by_step(lines, LOSS).best,
         "score": scores.best,
         "lower": scores.lower,
-        "evaluations": tuple(
-            Evaluation(str(x.get("time", "")), x["step"], x[name or suite]) for x in scored
-        ),
         "tokens": int(last.get("tokens", 0)),
         "tokens_per_s": speed.tokens_per_s if speed else None,
         "device_hours": summaries[-1].get("device_hours") if summaries else None,

@@ -30,7 +30,7 @@ from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell, short_names
 from windlass.study.probe import STOP_SIGNALS, CellProcess, run_probe
-from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, halved
+from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult
 from windlass.study.study import Axes, Study, load_study
 from windlass.telemetry import terminal
 from windlass.telemetry.ledger import LOSS
@@ -124,7 +124,6 @@ def sweep(
     world: int = 0,
     workers: int = 1,
     stop_diverged: bool = False,
-    halving: bool = False,
     retry_failed: bool = False,
     only: int | None = None,
     launch: bool = False,
@@ -142,7 +141,6 @@ def sweep(
         world: Ranks of each cell that does not set `parallel.world`; 0: as the study has it, or 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
         stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
-        halving: Asynchronous successive halving by `checkpoint.best` (`results.halved`).
         retry_failed: Train failed and diverged cells again.
         only: The number of the one cell to train.
         launch: A cell has all ranks of the allocation (`windlass launch`).
@@ -158,7 +156,7 @@ def sweep(
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        options = (workers, stop_diverged, halving, retry_failed, launch)
+        options = (workers, stop_diverged, retry_failed, launch)
         Sweep(study, cells, *options, progress=shown).start()
     return study
 
@@ -192,7 +190,6 @@ class Sweep:
     cells: list[Cell]
     workers: int = 1
     stop_diverged: bool = False
-    halving: bool = False
     retry_failed: bool = False
     launch: bool = False
     probes: bool = True  # of a scaling study: measure steps without communication
@@ -277,8 +274,7 @@ class Sweep:
         while queue or self.running:
             every = self.study.results()  # reads the study's files once for each poll
             results = {result.cell.key: result for result in every}
-            pruned = halved(every) if self.halving else {}
-            self._start_cells(queue, threads, results, pruned)
+            self._start_cells(queue, threads, results)
             if self.stopping:
                 for process in self.running:
                     process.terminate()
@@ -289,7 +285,7 @@ class Sweep:
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process, results[process.cell.key], pruned)
+                    self._watch(process, results[process.cell.key])
                     continue
                 self.running.remove(process)
                 if self._ended(process, code):
@@ -301,11 +297,7 @@ class Sweep:
                     time.sleep(0.02)
 
     def _start_cells(
-        self,
-        queue: list[Cell],
-        threads: int,
-        results: Mapping[str, CellResult],
-        pruned: Mapping[str, str],
+        self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
     ) -> None:
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
@@ -315,9 +307,6 @@ class Sweep:
                 continue
             queue.remove(cell)
             if result.state not in self.open_states:
-                continue
-            if cell.key in pruned:  # a killed sweep may have pruned it without a record
-                self.study.set_status(cell, "pruned", pruned[cell.key])
                 continue
             world = self.study.ranks_of(cell)
             used = {name for process in self.running for name in process.devices}
@@ -331,17 +320,13 @@ class Sweep:
             how = (threads, free if len(free) == world else [], result.attempt)
             self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
 
-    def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
-        """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
-        if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
-            return
+    def _watch(self, process: CellProcess, result: CellResult) -> None:
+        """Stop a running cell that diverged, unless only its last save is left."""
+        at_end = result.steps is not None and result.step >= result.steps
         # A divergence of an earlier attempt does not count.
-        if self.stop_diverged and result.attempt > process.attempt and result.divergence:
-            self.study.set_status(cell, "diverged", result.divergence)
-            process.terminate()
-        elif cell.key in pruned:
-            self.study.set_status(cell, "pruned", pruned[cell.key])
+        own = result.attempt > process.attempt and result.divergence
+        if self.stop_diverged and own and not at_end and result.state != "diverged":
+            self.study.set_status(process.cell, "diverged", result.divergence)
             process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> bool:
