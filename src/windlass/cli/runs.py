@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from windlass.reports.tables import Table
     from windlass.study.study import Study
 
-STYLES = {"running": "green", "failed": "red", "diverged": "red", "damaged": "red"}
+STYLES = {"running": "green", "failed": "red", "damaged": "red"}
 STYLES |= dict.fromkeys(("preempted", "stopped", "interrupted"), "yellow")
 REASONS = {
     "last": "among the last",

@@ -55,7 +55,6 @@ def sweep(
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
-    stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
     only: Only = -1,
@@ -66,7 +65,7 @@ def sweep(
 
     Each cell is a run in its own directory. After a kill the same command resumes. More values
     or another axis add cells to the study. A failed cell stays in the table with its reason,
-    and the others continue. A cell diverges when its loss is not finite or 1 nat above its first.
+    and the others continue.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 
@@ -90,7 +89,6 @@ def sweep(
         world=world,
         workers=workers,
         only=number,
-        stop_diverged=stop_diverged,
         launch=launch,
         retry_failed=retry_failed,
         progress=progress,
@@ -111,12 +109,10 @@ def show_created(study: Study) -> int:
 
 
 def exit_code(study: Study, only: int | None = None) -> int:
-    """DONE if all cells, or the one with this number, are done."""
-    from windlass.study.results import DONE_STATES
-
+    """DONE if all cells, or the one with this number, are finished."""
     results = study.results()
     chosen = results if only is None else [results[only]]
-    return DONE if all(result.state in DONE_STATES for result in chosen) else FAILED
+    return DONE if all(result.state == "finished" for result in chosen) else FAILED
 
 
 def show_winners(progress: Progress, study: Study) -> None:

@@ -16,7 +16,7 @@ from windlass.errors import UserError, plural
 from windlass.reports.view import RunView
 from windlass.run import Run, effective, read_lines
 from windlass.study.probe import PROBES
-from windlass.study.results import DONE_STATES, CellResult, summarize, time_left
+from windlass.study.results import CellResult, summarize, time_left
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show
@@ -108,7 +108,7 @@ def _study_row(path: Path, name: str) -> RunRow:
     hours = [(run.on_gpus, device_hours(read_lines(run.metrics_path))) for run in runs]
     changed = [run.metrics_path.stat().st_mtime for run in runs if run.metrics_path.is_file()]
     states = {result.state for result in results}
-    state = "finished" if states <= set(DONE_STATES) else "interrupted"
+    state = "finished" if states == {"finished"} else "interrupted"
     if states == {"waiting"}:
         state = "new"
     state = next((urgent for urgent in ("running", "failed") if urgent in states), state)
@@ -122,7 +122,7 @@ def _study_row(path: Path, name: str) -> RunRow:
         device_hours=sum(own for _, own in hours) or None,
         gpu_hours=sum(own for on_gpus, own in hours if on_gpus) or None,
         cells=len(results),
-        cells_done=sum(r.state in DONE_STATES for r in results),
+        cells_done=sum(r.state == "finished" for r in results),
     )
 
 

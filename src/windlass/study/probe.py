@@ -42,10 +42,8 @@ class CellProcess(subprocess.Popen[bytes]):
         directory: Path,
         threads: int,
         devices: Sequence[str],
-        attempt: int = -1,
     ):
         self.cell, self.devices = cell, devices
-        self.attempt = attempt  # of the last `train` line before
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}

@@ -33,11 +33,9 @@ VALIDATION = (
 HELD_OUT = ("data.source", "data.split", "data.max_tokens", "data.val_fraction", "data.val_shards")
 NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
-DONE_STATES = ("finished", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
-FAILED_STATES = ("failed", "diverged")
 # All states; several repeats together have the one that comes first here.
-STATES = ("failed", "diverged", "interrupted", "running", "waiting", "finished")
+STATES = ("failed", "interrupted", "running", "waiting", "finished")
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -127,13 +125,11 @@ class CellResult:
     cell: Cell
     run: Run  # begun or not
     measure: str  # that ranks cells: `loss`, or as `squad.f1`
-    state: str = "waiting"  # of OPEN_STATES, DONE_STATES, or `running`, `failed`
+    state: str = "waiting"  # of STATES
     reason: str = ""
     step: int = 0  # of the last `train` or `eval` line
     steps: int | None = None
-    attempt: int = -1  # of the last `train` line
     loss: float | None = None
-    first_loss: float | None = None
     eval_loss: float | None = None
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure` after step 0
@@ -148,15 +144,9 @@ class CellResult:
     def begun(self) -> bool:
         return self.run.exists
 
-    @property
-    def divergence(self) -> str:
-        if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
-            return ""
-        return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
-
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower", "validation"}
+        left_out = {"cell", "run", "measure", "lower", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
@@ -225,9 +215,7 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     return {
         "step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
-        "attempt": last.get("attempt", -1),
         "loss": last.get("loss"),
-        "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": scores_by_step(lines, LOSS).best,
         "score": scores.best,

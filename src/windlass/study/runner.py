@@ -1,7 +1,7 @@
 """Works through a study's cells: side by side, each a `windlass train` process.
 
 The directory is the only state. A sweep that was killed anywhere and is given again leaves finished
-cells alone and resumes interrupted ones. Failed and diverged cells keep their state and reason.
+cells alone and resumes interrupted ones. Failed cells keep their state and reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell, short_names
 from windlass.study.probe import STOP_SIGNALS, CellProcess, run_probe
-from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult
+from windlass.study.results import OPEN_STATES, CellResult
 from windlass.study.study import Axes, Study, load_study
 from windlass.telemetry import terminal
 from windlass.telemetry.ledger import LOSS
@@ -123,7 +123,6 @@ def sweep(
     path: str | Path | None = None,
     world: int = 0,
     workers: int = 1,
-    stop_diverged: bool = False,
     retry_failed: bool = False,
     only: int | None = None,
     launch: bool = False,
@@ -140,8 +139,7 @@ def sweep(
         path: The study's directory; None: `studies/<preset>-<hash>`.
         world: Ranks of each cell that does not set `parallel.world`; 0: as the study has it, or 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
-        stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
-        retry_failed: Train failed and diverged cells again.
+        retry_failed: Train failed cells again.
         only: The number of the one cell to train.
         launch: A cell has all ranks of the allocation (`windlass launch`).
         progress: Shows the cells; None: on standard output.
@@ -156,7 +154,7 @@ def sweep(
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        options = (workers, stop_diverged, retry_failed, launch)
+        options = (workers, retry_failed, launch)
         Sweep(study, cells, *options, progress=shown).start()
     return study
 
@@ -189,7 +187,6 @@ class Sweep:
     study: Study
     cells: list[Cell]
     workers: int = 1
-    stop_diverged: bool = False
     retry_failed: bool = False
     launch: bool = False
     probes: bool = True  # of a scaling study: measure steps without communication
@@ -212,7 +209,7 @@ class Sweep:
             devices = f"{plural(len(self.devices), 'device')}, {world} for each cell"
             self.progress.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
         # A cell that another process trains is left to it, and resumed here if that process dies.
-        again = FAILED_STATES if self.retry_failed else ()
+        again = ("failed",) if self.retry_failed else ()
         self.open_states = {*OPEN_STATES, "running", *again}
 
     def start(self) -> None:
@@ -265,7 +262,7 @@ class Sweep:
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
-            if self.study.statuses().get(cell.key, {}).get("state") in FAILED_STATES:
+            if self.study.statuses().get(cell.key, {}).get("state") == "failed":
                 self.study.set_status(cell, "")
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         # 0: a cell alone measures the best number, a launch shares cores.
@@ -285,7 +282,6 @@ class Sweep:
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process, results[process.cell.key])
                     continue
                 self.running.remove(process)
                 if self._ended(process, code):
@@ -317,25 +313,15 @@ class Sweep:
                 command = [*WINDLASS, "launch", *part, "--", *command]
             else:
                 command = [*command, "--world", str(world)]
-            how = (threads, free if len(free) == world else [], result.attempt)
+            how = (threads, free if len(free) == world else [])
             self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
-
-    def _watch(self, process: CellProcess, result: CellResult) -> None:
-        """Stop a running cell that diverged, unless only its last save is left."""
-        at_end = result.steps is not None and result.step >= result.steps
-        # A divergence of an earlier attempt does not count.
-        own = result.attempt > process.attempt and result.divergence
-        if self.stop_diverged and own and not at_end and result.state != "diverged":
-            self.study.set_status(process.cell, "diverged", result.divergence)
-            process.terminate()
 
     def _ended(self, process: CellProcess, code: int) -> bool:
         """Record why a cell ended, if its ledger does not; returns whether to start it again."""
-        cell, result = process.cell, self.study.result(process.cell)
+        cell = process.cell
         if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
             return False
         reason = process.failure(code)
-        divergence = result.divergence if result.attempt > process.attempt else ""
         if code == errors.LOST:  # its job starts it again, on other hosts
             self.lost = reason
             self.study.set_status(cell, "interrupted", reason)
@@ -346,10 +332,7 @@ class Sweep:
             self.study.set_status(cell, "interrupted", reason)
             return times <= RETRIES
         elif code != errors.DONE:
-            diverged = divergence and code != errors.BAD_INPUT
-            self.study.set_status(cell, "diverged" if diverged else "failed", reason)
-        elif divergence and result.state != "finished":
-            self.study.set_status(cell, "diverged", divergence)
+            self.study.set_status(cell, "failed", reason)
         return False
 
 
@@ -385,12 +368,12 @@ def submit_study(
             notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
         every = [result.state for result in study.results()]
         states = {number: state for number, state in enumerate(every) if number not in held}
-        failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
+        failed = [str(number) for number, state in states.items() if state == "failed"]
         if failed and not retry_failed:
             notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
         if running := [str(number) for number, state in states.items() if state == "running"]:
             notify(f"cell {', '.join(running)} is running already")
-        wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+        wanted = (*OPEN_STATES, "failed") if retry_failed else OPEN_STATES
         numbers = [number for number, state in states.items() if state in wanted]
         submit.note_unprepared(
             [study.cells[number].recipe for number in numbers], Path.cwd(), notify

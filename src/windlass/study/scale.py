@@ -58,7 +58,7 @@ def scale(
         warmup: First steps of each start that do not count; default 5.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: Measure steps without communication.
-        retry_failed: Train failed and diverged cells again.
+        retry_failed: Train failed cells again.
         progress: Shows the cells; None: on standard output.
 
     Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.

@@ -1,7 +1,7 @@
 """A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid.
 
 - `recipe.toml`: the settings that all cells share; `study.json`: `StudyFile`
-- `statuses.json`: the cells that a sweep marked as diverged, failed or interrupted, and why
+- `statuses.json`: the cells that a sweep marked as failed or interrupted, and why
 - `runs/<cell>`: a run directory for each cell, whose ledger gives all other numbers
 """
 
@@ -272,7 +272,7 @@ class Study:
         return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
 
     def statuses(self) -> dict[str, dict[str, str]]:
-        """`state` (diverged, failed or interrupted) and `reason` by a cell's key."""
+        """`state` (failed or interrupted) and `reason` by a cell's key."""
         return read_json(self.path / "statuses.json")
 
     def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
