@@ -107,7 +107,7 @@ def test_a_study_is_one_row(top):
     (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
     make(study.path / "probes" / "2-ranks" / "0", 9, 9, "finished")
-    study.set_status(study.cells[1], "failed", "no luck")
+    study.set_failure(study.cells[1], "no luck")
     rows = overview(study.path)
     assert [row.run for row in rows] == [cell.directory for cell in study.cells]
     assert [row.state for row in rows] == ["finished", "failed", "waiting"]

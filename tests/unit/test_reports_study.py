@@ -124,9 +124,8 @@ def test_what_diverged_leaves_a_hole_and_does_not_squeeze_the_curves_of_the_othe
     bad = json.loads((path / "study.json").read_text())["cells"][2:4]
     for cell in bad:
         edit(Run(path / cell["run"]), blow_up)
-    status = {"state": "failed", "reason": "loss nan at step 120"}
-    statuses = {cell["key"]: status for cell in bad}
-    (path / "statuses.json").write_text(json.dumps(statuses))
+    failures = {cell["key"]: "loss nan at step 120" for cell in bad}
+    (path / "failures.json").write_text(json.dumps(failures))
     seen = StudyView(path)
     assert [r.state for r in seen.results].count("failed") == 3
     lr, heat, loss = sweep_charts(seen)[0], heat_map(seen), charts(seen.views)[0]

@@ -281,10 +281,10 @@ def test_a_study_has_its_runs_inside_its_directory(study, run):
 
 def fail(path, number):
     study = Study.open(path)
-    study.set_status(study.cells[number], "failed", f"by task {number}")
+    study.set_failure(study.cells[number], f"by task {number}")
 
 
-def test_statuses_written_at_the_same_time_are_all_kept(create):
+def test_failures_written_at_the_same_time_are_all_kept(create):
     study = create(["run.seed=1:16:lin:16"])
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         list(pool.map(fail, [study.path] * 16, range(16)))
@@ -303,8 +303,7 @@ def test_an_interruption_is_shown_but_leaves_the_cell_open(study):
         result = study.result(cell)
         return result.state, result.reason
 
-    study.set_status(cell, "interrupted", "killed by signal 9")
-    assert state() == ("interrupted", "killed by signal 9")
+    assert state() == ("waiting", "")
     write_ledger(run)
     run.heartbeat_path.touch()
     assert state("started") == ("running", "")

@@ -250,7 +250,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     path = tmp_path / "study"
     assert not path.exists()
     there = create_study(Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=path, repeats=2)
-    there.set_status(there.cells[0], "failed", "bad input")
+    there.set_failure(there.cells[0], "bad input")
     one, two = scripts(*repeated)
     assert "--array=3" in one and "--retry-failed" not in one
     one, two = scripts(*repeated, "--retry-failed")

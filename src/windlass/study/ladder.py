@@ -307,7 +307,7 @@ def joined_runs(study: Study) -> list[Run]:
 
 
 def _result(run: Run, study: Study) -> CellResult:
-    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
+    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, None, {})
 
 
 def name_of(result: CellResult) -> str:

@@ -152,13 +152,12 @@ class CellResult:
 
 
 def read_result(
-    cell: Cell,
-    run: Run,
-    measure: str,
-    status: Mapping[str, str],
-    cache: dict[Path, tuple[Any, ...]],
+    cell: Cell, run: Run, measure: str, failure: str | None, cache: dict[Path, tuple[Any, ...]]
 ) -> CellResult:
-    """A cell's result. `status`: a sweep's decision; `cache`: what each run's ledger gave."""
+    """A cell's result.
+
+    `failure`: why a sweep saw it fail; `cache`: what each run's ledger gave.
+    """
     version: tuple[int, ...] = ()
     with suppress(OSError):
         stat = run.metrics_path.stat()
@@ -171,17 +170,17 @@ def read_result(
         values["validation"] = validation_data(run, cell.recipe, lines)
         cache[run.path] = version, events, train, values
     _, events, train, values = cache[run.path]
-    state, reason, decided = run.state_by(events), "", status.get("state", "")
+    state, reason = run.state_by(events), ""
     last = max((x.get("attempt", 0) for x in events), default=0)
     failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    # A killed run lacks a failure and is interrupted.
-    if state == "failed" and failures and decided in ("", "interrupted"):
+    if failure is not None and state not in ("finished", "running"):
+        state, reason = "failed", failure
+    elif state == "failed" and failures:
         reason = str(failures[-1].get("reason", ""))
-    elif state != "finished" and decided and (state != "running" or decided != "interrupted"):
-        state, reason = decided, status.get("reason", "")
-    else:
-        ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
-        state = (ended | {"new": "waiting"}).get(state, state)
+    elif state in ("stopped", "preempted", "failed"):  # a killed run lacks a failure
+        state = "interrupted"
+    elif state == "new":
+        state = "waiting"
     if values["steps"] is None:
         with suppress(UserError):  # it may depend on data that is not prepared yet
             values["steps"] = resolve_steps(cell.recipe)

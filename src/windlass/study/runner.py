@@ -110,7 +110,6 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
     return terminal.table(head, rows, width, ("state",), title=str(study.path), notes=notes)
 
 
-RETRIES = 2  # of a cell that was killed, or that another process was training
 POLL_SECONDS = 0.5  # between two looks at the ledgers
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
@@ -192,7 +191,6 @@ class Sweep:
     probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
     running: list[CellProcess] = field(default_factory=list)
-    interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     lost: str = ""  # why a cell lost a host
 
@@ -262,8 +260,7 @@ class Sweep:
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
-            if self.study.statuses().get(cell.key, {}).get("state") == "failed":
-                self.study.set_status(cell, "")
+            self.study.set_failure(cell, None)
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         # 0: a cell alone measures the best number, a launch shares cores.
         ranks = self.workers * max(map(self.study.ranks_of, cells))
@@ -284,8 +281,11 @@ class Sweep:
                 if (code := process.poll()) is None:
                     continue
                 self.running.remove(process)
-                if self._ended(process, code):
-                    queue.append(process.cell)
+                reason = process.failure(code)
+                if code == errors.LOST:  # its job starts it again, on other hosts
+                    self.lost = reason
+                elif reason and code > 0 and OCCUPIED not in reason:
+                    self.study.set_failure(process.cell, reason)
             self.progress.show(self.study, every)
             if len(self.running) == before:
                 until = time.monotonic() + POLL_SECONDS
@@ -315,25 +315,6 @@ class Sweep:
                 command = [*command, "--world", str(world)]
             how = (threads, free if len(free) == world else [])
             self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
-
-    def _ended(self, process: CellProcess, code: int) -> bool:
-        """Record why a cell ended, if its ledger does not; returns whether to start it again."""
-        cell = process.cell
-        if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
-            return False
-        reason = process.failure(code)
-        if code == errors.LOST:  # its job starts it again, on other hosts
-            self.lost = reason
-            self.study.set_status(cell, "interrupted", reason)
-        elif code == errors.STOPPED or code < 0 or OCCUPIED in reason:
-            times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
-            reason = reason or "stopped by a signal"
-            reason += f" ({times} times)" if times > 1 else ""
-            self.study.set_status(cell, "interrupted", reason)
-            return times <= RETRIES
-        elif code != errors.DONE:
-            self.study.set_status(cell, "failed", reason)
-        return False
 
 
 def submit_study(

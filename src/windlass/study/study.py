@@ -1,7 +1,7 @@
 """A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid.
 
 - `recipe.toml`: the settings that all cells share; `study.json`: `StudyFile`
-- `statuses.json`: the cells that a sweep marked as failed or interrupted, and why
+- `failures.json`: why cells failed
 - `runs/<cell>`: a run directory for each cell, whose ledger gives all other numbers
 """
 
@@ -78,7 +78,7 @@ class StudyFile(BaseModel):
 
 @dataclass(frozen=True)
 class Study:
-    """A study's directory. It may gain cells; its runs and statuses change while a sweep works."""
+    """A study's directory. It may gain cells; its runs and failures change while a sweep works."""
 
     path: Path
     recipe: Recipe
@@ -263,24 +263,26 @@ class Study:
         return [run for run in map(self.run_of, self.cells) if run.exists]
 
     def results(self) -> list[CellResult]:
-        statuses = self.statuses()
-        return [self.result(cell, statuses) for cell in self.cells]
+        failures = self.failures()
+        return [self.result(cell, failures) for cell in self.cells]
 
-    def result(self, cell: Cell, statuses: Mapping[str, Any] | None = None) -> CellResult:
-        """The result of a cell; `statuses`: of the study, if they have just been read."""
-        status = (self.statuses() if statuses is None else statuses).get(cell.key, {})
-        return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
+    def result(self, cell: Cell, failures: Mapping[str, str] | None = None) -> CellResult:
+        """The result of a cell; `failures`: of the study, if they have just been read."""
+        failure = (self.failures() if failures is None else failures).get(cell.key)
+        return read_result(cell, self.run_of(cell), self.measure, failure, self._ledgers)
 
-    def statuses(self) -> dict[str, dict[str, str]]:
-        """`state` (failed or interrupted) and `reason` by a cell's key."""
-        return read_json(self.path / "statuses.json")
+    def failures(self) -> dict[str, str]:
+        """The reasons of failed cells, by a cell's key."""
+        return read_json(self.path / "failures.json")
 
-    def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
-        with locked(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
-            statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
-            if not state:
-                del statuses[cell.key]
-            write_atomic(self.path / "statuses.json", json.dumps(statuses, indent=1))
+    def set_failure(self, cell: Cell, reason: str | None) -> None:
+        """Record why a cell failed; None: it may be tried again."""
+        with locked(self.path / ".failures.lock"):  # tasks of an array job write concurrently
+            failures = self.failures()
+            failures.pop(cell.key, None)
+            if reason is not None:
+                failures[cell.key] = reason
+            write_atomic(self.path / "failures.json", json.dumps(failures, indent=1))
 
     def groups(self) -> list[SeedGroup]:
         return seed_groups(self.results())
