@@ -76,10 +76,7 @@ def sweep(
 
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
     if create:
-        study = studies.create_sweep(recipe, axes or (), set_, dir_, world)
-        for note in study.notes:
-            say(note)
-        return show_created(study)
+        return show_created(studies.create_sweep(recipe, axes or (), set_, dir_, world))
     number = only if only >= 0 else None
     study = studies.sweep(
         recipe,

@@ -301,17 +301,14 @@ def find_winners(
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
         rivals.setdefault(place_of(group.assignment), []).append(group)
-    sign, fewer = 1 if any(r.lower for r in results) else -1, list[str]()
+    sign = 1 if any(r.lower for r in results) else -1
     winners = list[tuple[tuple[bool, float], SeedGroup]]()
     for groups in rivals.values():
         scored = [group for group in groups if group.scores] if len(groups) > 1 else []
-        if not scored:
-            continue
-        most = max(len(group.results) for group in groups)
-        ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
-        winners.append(min(ranked, key=lambda pair: pair[0]))
-        few = [group for group in groups if len(group.results) < most]
-        fewer += [f"{group.label} has {len(group.results)} of {most} seeds" for group in few]
+        if scored:
+            most = max(len(group.results) for group in groups)
+            ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
+            winners.append(min(ranked, key=lambda pair: pair[0]))
     if not winners:
         if any(group.scores for groups in rivals.values() for group in groups):
             amounts = ", ".join(key for key in varied if key not in choices)
@@ -319,8 +316,4 @@ def find_winners(
         else:
             why = "no cell has finished with a score"
         return Winners([], f"{NO_BEST}: {why}.")
-    if fewer:
-        seeds = ",".join(map(str, values[SEED]))
-        advice = f"add its other cells with run.seed={seeds}, else it ranks last."
-        remark = f"{remark} {'; '.join(fewer)}: {advice}".strip()
     return Winners([group for _, group in sorted(winners, key=lambda pair: pair[0])], remark)

@@ -211,8 +211,6 @@ class Sweep:
         self.open_states = {*OPEN_STATES, "running", *again}
 
     def start(self) -> None:
-        for note in self.study.notes:
-            self.progress.notify(note)
         # Prepare the data of the open cells once. A cell without usable data fails alone.
         cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
         prepared, problems = set[tuple[object, ...]](), list[UserError]()

@@ -25,7 +25,7 @@ from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
 from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run, last_start
-from windlass.study.grid import ONE, SEED, WORLD, Assignment, Cell, cells_of, expand, read_axes
+from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
     NO_BEST,
@@ -86,8 +86,6 @@ class Study:
     kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
     scaling: Scaling | None = None  # the options of a scaling study
-    # How the study grew in this call.
-    notes: list[str] = field(default_factory=list, repr=False, compare=False)
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -180,47 +178,28 @@ class Study:
         Settings that change no result (how often to save or log) then apply to all cells. UserError
         for other changes of the recipe, which have to be axes.
         """
-        old, new, grid = self.recipe.flat(), given.recipe.flat(), given.cells
+        old, new = self.recipe.flat(), given.recipe.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
-        if self.kind != given.kind and grid:
+        if self.kind != given.kind and given.cells:
             raise UserError(f"{self.path} is {KINDS[self.kind]}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
-        own = {k: value for k, value in differ.items() if k in self.keys}
-        shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
-        others = [key for key in differ if key not in own and key not in shared]
+        others = [key for key in differ if not key.startswith(NON_SEMANTIC)]
         if others:
             key = "preset" if "preset" in others else others[0]
             problem = f"{self.path} has {key} = {typed(old[key])}, not {typed(new[key])}"
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
-        recipe = self.recipe.replace(shared)
-        before = {cell.directory: cell.assignment for cell in self.cells}
-        # New settings without a seed get the study's seeds; new seeds alone apply to all settings.
-        seeds = list(dict.fromkeys(a[SEED] for a in before.values() if SEED in a)) or [None]
-        rests = [{k: v for k, v in a.items() if k != SEED} for a in before.values()]
-        settings = {repr(rest): rest for rest in rests}.values()
-        more: list[Assignment] = []
-        for one in (own | cell.assignment for cell in grid):
-            if one.keys() == {SEED}:
-                more += [rest | one for rest in settings]
-            elif SEED in one or seeds == [None]:
-                more.append(one)
-            else:
-                more += [one | {SEED: seed} for seed in seeds]
+        recipe = self.recipe.replace(differ)
         usual = recipe.flat() | ONE
-        keys = dict.fromkeys(key for a in (*before.values(), *more) for key in a)
+        places = [(cell.directory, cell.assignment) for cell in self.cells]
+        places += [("", cell.assignment) for cell in given.cells]
+        keys = dict.fromkeys(key for _, assignment in places for key in assignment)
         cells: dict[str, Cell] = {}
-        for place, assignment in [*before.items(), *(("", a) for a in more)]:
+        for place, assignment in places:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        if given.world not in (0, self.world):
-            shared[WORLD] = given.world
-        notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
-        if added := len(cells) - len(self.cells):
-            beside = f"beside the existing {len(self.cells)}"
-            notes.append(f"the study grows by {plural(added, 'new cell')} {beside}")
         options = given.world or self.world, given.scaling or self.scaling
-        return Study(self.path, recipe, list(cells.values()), self.kind, *options, notes)
+        return Study(self.path, recipe, list(cells.values()), self.kind, *options)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
