@@ -127,8 +127,7 @@ def show_winners(progress: Progress, study: Study) -> None:
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
         of_all = " of all" if len(winners) > 1 and not place else ""
         progress.notify(f"best{of_all}: {group.label} ({score})")
-        command, note = study.winner_command(group.assignment)
+        command = study.winner_command(group.assignment)
         progress.console.out(f"  {command}")  # whole, so that one can copy it
-        progress.notify(note)
     progress.notify(remark)
     progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")

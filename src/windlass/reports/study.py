@@ -33,7 +33,6 @@ class Recommendation(NamedTuple):
     name: str  # the settings
     why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
-    remark: str
     rows: list[int]  # its rows in the table of cells, if it is the best of all
 
     @property
@@ -71,12 +70,12 @@ class StudyView:
     def recommendations(self) -> list[Recommendation]:
         groups, recommendations = self.winners.groups, []
         for group in groups:
-            command, remark = self.study.winner_command(group.assignment)
+            command = self.study.winner_command(group.assignment)
             best = self.winners.cell if group is groups[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             name = settings or "the recipe as it is"
-            recommendations.append(Recommendation(name, "", command, remark, rows))
+            recommendations.append(Recommendation(name, "", command, rows))
         return recommendations
 
 
@@ -315,14 +314,14 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
     for row in setups:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
-            command, remark = study.winner_command(assignment, row.world)
+            command = study.winner_command(assignment, row.world)
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
             why = next(text for text in row.remarks if text.startswith("recommended"))
             why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Recommendation(row.name, why, command, remark, cells)]
+            return [Recommendation(row.name, why, command, cells)]
     return []
 
 
@@ -331,7 +330,7 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
     table = setup_table(study, setups)
     parts: list[Group | str] = [table.terminal(width, str(study.path)), *table.notes]
     for best in recommended(study, setups):
-        parts.append(f"{best.text}\n  {best.command}\n  {best.remark}".rstrip())
+        parts.append(f"{best.text}\n  {best.command}")
     return parts
 
 

@@ -24,7 +24,7 @@ from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
 from windlass.recipe.layers import dotted, study_presets
-from windlass.run import Run, last_start
+from windlass.run import Run
 from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
@@ -39,11 +39,6 @@ from windlass.study.results import (
 )
 from windlass.telemetry.ledger import LOSS
 
-# The command that trains a winner leaves these out: names, and settings that make a study quick.
-NOT_REPEATED = (
-    *("run.name", "run.dir", "run.base", "run.notes", "preset"),
-    *("checkpoint.", "eval.", "telemetry."),
-)
 STUDY = "study.json"
 Kind = Literal["sweep", "ladder", "scaling"]
 KINDS = {"sweep": "a sweep", "ladder": "a ladder", "scaling": "a scaling study"}
@@ -285,35 +280,13 @@ class Study:
 
         return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
-    def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
-        """The command that trains an assignment in full, and a remark.
-
-        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command has
-        the study's changes of its preset, except a number of steps that was cut down for it.
-        """
-        source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
-        if self.recipe.preset in presets():
-            source = self.recipe.preset
-            preset = Recipe.load(source)
-            original = preset.flat()
-            settings = {
-                key: value
-                for key, value in self.recipe.flat().items()
-                if not key.startswith(NOT_REPEATED) and value != original.get(key)
-            }
-            steps, full = settings.get("train.steps"), preset.train.steps
-            shorter = isinstance(steps, int) and (isinstance(full, str) or steps < full)
-            if shorter and "train.steps" not in assignment:
-                del settings["train.steps"]
-                cells = f"the cells trained {steps} step{'s' * (steps != 1)}"
-                remark = f"It trains the preset's train.steps={typed(full)}; {cells}."
-        settings |= {key: value for key, value in assignment.items() if value is not None}
-        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
-        trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
-        world = settings.pop(WORLD, world or trained)
+    def winner_command(self, assignment: Assignment, world: int = 0) -> str:
+        """The command that trains an assignment; `world`: the ranks, if it does not set them."""
+        settings = {key: value for key, value in assignment.items() if value is not None}
+        world = settings.pop(WORLD, world or self.world)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
-        return shlex.join(["windlass", "train", source, *words]), remark
+        return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
 
 
 class StudyPreset(BaseModel):
