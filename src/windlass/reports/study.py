@@ -200,11 +200,10 @@ def heat_map(seen: StudyView) -> Chart:
 
 ON_CPU = "not measured on a CPU"
 MEMORY = {True: "MB resident", False: "MB allocated"}  # by whether the ranks run on CPUs
-KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 FORMULAS = {
-    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
-    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}.",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}.",
     "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
     f"in a step, {RANKS}.",

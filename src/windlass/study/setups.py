@@ -25,10 +25,9 @@ from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 from windlass.telemetry.timing import BEGINS, STEP_PHASES
 
-LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
-UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
+LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 # Numbers that compare a setup with the baseline.
-COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
+COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     for setup in table:
         if setup.measured:
             _divide(setup, _probe(study, setup, scaling.warmup))
-            _remark_on_machine(setup, scaling.warmup)
+            _remark_on_cores(setup)
     if scaling.mode == "strategies":
         _recommend(table)
     else:
@@ -174,7 +173,7 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
-def _remark_on_machine(setup: Setup, warmup: int) -> None:
+def _remark_on_cores(setup: Setup) -> None:
     environment = setup.finished[0].run.environment
     cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
     for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
@@ -184,13 +183,6 @@ def _remark_on_machine(setup: Setup, warmup: int) -> None:
         ranks, devices = plural(len(own), "rank"), plural(len(own), "device")
         shared = f"{sum(own)} threads of {ranks} share the {cores} cores of {host}"
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
-    if len(setup.results) == 1:
-        times = [line["step_ms"] for line in windows(setup.results[0].run.ledger(), warmup)]
-        tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
-        if tenths[-1] - tenths[0] >= UNSTEADY * tenths[4]:
-            took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
-            advice = "the machine was busy, so use `--repeats 3`"
-            setup.remarks.append(f"it ran once and {took}: {advice}")
 
 
 def run_numbers(run: Run, warmup: int) -> dict[str, float]:
@@ -286,12 +278,9 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         if scaling.grow == "model":  # embedding and head do not grow
             efficiency *= values["flops_per_device"] / first["flops_per_device"]
         values |= {"speedup": efficiency * p, "samples_factor": faster}
-        if scaling.mode != "weak" and p > 1:
-            values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
         values["efficiency"] = efficiency
-        percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
             cause = "without a probe the part of the step that grew is unknown"
             if "compute_ms" in values and "compute_ms" in first:
@@ -302,9 +291,7 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
                 part = max(excess, key=lambda part: excess[part])
                 more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
                 cause = f"{SETUP[part].words} grew most, by {more}"
-            setup.remarks.append(f"low efficiency, {percent}: {cause}")
-        elif efficiency > HIGH_EFFICIENCY:
-            setup.remarks.append(f"high efficiency, {percent}: {base.name} may have been slowed")
+            setup.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {cause}")
 
 
 def _recommend(table: list[Setup]) -> None:
@@ -344,14 +331,12 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
     if not setup.measured:
         why = f"no line of the ledger begins after {plural(scaling.warmup, 'step')} of warm-up"
         return dict.fromkeys(SETUP, why)
-    weak = scaling.mode == "weak"
     reasons = dict.fromkeys(SETUP, "not measured") | {
         "mfu": NO_PEAK if setup.on_cpu else f"the peak of {setup.start.get('device')} is unknown",
         "compile_s": "not compiled",
         "exposed_ms": "one rank does not communicate",
         "exact_match": "eval.suites does not have squad",
         "f1": "eval.suites does not have squad",
-        "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
     }
     if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")
