@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.errors import by_text, plural
+from windlass.errors import by_text
 from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import COLOURED, FEW, SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import ROWS, RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
+from windlass.study.probe import WARMUP
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
@@ -269,7 +270,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     formula = FORMULAS["weak model" if scaling.grow == "model" else scaling.mode]
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
+        f"{WARMUP} steps of each start{repeats}. {formula}"
     ]
     if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
         text.append(

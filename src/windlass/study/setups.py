@@ -19,7 +19,7 @@ from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
 from windlass.run import Line, Run, last_start, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
-from windlass.study.probe import probe_dir
+from windlass.study.probe import WARMUP, probe_dir
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
@@ -81,7 +81,7 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     table = [_setup(study, scaling, *group) for group in groups.values()]
     for setup in table:
         if setup.measured:
-            _divide(setup, _probe(study, setup, scaling.warmup))
+            _divide(setup, _probe(study, setup))
             _remark_on_cores(setup)
     if scaling.mode == "strategies":
         _recommend(table)
@@ -116,7 +116,7 @@ def _setup(
     values = {name: value for name, value in values.items() if value is not None}
     columns: dict[str, list[float]] = {}
     for result in done:
-        for name, value in run_numbers(result.run, scaling.warmup).items():
+        for name, value in run_numbers(result.run).items():
             columns.setdefault(name, []).append(value)
     values |= {name: statistics.median(column) for name, column in columns.items()}
     if scaling.mode != "strategies":
@@ -148,8 +148,8 @@ def _setup(
     return setup
 
 
-def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`
+def windows(lines: Iterable[Line], since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after WARMUP steps of their start, and after `since`
     (seconds since 1970). A line holds means over the steps since the previous line.
     """
     step, start, begun, chosen = 0, 0, 0.0, []
@@ -157,7 +157,7 @@ def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line
         if line["kind"] == "event" and line.get("event") in BEGINS:
             step = start = line["step"]
         elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= warmup and begun >= since:
+            if line.get("step_ms") and step - start >= WARMUP and begun >= since:
                 chosen.append(line)
             step, begun = line["step"], timestamp(line) if since else 0.0
     return chosen
@@ -185,10 +185,10 @@ def _remark_on_cores(setup: Setup) -> None:
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
 
 
-def run_numbers(run: Run, warmup: int) -> dict[str, float]:
+def run_numbers(run: Run) -> dict[str, float]:
     """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
     lines = run.ledger()
-    measured = windows(lines, warmup)
+    measured = windows(lines)
     values = step_medians(measured)
     if measured:
         values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
@@ -208,7 +208,7 @@ def run_numbers(run: Run, warmup: int) -> dict[str, float]:
     return values | {name: value for name, value in whole.items() if value is not None}
 
 
-def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
+def _probe(study: Study, setup: Setup) -> Mapping[str, float]:
     """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
@@ -225,7 +225,7 @@ def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
         # From the moment when every rank had trained its first steps, all of them ran.
         starts = (next(x for x in lines if x["kind"] == "train") for lines in ledgers)
         since = max(map(timestamp, starts))
-        ranks = [step_medians(windows(lines, warmup, since)) for lines in ledgers]
+        ranks = [step_medians(windows(lines, since)) for lines in ledgers]
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
     setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
@@ -329,7 +329,7 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
         return dict.fromkeys(SETUP, "not run yet" if state == "waiting" else state)
     if not setup.measured:
-        why = f"no line of the ledger begins after {plural(scaling.warmup, 'step')} of warm-up"
+        why = f"no line of the ledger begins after {WARMUP} steps of warm-up"
         return dict.fromkeys(SETUP, why)
     reasons = dict.fromkeys(SETUP, "not measured") | {
         "mfu": NO_PEAK if setup.on_cpu else f"the peak of {setup.start.get('device')} is unknown",

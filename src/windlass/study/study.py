@@ -50,7 +50,6 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 class Scaling:
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
-    warmup: int = 5  # steps of each start that are left out
     repeats: int = 1
     preset: str = ""  # of the study, if it comes from one
 
