@@ -20,7 +20,6 @@ from windlass.study.results import CellResult, summarize, time_left
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show
-from windlass.telemetry.terminal import printable
 from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
@@ -128,13 +127,6 @@ def _study_row(path: Path, name: str) -> RunRow:
 
 # the bits of a braille character by row and column of its dots
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-
-
-def last_sample(view: RunView) -> str:
-    if not view.samples:
-        return ""
-    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).split("\n"))
-    return f"sample at step {view.samples[-1]['step']:,}:\n{lines}"
 
 
 def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
