@@ -71,10 +71,7 @@ def test_verify_says_proved_only_of_what_was_tried(passed, code, last, monkeypat
     names = zip(("resume", "export"), passed, strict=True)
     proofs = [verification.Proof(name, "a claim", one, "so") for name, one in names]
     monkeypatch.setattr(verification, "verify", lambda *_: proofs)
-    assert (
-        train_verbs.verify("", overrides=[], world=0, kills=1, only="", json_=False, keep="")
-        == code
-    )
+    assert train_verbs.verify("", overrides=[], world=0, kills=1, only="", json_=False) == code
     output = capsys.readouterr().out.splitlines()
     assert output[-1] == last
     count = f"{len(verification.PROOFS)} proofs"
