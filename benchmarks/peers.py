@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -372,42 +371,6 @@ def loss(bench: Bench) -> Comparison:
     )
 
 
-def bloom(bench: Bench) -> Comparison:
-    """Tokens/s and memory of a BLOOM with 250,880 x 256 embeddings, 4 layers, 4 x 128 tokens."""
-    shape = Shape(4, 4, 256, 128, 4, 6, 2, 1, vocab=250_880)
-    folder, data = bench.model("bloom"), bench.tokens(GPT2.vocab)
-    recipe = bench.folder / "bloom.toml"
-    recipe.write_text(f'[model]\nkind = "hf"\nname = "{folder}"\ncontext = {shape.context}\n')
-    settings = [
-        f"data.source={bench.text()}",
-        f"data.dir={bench.folder / 'prepared-bloom'}",
-        f"train.global_batch={shape.batch}",
-        f"train.micro_batch={shape.batch}",
-        f"train.steps={shape.steps}",
-        f"telemetry.every={shape.window}",
-        "train.precision=fp32",
-        *QUIET,
-    ]
-    bench.windlass("prepare", recipe, settings)
-
-    def windlass() -> Measures:
-        child, run = bench.train(recipe, settings)
-        return {SPEED: shape.speed(window_seconds(run, shape)), MEMORY: child.peak_gb}
-
-    def trainer() -> Measures:
-        words = (shape.context, shape.batch, shape.steps, folder)
-        child = bench.peer("hf_trainer.py", data / "train.bin", *words)
-        return {SPEED: shape.speed_of_steps(child.result["step_s"]), MEMORY: child.peak_gb}
-
-    return Comparison(
-        {"Windlass": windlass, "Trainer": trainer},
-        [
-            Goal(SPEED, "Windlass", "Trainer", 1.35),
-            Goal(MEMORY, "Windlass", "Trainer", 0.6, at_least=False),
-        ],
-    )
-
-
 def chat(bench: Bench) -> Comparison:
     """Unpadded tokens/s of LoRA adapters on a Llama of 135M, conversations packed in 2 x 512."""
     return adapters(bench, "fp32", context=512, steps=7)
@@ -475,48 +438,6 @@ def adapters(bench: Bench, precision: str, context: int, steps: int) -> Comparis
     if precision == "bf16":
         goals.append(Goal("loss", "Windlass", "TRL", 1.02, at_least=False))
     return Comparison({"Windlass": windlass, "TRL": trl}, goals)
-
-
-def step_ms(folder: Path, strategy: str, world: int, steps: int, *settings: str) -> float:
-    """The median time of a step of quickstart after the first quarter, with one thread a rank."""
-    run = Run(Path(tempfile.mkdtemp(prefix="run-", dir=folder)) / "run")
-    words = [f"train.steps={steps}", f"parallel.strategy={strategy}", "train.threads=1"]
-    words += ["telemetry.every=1", "eval.every=0", "checkpoint.every=0", *settings]
-    words += [f"data.dir={folder / 'data'}", f"run.dir={run.path}", "--world", str(world)]
-    command = [sys.executable, "-m", "windlass", "train", "quickstart", *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return statistics.median(line["step_ms"] for line in run.lines("train")[steps // 4 :])
-
-
-def ranks(bench: Bench) -> Comparison:
-    """Tokens/s of quickstart: 2 ranks, with one thread each, beside 2 runs side by side."""
-    steps, tokens = 24 if bench.options.quick else 80, 8 * 128
-    step_ms(bench.folder, "single", 1, 1)  # prepares the data
-
-    def alone(_: int = 0) -> float:
-        return 1e3 * tokens / step_ms(bench.folder, "single", 1, steps)
-
-    def two_runs() -> Measures:
-        with ThreadPoolExecutor(2) as pool:
-            return {SPEED: sum(pool.map(alone, range(2)))}
-
-    def together(strategy: str) -> Measures:
-        ms = step_ms(bench.folder, strategy, 2, steps, "train.global_batch=16")
-        return {SPEED: 2e3 * tokens / ms}
-
-    return Comparison(
-        {
-            "2 runs": two_runs,
-            "ddp": lambda: together("ddp"),
-            "shard_optim": lambda: together("shard_optim"),
-            "full_shard": lambda: together("full_shard"),
-        },
-        [
-            Goal(SPEED, "ddp", "2 runs", 0.95),
-            Goal(SPEED, "shard_optim", "ddp", 0.9),
-            Goal(SPEED, "full_shard", "ddp", 0.8),
-        ],
-    )
 
 
 def overhead(bench: Bench) -> Comparison:
@@ -652,10 +573,8 @@ COMPARISONS: dict[str, Callable[[Bench], Comparison]] = {
         large,
         loss,
         gpt2,
-        bloom,
         chat,
         curve,
-        ranks,
         overhead,
         tokenize,
         start,

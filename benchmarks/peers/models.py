@@ -1,6 +1,6 @@
 """Directories of `transformers` with random weights and GPT-2's tokenizer, for both sides.
 
-python benchmarks/peers/models.py bloom|llama|llama-bf16 GPT2_DIR OUT LAYERS
+python benchmarks/peers/models.py llama|llama-bf16 GPT2_DIR OUT LAYERS
 """
 
 import sys
@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
     LlamaConfig,
-    PretrainedConfig,
     PreTrainedTokenizerFast,
 )
 
@@ -23,10 +21,9 @@ CHAT = (
 )
 
 
-def shape(kind: str, layers: int) -> PretrainedConfig:
-    if kind == "bloom":  # BLOOM's vocabulary; the rest is small
-        return BloomConfig(vocab_size=250_880, hidden_size=256, n_layer=layers or 4, n_head=4)
-    return LlamaConfig(  # SmolLM2-135M
+def shape(layers: int) -> LlamaConfig:
+    """SmolLM2-135M."""
+    return LlamaConfig(
         vocab_size=50_304,
         hidden_size=576,
         intermediate_size=1536,
@@ -41,7 +38,7 @@ def shape(kind: str, layers: int) -> PretrainedConfig:
 def main() -> None:
     kind, gpt2, out, layers = sys.argv[1:]
     torch.manual_seed(0)
-    config = shape(kind, int(layers))
+    config = shape(int(layers))
     end = "<|endoftext|>"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(Path(gpt2) / "gpt2-tokenizer.json"), eos_token=end, pad_token=end

@@ -36,7 +36,7 @@ def words(corpus, tmp_path):
 
 def test_killed_in_the_middle_of_a_cell_the_same_command_resumes_it(words, tmp_path):
     path = tmp_path / "study"
-    options = ["--worlds", "1,2", "--no-probe", "--warmup", "2"]
+    options = ["--worlds", "1,2", "--no-probe"]
     given = words(*options, train__steps=60, checkpoint__every=5)
     kill_when(given, lambda: list(path.glob("runs/world=2-*/checkpoints/step-*")))
     first, second = Study.open(path).runs()

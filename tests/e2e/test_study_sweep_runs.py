@@ -1,6 +1,4 @@
-"""Sweeps of real trainings: killed and given again, one cell failing, diverging and pruned cells,
-strategies as an axis.
-"""
+"""Sweeps of real trainings: killed and given again, one cell failing, strategies as an axis."""
 
 import json
 

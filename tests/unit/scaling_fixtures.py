@@ -117,7 +117,7 @@ def build_scaling(
         path_of_run = study.run_of(cell).path
         write_run(path_of_run, cell.recipe, world, phases, hosts=cell.nodes, **options)
         if number in failed:
-            study.set_status(cell, "failed", "exit code 1: out of memory")
+            study.set_failure(cell, "exit code 1: out of memory")
         if probe and world > 1 and not probe_dir(study, cell).exists():
             place, batch = probe_dir(study, cell), cell.recipe.train.global_batch // world
             alone = cell.recipe.replace({"train.global_batch": batch})

@@ -62,20 +62,6 @@ def test_the_command_line_names_every_comparison(peers, capsys):
     assert "generate" in capsys.readouterr().err
 
 
-def test_a_published_peak_has_a_plan(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    script = importlib.import_module("published_memory")
-    sizes = dict(zip(script.SIZES.split(), (64, 128, 2, 4, True), strict=True))
-    monkeypatch.setitem(script.MODELS, "tiny", sizes | {"vocab_size": 512})
-    row = script.Published(script.TUNE, "tiny", "full", 2, 16, 1.0, [])
-    own = script.planned(row, tmp_path)
-    assert own.parameters == own.gradients == own.optimizer // 2 > 0
-    adapters = script.planned(row._replace(settings=script.lora(2, "q_proj")), tmp_path)
-    assert 0 < adapters.gradients < own.gradients and adapters.activations > 0
-    copied = script.planned(row._replace(program=script.LIT), tmp_path)
-    assert copied.parameters - own.parameters == 2 * 512 * 64  # bytes of the head
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setenv("DEVICE", "cpu")

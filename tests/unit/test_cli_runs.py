@@ -105,10 +105,10 @@ def test_a_study_is_one_row(top):
     (line,) = [line for line in call("runs").stdout.splitlines() if line.startswith("sweeps")]
     assert line.split() == ["sweeps/seeds", "interrupted", "1/3", "90/210", "3.5000"]
     make(study.path / "probes" / "2-ranks" / "0", 9, 9, "finished")
-    study.set_status(study.cells[1], "pruned", "not in the better half")
+    study.set_failure(study.cells[1], "no luck")
     rows = overview(study.path)
     assert [row.run for row in rows] == [cell.directory for cell in study.cells]
-    assert [row.state for row in rows] == ["finished", "pruned", "waiting"]
+    assert [row.state for row in rows] == ["finished", "failed", "waiting"]
     assert [row.step for row in rows] == [70, 20, None]
     seeds = Study.create(study.recipe, ["run.seed=1,2"], top / "sweeps" / "only")
     make(seeds.run_of(seeds.cells[0]).path, 70, 70, "finished", [(70, 3.5)])

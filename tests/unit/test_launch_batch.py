@@ -611,7 +611,7 @@ def test_a_second_submission_leaves_the_cells_of_jobs_alone(tmp_path, monkeypatc
     followed = {"scheduler": "pbs", "job": "9.server", "array": [0]}
     script.with_name("job-0.json").write_text(json.dumps(followed))
     study = Study.create(recipe, ["run.seed=6,7"], path)
-    study.set_status(study.cells[3], "failed", "bad input")
+    study.set_failure(study.cells[3], "bad input")
     [second] = submit_study(study, **how)
     assert "-J 4-6" in header(second.script) and " exit 0;; esac" not in second.script
     assert script.read_text() == first and all(mark.exists() for mark in marks)
@@ -653,7 +653,7 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     grid = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
     study = Study.create(Recipe.load("quickstart"), grid, tmp_path / "study")
-    study.set_status(study.cells[1], "failed", "bad input")
+    study.set_failure(study.cells[1], "bad input")
     running = study.run_of(study.cells[2])
     write_ledger(running, {"kind": "event", "event": "started"})
     running.heartbeat_path.touch()
@@ -674,5 +674,5 @@ def test_the_open_cells_of_a_study(tmp_path, monkeypatch):
     assert any(line.startswith("-l select=1:ncpus=2:") for line in header(script))
     assert "--launch" not in script and "mpiprocs=2" in script
     for cell in cpu.cells:
-        cpu.set_status(cell, "failed")
+        cpu.set_failure(cell, "bad input")
     assert submit_study(cpu, **pbs) == []

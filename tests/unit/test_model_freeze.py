@@ -6,12 +6,11 @@ import hf_fixtures
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.checkpoint.format import open_checkpoint
-from windlass.cli.recipes import network_of
 from windlass.estimate.plan import plan
 from windlass.estimate.text import _facts
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import initialise
-from windlass.model.size import count
+from windlass.model.size import count, describe_sizes
 from windlass.recipe import Recipe
 from windlass.reports.view import RunView
 
@@ -54,7 +53,8 @@ def test_a_hugging_face_model_is_described_as_it_is_and_frozen_by_its_own_names(
     base = hf_fixtures.save("llama", tmp_path / "base", **shape)
     words = ["model.kind=hf", f"model.name={base}", f"data.tokenizer=hf:{base}", "model.context=32"]
     recipe = Recipe.load("quickstart", words)
-    assert "llama, 5 layers, 4 heads, width 32, vocabulary 512" in network_of(recipe)
+    sizes = describe_sizes(read_sizes(recipe))
+    assert "llama, 5 layers, 4 heads, width 32, vocabulary 512" in sizes
     frozen = recipe.replace("model.freeze=lm_head.*,model.layers.[0-3].*")
     size, whole = read_sizes(frozen), read_sizes(recipe)
     assert whole.trained == whole.total and size.trained == 32 + (whole.total - 512 * 32 - 32) // 5

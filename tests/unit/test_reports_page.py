@@ -244,9 +244,6 @@ def test_the_verb(one, tmp_path, call, monkeypatch):
     words = ["report", "--no-plots", one.run.path]
     out, _ = call(*words, "--out", tmp_path)
     assert out == f"report: {tmp_path / 'index.html'}\n"
-    out, _ = call(*words, "--text", "--out", tmp_path)
-    assert "\x1b" not in out
-    assert all(words in out for words in ("sample at step 400", "└", "Final training loss"))
     study = build_study(tmp_path / "again", rates=(1e-3,), seeds=(1,))
     call(*words, study)
     assert "a comparison of runs" in (tmp_path / "report" / "index.html").read_text().lower()

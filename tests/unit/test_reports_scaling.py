@@ -81,10 +81,8 @@ def test_the_tables_have_every_setup_with_its_state_and_reasons(strong, tmp_path
     text, latex = written.markdown.read_text(), (tmp_path / "out" / "scaling.tex").read_text()
     for said in (
         "Efficiency = T(N0) · N0 ÷ (T(N) · N)",
-        "Karp and Flatt 1990",
         "then over 3 repeats",
         "No MFU: the peak of NVIDIA X1 is unknown.",
-        "No serial fraction of 1 host, 1 rank: it is the baseline.",
         "All setups ran on one host, node-0: this says nothing about several hosts.",
         "low efficiency, 58 %",
     ):

@@ -116,11 +116,10 @@ def test_what_diverged_leaves_a_hole(tmp_path):
     bad = json.loads((path / "study.json").read_text())["cells"][2:4]
     for cell in bad:
         edit(Run(path / cell["run"]), blow_up)
-    status = {"state": "diverged", "reason": "loss nan at step 120"}
-    statuses = {cell["key"]: status for cell in bad}
-    (path / "statuses.json").write_text(json.dumps(statuses))
+    failures = {cell["key"]: "loss nan at step 120" for cell in bad}
+    (path / "failures.json").write_text(json.dumps(failures))
     seen = StudyView(path)
-    assert [r.state for r in seen.results].count("diverged") == 2
+    assert [r.state for r in seen.results].count("failed") == 3
     lr, loss = sweep_charts(seen)[0], charts(seen.views)[0]
     assert list(lr.series[2].x) == [1e-4, 1e-3], "no cell of 1e-2 with wsd finished"
     assert draw(lr).axes[0].get_xscale() == "log"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, loss_at
 
-from windlass.reports.overview import curve, last_sample
+from windlass.reports.overview import curve
 from windlass.reports.tables import (
     Column,
     Table,
@@ -139,11 +139,10 @@ def test_latex_is_escaped_as_by_pandas(cells):
     assert table.latex() == re.sub(r"(\\text[a-z]+) ", r"\1{}", expected)
 
 
-def test_the_curve_and_the_last_sample_of_a_run(one):
+def test_the_curve_of_a_run(one):
     lines = curve(one, width=72).splitlines()
     assert "training" in lines[0] and "o validation" in lines[0] and lines[-1].endswith("400 steps")
     assert max(map(len, lines)) <= 72 and "o" in "".join(lines[1:])
-    assert last_sample(one).startswith("sample at step 400") and "\x1b" not in last_sample(one)
     for x, y in (([1.0], [2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0, 2.0], [math.nan, math.inf])):
         seen = changed(one, train=Track({"step": np.array(x), "loss": np.array(y)}), evals={})
         assert (curve(seen, width=40) == "") == (not np.isfinite(y).any())

@@ -140,11 +140,11 @@ def test_what_cannot_be_measured_is_one_message(tmp_path, settings, options, wor
 
 
 def test_cells_share_threads_and_log_often_enough(tmp_path):
-    options = {"worlds": (1, 2, 4), "mode": "weak", "warmup": 0}
+    options = {"worlds": (1, 2, 4), "mode": "weak"}
     study = study_of(tmp_path / "study", "train.steps=100", **options)
     assert study.recipe.train.threads == thread_share(4)
     assert study.recipe.telemetry.every == 100 // 20
-    scaling = Scaling("weak", "batch", 0, 1)
+    scaling = Scaling("weak", "batch")
     assert study.scaling == Study.open(study.path).scaling == scaling
     seldom = study_of(tmp_path / "seldom", "train.steps=8", "telemetry.every=50")
     assert seldom.recipe.telemetry.every == 1
@@ -153,7 +153,7 @@ def test_cells_share_threads_and_log_often_enough(tmp_path):
 
 def test_a_study_is_continued_and_grows(tmp_path):
     path = tmp_path / "study"
-    first = study_of(path, "train.steps=60", mode="weak", warmup=2)
+    first = study_of(path, "train.steps=60", mode="weak")
     again = study_of(path, "train.steps=60", worlds=())
     assert again == first
     grown = study_of(path, "train.steps=60", worlds=(1, 2, 4), repeats=2)
@@ -161,7 +161,7 @@ def test_a_study_is_continued_and_grows(tmp_path):
         assert cell == Cell.of(grown.recipe, old.assignment | {"repeat": 1}, old.directory)
     assert [c.world for c in grown.cells] == [1, 2, 4, 4, 2, 1]
     assert [c.repeat for c in grown.cells] == [1, 1, 1, 2, 2, 2]
-    assert grown.scaling == Scaling("weak", "batch", 2, 2)
+    assert grown.scaling == Scaling("weak", "batch", repeats=2)
     assert grown.recipe.train.threads == first.recipe.train.threads
     with refused("mode=weak batch", "path=DIR"):
         study_of(path, mode="strong")
@@ -250,7 +250,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
     path = tmp_path / "study"
     assert not path.exists()
     there = create_study(Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=path, repeats=2)
-    there.set_status(there.cells[0], "failed", "bad input")
+    there.set_failure(there.cells[0], "bad input")
     one, two = scripts(*repeated)
     assert "--array=3" in one and "--retry-failed" not in one
     one, two = scripts(*repeated, "--retry-failed")

@@ -178,27 +178,13 @@ def _run(arguments: list[str] | None) -> None:
             raise
         print(f"windlass: {text}", file=sys.stderr)
         sys.exit(errors.BAD_INPUT)
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # of `pathlib`
-            raise
-        print("windlass: the home directory of this user is unknown: set HOME", file=sys.stderr)
-        sys.exit(errors.BAD_INPUT)
     except Exception as error:
         if not hasattr(error, "show"):
             raise
         error.show()  # click's own error: the command line could not be parsed
-        context, wrong = getattr(error, "ctx", None), getattr(error, "option_name", "")
-        if wrong and context and "KEY=" in context.get_usage():
-            from windlass.recipe import settings
-            from windlass.recipe.keys import meant
-
-            near = meant(wrong.lstrip("-").replace("-", "_"), settings())
-            advice = "Write a setting as KEY=VALUE, without dashes"
-            if near:
-                advice += f"; did you mean {' or '.join(near)}?"
-            elif any(one.name == "site" for one in context.command.params):
-                advice = "The site file (--site FILE) holds the options of the scheduler"
-            say(advice, err=True)
+        context = getattr(error, "ctx", None)
+        if getattr(error, "option_name", "") and context and "KEY=" in context.get_usage():
+            say("Write a setting as KEY=VALUE, without dashes", err=True)
         sys.exit(errors.BAD_INPUT)
     if code == errors.INTERRUPTED:
         print("\nwindlass: interrupted", file=sys.stderr)  # not behind the ^C of a terminal

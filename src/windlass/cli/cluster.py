@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import shlex
 import socket
 import sys
@@ -22,14 +21,6 @@ from windlass.processes import WINDLASS, exit_with_parent
 if TYPE_CHECKING:
     from windlass.launch.allocation import Allocation
     from windlass.preflight.check import Check
-
-
-def to_bytes(text: str) -> int:
-    """Bytes of `4G`, `512M`, `64K` or a plain number; 0 for an empty text."""
-    match = re.fullmatch(r"(\d+)([KMG]?)(i?B)?|", text)
-    if not match:
-        raise errors.UserError(f"--max-size {text}: write a number of bytes, as 64M or 4G")
-    return int(match[1] or 0) * 2 ** (10 * " KMG".index(match[2] or " "))
 
 
 MinBusbw = Annotated[
@@ -191,9 +182,6 @@ def check(
     overrides: Overrides,
     world: int = Option(1, min=1, help="Local processes; under a launcher, its ranks."),
     min_busbw: MinBusbw = 0.0,
-    max_size: str = Option(
-        "", help="Largest message, as 4G; default: CPU 16M, GPU 512M, with --min-busbw 4G."
-    ),
     json_: Json = False,
 ) -> int:
     """Check machine, packages, disk and interconnect.
@@ -209,7 +197,7 @@ def check(
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
 
-    loaded, env, size = Recipe.load(recipe, overrides), detect_env(), to_bytes(max_size)
+    loaded, env = Recipe.load(recipe, overrides), detect_env()
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 
@@ -222,7 +210,7 @@ def check(
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     try:
-        done = run_check(loaded, size, gate=bool(min_busbw), show=show)
+        done = run_check(loaded, gate=bool(min_busbw), show=show)
     except errors.RunFailed as error:
         show("")
         if not min_busbw:

@@ -78,8 +78,6 @@ def recipe(
             typer.echo(study[1])
         loaded = study[0] if study else Recipe.load(recipe, overrides)
         typer.echo(f"# run directory: {loaded.run_dir}\n# config hash: {loaded.config_hash}")
-        if loaded.model.kind == "hf":
-            typer.echo(f"# network: {network_of(loaded)}")
         typer.echo(f"\n{loaded.toml()}")
     else:
         choice = "or use --list, --schema or --explain KEY"
@@ -99,17 +97,6 @@ def study_recipe(recipe: str, overrides: list[str]) -> tuple[Recipe, str, int] |
     shown = " ".join(f"{k}={typed(value)}" for k, value in options.items() if k != "preset")
     line = f"# a study of this recipe: windlass {verb} {recipe} ({shown})"
     return loaded, line, options.get("world", 0)
-
-
-def network_of(recipe: Recipe) -> str:
-    """The sizes of a recipe's Hugging Face model, or why its configuration cannot be read."""
-    from windlass.model.build import read_sizes
-    from windlass.model.size import describe_sizes
-
-    try:
-        return describe_sizes(read_sizes(recipe))
-    except UserError as error:
-        return str(error)
 
 
 def prepare(recipe: RecipeName, overrides: Overrides) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from windlass.reports.tables import Table
     from windlass.study.study import Study
 
-STYLES = {"running": "green", "failed": "red", "diverged": "red", "damaged": "red"}
+STYLES = {"running": "green", "failed": "red", "damaged": "red"}
 STYLES |= dict.fromkeys(("preempted", "stopped", "interrupted"), "yellow")
 REASONS = {
     "last": "among the last",
@@ -132,7 +132,6 @@ def report(
     table: str = Option("", metavar="NAME", help="A published table; default: the preset's."),
     law: str = Option("", metavar="LADDER", help="Predict the loss by the law of a ladder."),
     pdf: bool = Option(False, "--pdf", help="Draw every plot as PDF too."),
-    text: bool = Option(False, "--text", help="Also print loss curve, last sample and results."),
 ) -> None:
     """Write tables, plots and an interactive page about runs.
 
@@ -143,8 +142,6 @@ def report(
 
     Example: `windlass report runs/first`
     """
-    from windlass.reports.overview import curve, last_sample
-    from windlass.reports.tables import evaluations, results
     from windlass.reports.write import report as write_report
 
     if plots is None and not installed("matplotlib"):
@@ -153,14 +150,6 @@ def report(
     written = write_report(
         paths, out or None, skip=steps, plots=plots, pdf=pdf, table=table, law=law
     )
-    for view in written.views if text else ():
-        parts = (view.label, curve(view), last_sample(view))
-        typer.echo("\n\n".join(part for part in parts if part) + "\n")
-        results(view).print()
-        for each in evaluations(view):
-            typer.echo(f"\n{each.title}")
-            each.print()
-        typer.echo()
     show_published(written.published)
     typer.echo(f"report: {written.page}")
 

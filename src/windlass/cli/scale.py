@@ -47,7 +47,6 @@ def scale(
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
     repeats: int | None = Option(None, min=1, metavar="R", help="Runs of each setup; default 1."),
-    warmup: int | None = Option(None, min=0, metavar="STEPS", help="Left out; default 5."),
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-MODE-HASH."),
     retry_failed: RetryFailed = False,
@@ -78,7 +77,7 @@ def scale(
     if Study.is_study(recipe) and overrides and not worlds:
         remedy = f"leave {' '.join(overrides)} out, or add --worlds"
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
-    options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats, "warmup": warmup}
+    options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats}
     options |= {"path": dir_, "retry_failed": retry_failed}
     if nodes:
         if no_probe:

@@ -55,8 +55,6 @@ def sweep(
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-HASH."),
     world: int = Option(0, min=0, help="Ranks of each cell; 0: as the study has it, or 1."),
     workers: int = Option(1, min=1, help="Cells side by side, which share threads or devices."),
-    stop_diverged: bool = Option(False, "--stop-diverged", help="Stop a cell that diverges."),
-    halving: bool = Option(False, "--halving", help="Asynchronous successive halving."),
     retry_failed: RetryFailed = False,
     create: bool = Option(False, "--create", help="Create the study for `windlass submit STUDY`."),
     only: Only = -1,
@@ -67,9 +65,7 @@ def sweep(
 
     Each cell is a run in its own directory. After a kill the same command resumes. More values
     or another axis add cells to the study. A failed cell stays in the table with its reason,
-    and the others continue. With --halving a cell continues at its 1st, 2nd, 4th, ...
-    evaluation only if it is in the better half of the cells of its size that have got there, by
-    checkpoint.best. A cell diverges when its loss is not finite or 1 nat above its first.
+    and the others continue.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 
@@ -80,10 +76,7 @@ def sweep(
 
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
     if create:
-        study = studies.create_sweep(recipe, axes or (), set_, dir_, world)
-        for note in study.notes:
-            say(note)
-        return show_created(study)
+        return show_created(studies.create_sweep(recipe, axes or (), set_, dir_, world))
     number = only if only >= 0 else None
     study = studies.sweep(
         recipe,
@@ -93,8 +86,6 @@ def sweep(
         world=world,
         workers=workers,
         only=number,
-        stop_diverged=stop_diverged,
-        halving=halving,
         launch=launch,
         retry_failed=retry_failed,
         progress=progress,
@@ -115,12 +106,10 @@ def show_created(study: Study) -> int:
 
 
 def exit_code(study: Study, only: int | None = None) -> int:
-    """DONE if all cells, or the one with this number, are done."""
-    from windlass.study.results import DONE_STATES
-
+    """DONE if all cells, or the one with this number, are finished."""
     results = study.results()
     chosen = results if only is None else [results[only]]
-    return DONE if all(result.state in DONE_STATES for result in chosen) else FAILED
+    return DONE if all(result.state == "finished" for result in chosen) else FAILED
 
 
 def show_winners(progress: Progress, study: Study) -> None:
@@ -138,8 +127,7 @@ def show_winners(progress: Progress, study: Study) -> None:
         score = f"{title_of(study.measure)} {group.median:.4f}{over}"
         of_all = " of all" if len(winners) > 1 and not place else ""
         progress.notify(f"best{of_all}: {group.label} ({score})")
-        command, note = study.winner_command(group.assignment)
+        command = study.winner_command(group.assignment)
         progress.console.out(f"  {command}")  # whole, so that one can copy it
-        progress.notify(note)
     progress.notify(remark)
     progress.console.out(f"report: windlass report {shlex.quote(str(study.path))}")

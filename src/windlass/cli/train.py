@@ -120,7 +120,6 @@ def verify(
     kills: int = Option(10, min=1, help="How often to kill a saving run."),
     only: str = Option("", metavar="NAMES", help="These proofs alone, as resume,layouts."),
     json_: Json = False,
-    keep: str = Option("", metavar="DIR", help="Keep the runs of the proofs in this directory."),
 ) -> int:
     """Prove on this machine that training is exact.
 
@@ -161,7 +160,7 @@ def verify(
         number = len(names or verification.PROOFS)
         console.print(f"{plural(number, 'proof')}; all take minutes with the tiny model on a CPU")
         console.print(f"{conditions}\n")
-    proofs = verification.verify(recipe, overrides, world, kills, keep or None, show, names)
+    proofs = verification.verify(recipe, overrides, world, kills, show, names)
     if json_:
         fields = [dataclasses.asdict(proof) for proof in proofs]
         print_json({"conditions": conditions, "proofs": fields})

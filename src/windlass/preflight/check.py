@@ -146,12 +146,12 @@ class Check:
         return TOO_SLOW if self.busbw < min_busbw else DONE
 
 
-def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None]) -> Check:
+def check(recipe: Recipe, gate: bool, show: Callable[[str], None]) -> Check:
     """Check machine, packages, disks and interconnect; every rank of the launcher calls this and
     gets the result. It takes seconds on one host, minutes at most.
 
-    `max_bytes`: the largest message; 0: 16 MiB on a CPU, 512 MiB on a GPU, and 4 GiB with `gate`,
-    because the caller requires a bandwidth.
+    The largest message has 16 MiB on a CPU and 512 MiB on a GPU, or 4 GiB with `gate`, because
+    the caller requires a bandwidth.
     """
     env = detect_env()
     with init_ranks(env, recipe.replace("parallel.strategy=auto", NO_LAYOUT)) as ranks:
@@ -167,7 +167,7 @@ def check(recipe: Recipe, max_bytes: int, gate: bool, show: Callable[[str], None
         del original, copy
         rates = list[dict[str, Any]]()
         if env.world > 1:
-            rates = measure_groups(ranks, message_sizes(ranks, max_bytes, gate), show)
+            rates = measure_groups(ranks, message_sizes(ranks, gate), show)
         everyone = ranks.all_gather_object("facts", facts)
         rates = slowest(itertools.chain(*ranks.all_gather_object("rates", rates)))
     all_reduce = [r for r in rates if r["group"] == "all ranks" and r["collective"] == "all_reduce"]
@@ -256,14 +256,12 @@ def probe_disks(ranks: Ranks, recipe: Recipe) -> dict[str, dict[str, Any]]:
     return disks
 
 
-def message_sizes(ranks: Ranks, max_bytes: int, gate: bool) -> tuple[int, ...]:
-    """The sizes to measure in bytes: up to `max_bytes`, if they fit into all memories."""
+def message_sizes(ranks: Ranks, gate: bool) -> tuple[int, ...]:
+    """The sizes to measure in bytes, as far as they fit into all memories."""
     default, free = CPU_SIZES, math.inf
     if ranks.device.type == "cuda":
         default = (*GPU_SIZES, GATE_SIZE) if gate else GPU_SIZES
         free = min(ranks.all_gather_object("free memory", torch.cuda.mem_get_info(ranks.device)[0]))
-    if max_bytes:
-        return (*(size for size in default if size < max_bytes), max_bytes)
     return tuple(size for size in default if BUFFERS * size <= free) or default[:1]
 
 

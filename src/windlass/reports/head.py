@@ -14,7 +14,7 @@ from windlass.reports.law import LawView
 from windlass.reports.study import Recommendation, StudyView, lede
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
-from windlass.study.results import BITS, FAILED_STATES, NO_BEST, common_measure, diverged
+from windlass.study.results import BITS, NO_BEST, common_measure, diverged
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show, title_of
 
@@ -276,10 +276,9 @@ def _study_head(
         if law:
             quality = Answer("How good is the law?", law.summary or "Unknown", law.remark)
         answers += [quality, _fastest(seen.views)]
-    bad = {r.run.path: r for r in seen.results if r.state in FAILED_STATES}
+    bad = {r.run.path: r for r in seen.results if r.state == "failed"}
     troubles = [
-        Trouble(f"{r.state} cell", r.reason or r.divergence or r.state, label=r.cell.label)
-        for r in bad.values()
+        Trouble("failed cell", r.reason or "failed", label=r.cell.label) for r in bad.values()
     ]
     for view in seen.views:  # the reason of a bad cell says how it ended
         ends = ("failure", "divergence", "kill") if view.run.path in bad else ()

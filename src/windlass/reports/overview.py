@@ -13,11 +13,10 @@ import numpy as np
 from windlass.errors import UserError, plural
 from windlass.reports.view import RunView
 from windlass.run import Run, effective, read_lines
-from windlass.study.results import DONE_STATES, CellResult, summarize, time_left
+from windlass.study.results import CellResult, summarize, time_left
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show
-from windlass.telemetry.terminal import printable
 from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
@@ -101,7 +100,7 @@ def _study_row(path: Path, name: str) -> RunRow:
     results, hours = study.results(), list(map(_hours, study.runs()))
     best = study.winners(results).groups
     states = {result.state for result in results}
-    state = "finished" if states <= set(DONE_STATES) else "interrupted"
+    state = "finished" if states == {"finished"} else "interrupted"
     if states == {"waiting"}:
         state = "new"
     state = next((urgent for urgent in ("running", "failed") if urgent in states), state)
@@ -114,15 +113,8 @@ def _study_row(path: Path, name: str) -> RunRow:
         device_hours=sum(own["device_hours"] or 0 for own in hours) or None,
         gpu_hours=sum(own["gpu_hours"] or 0 for own in hours) or None,
         cells=len(results),
-        cells_done=sum(r.state in DONE_STATES for r in results),
+        cells_done=sum(r.state == "finished" for r in results),
     )
-
-
-def last_sample(view: RunView) -> str:
-    if not view.samples:
-        return ""
-    lines = "\n".join(f"  | {line}" for line in printable(view.samples[-1]["text"]).split("\n"))
-    return f"sample at step {view.samples[-1]['step']:,}:\n{lines}"
 
 
 def curve(view: RunView, width: int | None = None, height: int = 13) -> str:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from windlass.errors import by_text, plural
+from windlass.errors import by_text
 from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import RunView
 from windlass.study.grid import NODES, SEED, WORLD, label_of, short_names
+from windlass.study.probe import WARMUP
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
@@ -31,7 +32,6 @@ class Recommendation(NamedTuple):
     name: str  # the settings
     why: str  # it was chosen; empty: the first lines of the report have its score
     command: str  # that trains it
-    remark: str
     rows: list[int]  # its rows in the table of cells, if it is the best of all
 
     @property
@@ -68,12 +68,12 @@ class StudyView:
     def recommendations(self) -> list[Recommendation]:
         groups, recommendations = self.winners.groups, []
         for group in groups:
-            command, remark = self.study.winner_command(group.assignment)
+            command = self.study.winner_command(group.assignment)
             best = self.winners.cell if group is groups[0] else None
             rows = [place for place, result in enumerate(self.results) if result is best]
             settings = ", ".join(f"{key} = {show(x)}" for key, x in group.assignment.items())
             name = settings or "the recipe as it is"
-            recommendations.append(Recommendation(name, "", command, remark, rows))
+            recommendations.append(Recommendation(name, "", command, rows))
         return recommendations
 
 
@@ -158,11 +158,10 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
 
 ON_CPU = "not measured on a CPU"
 MEMORY = {True: "MB resident", False: "MB allocated"}  # by whether the ranks run on CPUs
-KARP = "serial fraction = (1 ÷ speed-up − 1 ÷ p) ÷ (1 − 1 ÷ p) (Karp and Flatt 1990)."
 RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 FORMULAS = {
-    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}; {KARP}",
-    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}; {KARP}",
+    "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}.",
+    "fixed-data": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a sample, {RANKS}.",
     "weak": f"Efficiency = T(N0) ÷ T(N), T the time of a step, {RANKS}.",
     "weak model": "Efficiency = T(N0) ÷ T(N) · F(N) ÷ F(N0), T the time and F the FLOPs of a rank "
     f"in a step, {RANKS}.",
@@ -228,7 +227,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
     formula = FORMULAS["weak model" if scaling.grow == "model" else scaling.mode]
     text = [
         "Step: the median over the lines of the ledger that begin after "
-        f"{plural(scaling.warmup, 'step')} of each start{repeats}. {formula}"
+        f"{WARMUP} steps of each start{repeats}. {formula}"
     ]
     if scaling.mode == "strategies" and scaling.repeats == 1 and len(measured) > 1:
         text.append(
@@ -272,14 +271,14 @@ def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
     for row in setups:
         if row.values.get("recommended"):
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
-            command, remark = study.winner_command(assignment, row.world)
+            command = study.winner_command(assignment, row.world)
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
             why = next(text for text in row.remarks if text.startswith("recommended"))
             why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Recommendation(row.name, why, command, remark, cells)]
+            return [Recommendation(row.name, why, command, cells)]
     return []
 
 
@@ -288,7 +287,7 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
     table = setup_table(study, setups)
     parts: list[Group | str] = [table.terminal(width, str(study.path)), *table.notes]
     for best in recommended(study, setups):
-        parts.append(f"{best.text}\n  {best.command}\n  {best.remark}".rstrip())
+        parts.append(f"{best.text}\n  {best.command}")
     return parts
 
 

@@ -6,7 +6,6 @@ import csv
 import html
 import io
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,7 @@ from windlass.recipe import Recipe, presets, settings
 from windlass.reports.view import RunView
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import PHASES, RUN, of_eval, of_result, show
-from windlass.telemetry.terminal import printable, rich_console, table
+from windlass.telemetry.terminal import printable, table
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
@@ -114,10 +113,6 @@ class Table:
         heads = [column.short or column.heading or column.name for column in columns]
         text = [head for place, head in enumerate(heads) if place not in self.numeric]
         return table(heads, self.texts(), width, text=text, title=title)
-
-    def print(self) -> None:
-        console = rich_console(sys.stdout)
-        console.print(self.terminal(console.width))
 
 
 def _plain(value: Any) -> Any:

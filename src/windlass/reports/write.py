@@ -147,7 +147,7 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
     winners = f"\n## {computed.winner_title}\n" * bool(computed.recommendations)
     for best in computed.recommendations:
-        winners += f"\n{markdown_cell(best.text)}. {best.remark}\n\n```\n{best.command}\n```\n"
+        winners += f"\n{markdown_cell(best.text)}.\n\n```\n{best.command}\n```\n"
     text += section(computed.published) if computed.published else ""
     if computed.law and computed.law.remark:
         text += f"\n## The law of scaling\n\n{markdown_cell(computed.law.remark)}\n"

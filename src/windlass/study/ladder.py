@@ -273,14 +273,14 @@ def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
     for result in (*study.results(), *joined):
         if result.run.path.resolve() in given:
             continue
-        if result.state == "finished" and result.evaluations:
+        if result.state == "finished" and result.score is not None:
             rows.append((result, True))
         else:
             reason = result.reason or "it lacks an evaluation" * (result.state == "finished")
             left_out.append(f"{name_of(result)}: {reason or result.state}")
     for run in given.values():
         result = _result(run, study)
-        if result.state != "finished" or not result.evaluations:
+        if result.state != "finished" or result.score is None:
             state = f"{result.state}, without an evaluation" * (result.state == "finished")
             needs = "the law needs a finished run with a validation loss"
             raise UserError(f"{run.path} is {state or result.state}: {needs}")
@@ -307,7 +307,7 @@ def joined_runs(study: Study) -> list[Run]:
 
 
 def _result(run: Run, study: Study) -> CellResult:
-    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, {}, {})
+    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, None, {})
 
 
 def name_of(result: CellResult) -> str:

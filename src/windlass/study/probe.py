@@ -42,10 +42,8 @@ class CellProcess(subprocess.Popen[bytes]):
         directory: Path,
         threads: int,
         devices: Sequence[str],
-        attempt: int = -1,
     ):
         self.cell, self.devices = cell, devices
-        self.attempt = attempt  # of the last `train` line before
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = directory.parent / f"{directory.name}.out"
         env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
@@ -73,6 +71,7 @@ class CellProcess(subprocess.Popen[bytes]):
         return f"{kind}: {message}" if message else kind
 
 
+WARMUP = 5  # steps of each start that no time of a step counts
 PROBES = "probes"  # the directory in a study
 STEPS, WINDOWS = 10, 4  # of a probe after its warm-up, at least; windows between `train` lines
 MOST_EVERY = 5  # steps of a window, at most
@@ -116,7 +115,6 @@ def run_probe(
     study: Study, cell: Cell, notify: Callable[[str], None], retry_failed: bool = False
 ) -> None:
     """Run a cell's probe unless an equal one has ended; `probe.json` stores a failure."""
-    assert study.scaling is not None
     directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
     done = before == "finished" or (before and not retry_failed)
@@ -127,7 +125,7 @@ def run_probe(
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()
     write_atomic(directory / "recipe.toml", recipe.toml())
-    steps = study.scaling.warmup + max(STEPS, WINDOWS * recipe.telemetry.every)
+    steps = WARMUP + max(STEPS, WINDOWS * recipe.telemetry.every)
     side_by_side = f"{ranks} process{'es' * (ranks > 1)}"
     notify(f"{cell.label}: {steps} steps without communication, {side_by_side}")
     runs, processes = [Run(directory / str(rank)) for rank in range(ranks)], list[CellProcess]()

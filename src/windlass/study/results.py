@@ -19,7 +19,7 @@ from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.ledger import LOSS, comparable, scores_by_step
+from windlass.telemetry.ledger import LOSS, scores_by_step
 from windlass.telemetry.timing import throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
@@ -33,11 +33,9 @@ VALIDATION = (
 HELD_OUT = ("data.source", "data.split", "data.max_tokens", "data.val_fraction", "data.val_shards")
 NO_BEST = "Windlass names no best cell"
 RECENT = 10  # logged steps from which the time left is computed
-DONE_STATES = ("finished", "pruned", "diverged")
 OPEN_STATES = ("waiting", "interrupted")
-FAILED_STATES = ("failed", "diverged")
 # All states; several repeats together have the one that comes first here.
-STATES = ("failed", "diverged", "pruned", "interrupted", "running", "waiting", "finished")
+STATES = ("failed", "interrupted", "running", "waiting", "finished")
 # A lower loss does not decide between values of these settings: they change how much is computed,
 # or how it is computed.
 NO_CHOICE = (
@@ -120,12 +118,6 @@ def diverged(first: float, last: float) -> bool:
     return not math.isfinite(last) or last > first + 1.0
 
 
-class Evaluation(NamedTuple):
-    time: str  # sorts as text
-    step: int
-    score: float  # by the study's measure
-
-
 @dataclass(frozen=True)
 class CellResult:
     """The state and numbers of a cell; None for a number that the ledger lacks (so far)."""
@@ -133,18 +125,15 @@ class CellResult:
     cell: Cell
     run: Run  # begun or not
     measure: str  # that ranks cells: `loss`, or as `squad.f1`
-    state: str = "waiting"  # of OPEN_STATES, DONE_STATES, or `running`, `failed`
+    state: str = "waiting"  # of STATES
     reason: str = ""
     step: int = 0  # of the last `train` or `eval` line
     steps: int | None = None
-    attempt: int = -1  # of the last `train` line
     loss: float | None = None
-    first_loss: float | None = None
     eval_loss: float | None = None
     best_loss: float | None = None
     score: float | None = None  # the best value of `measure` after step 0
     lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
-    evaluations: tuple[Evaluation, ...] = ()
     validation: ValidationData | None = None
     tokens: int = 0
     tokens_per_s: float | None = None  # tokens over time in steps
@@ -155,28 +144,20 @@ class CellResult:
     def begun(self) -> bool:
         return self.run.exists
 
-    @property
-    def divergence(self) -> str:
-        if self.loss is None or self.first_loss is None or not diverged(self.first_loss, self.loss):
-            return ""
-        return f"loss {self.loss:.3f} at step {self.step}, after {self.first_loss:.3f} at the first"
-
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "attempt", "first_loss", "lower"}
-        left_out |= {"evaluations", "validation"}
+        left_out = {"cell", "run", "measure", "lower", "validation"}
         values = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**self.cell.assignment, **values, "run": str(self.run.path)}
 
 
 def read_result(
-    cell: Cell,
-    run: Run,
-    measure: str,
-    status: Mapping[str, str],
-    cache: dict[Path, tuple[Any, ...]],
+    cell: Cell, run: Run, measure: str, failure: str | None, cache: dict[Path, tuple[Any, ...]]
 ) -> CellResult:
-    """A cell's result. `status`: a sweep's decision; `cache`: what each run's ledger gave."""
+    """A cell's result.
+
+    `failure`: why a sweep saw it fail; `cache`: what each run's ledger gave.
+    """
     version: tuple[int, ...] = ()
     with suppress(OSError):
         stat = run.metrics_path.stat()
@@ -189,17 +170,17 @@ def read_result(
         values["validation"] = validation_data(run, cell.recipe, lines)
         cache[run.path] = version, events, train, values
     _, events, train, values = cache[run.path]
-    state, reason, decided = run.state_by(events), "", status.get("state", "")
+    state, reason = run.state_by(events), ""
     last = max((x.get("attempt", 0) for x in events), default=0)
     failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    # A killed run lacks a failure and is interrupted.
-    if state == "failed" and failures and decided in ("", "interrupted"):
+    if failure is not None and state not in ("finished", "running"):
+        state, reason = "failed", failure
+    elif state == "failed" and failures:
         reason = str(failures[-1].get("reason", ""))
-    elif state != "finished" and decided and (state != "running" or decided != "interrupted"):
-        state, reason = decided, status.get("reason", "")
-    else:
-        ended = dict.fromkeys(("stopped", "preempted", "failed"), "interrupted")
-        state = (ended | {"new": "waiting"}).get(state, state)
+    elif state in ("stopped", "preempted", "failed"):  # a killed run lacks a failure
+        state = "interrupted"
+    elif state == "new":
+        state = "waiting"
     if values["steps"] is None:
         with suppress(UserError):  # it may depend on data that is not prepared yet
             values["steps"] = resolve_steps(cell.recipe)
@@ -211,27 +192,6 @@ def place_of(assignment: Assignment) -> str:
     """The settings of a cell that a score does not decide; each such choice has its own best."""
     given = {k: v for k, v in assignment.items() if k.startswith(NO_CHOICE) and k != SEED}
     return repr(given)
-
-
-def halved(results: Sequence[CellResult]) -> dict[str, str]:
-    """The cells that asynchronous successive halving (arXiv 1810.05934) stops, and why, by key.
-
-    At its 1st, 2nd, 4th, ... evaluation a cell continues only if it is in the better half of the
-    cells of its `place_of` that have got there, itself included. Evaluations count by their times.
-    """
-    numbered = [(r, *pair) for r in results for pair in enumerate(r.evaluations, 1)]
-    events = [(e.time, n, result, e) for result, n, e in numbered if n.bit_count() == 1]
-    reasons, rungs = dict[str, str](), dict[tuple[int, str], list[float]]()
-    for _, number, result, evaluation in sorted(events, key=lambda event: event[0]):
-        if result.cell.key in reasons:
-            continue
-        loss = evaluation.score if result.lower else -evaluation.score
-        rung = rungs.setdefault((number, place_of(result.cell.assignment)), [])
-        rung.append(math.inf if math.isnan(loss) else loss)
-        if not loss <= sorted(rung)[max(len(rung) // 2, 1) - 1]:
-            score = f"{result.measure} {evaluation.score:.4f} at step {evaluation.step}"
-            reasons[result.cell.key] = f"not in the better half after evaluation {number} ({score})"
-    return reasons
 
 
 def time_left(train: Sequence[Line], steps: int | None) -> float | None:
@@ -247,9 +207,6 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     """The fields of a CellResult that come from the effective lines of a run's ledger."""
     train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
     losses = [x["loss"] for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
-    suite, _, name = measure.partition(".")  # `loss`, or as `squad.f1`
-    alike = comparable([x for x in evals if x.get("suite", LOSS) == suite])
-    scored = [x for x in alike if x.get(name or suite) is not None and x["step"] > 0]
     scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
     speed = throughput(lines)
     last = train[-1] if train else {}
@@ -257,16 +214,11 @@ def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
     return {
         "step": max((x["step"] for x in (*train, *evals)), default=0),
         "steps": last_start(lines).get("steps"),
-        "attempt": last.get("attempt", -1),
         "loss": last.get("loss"),
-        "first_loss": train[0].get("loss") if train else None,
         "eval_loss": losses[-1] if losses else None,
         "best_loss": scores_by_step(lines, LOSS).best,
         "score": scores.best,
         "lower": scores.lower,
-        "evaluations": tuple(
-            Evaluation(str(x.get("time", "")), x["step"], x[name or suite]) for x in scored
-        ),
         "tokens": int(last.get("tokens", 0)),
         "tokens_per_s": speed.tokens_per_s if speed else None,
         "device_hours": summaries[-1].get("device_hours") if summaries else None,
@@ -349,17 +301,14 @@ def find_winners(
     rivals: dict[str, list[SeedGroup]] = {}
     for group in seed_groups(results):
         rivals.setdefault(place_of(group.assignment), []).append(group)
-    sign, fewer = 1 if any(r.lower for r in results) else -1, list[str]()
+    sign = 1 if any(r.lower for r in results) else -1
     winners = list[tuple[tuple[bool, float], SeedGroup]]()
     for groups in rivals.values():
         scored = [group for group in groups if group.scores] if len(groups) > 1 else []
-        if not scored:
-            continue
-        most = max(len(group.results) for group in groups)
-        ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
-        winners.append(min(ranked, key=lambda pair: pair[0]))
-        few = [group for group in groups if len(group.results) < most]
-        fewer += [f"{group.label} has {len(group.results)} of {most} seeds" for group in few]
+        if scored:
+            most = max(len(group.results) for group in groups)
+            ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
+            winners.append(min(ranked, key=lambda pair: pair[0]))
     if not winners:
         if any(group.scores for groups in rivals.values() for group in groups):
             amounts = ", ".join(key for key in varied if key not in choices)
@@ -367,8 +316,4 @@ def find_winners(
         else:
             why = "no cell has finished with a score"
         return Winners([], f"{NO_BEST}: {why}.")
-    if fewer:
-        seeds = ",".join(map(str, values[SEED]))
-        advice = f"add its other cells with run.seed={seeds}, else it ranks last."
-        remark = f"{remark} {'; '.join(fewer)}: {advice}".strip()
     return Winners([group for _, group in sorted(winners, key=lambda pair: pair[0])], remark)

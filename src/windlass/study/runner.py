@@ -1,7 +1,7 @@
 """Works through a study's cells: side by side, each a `windlass train` process.
 
 The directory is the only state. A sweep that was killed anywhere and is given again leaves finished
-cells alone and resumes interrupted ones. Failed and diverged cells keep their state and reason.
+cells alone and resumes interrupted ones. Failed cells keep their state and reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from windlass.recipe import Changes, Recipe, typed
 from windlass.run import OCCUPIED, Run
 from windlass.study.grid import Cell, short_names
 from windlass.study.probe import STOP_SIGNALS, CellProcess, run_probe
-from windlass.study.results import FAILED_STATES, OPEN_STATES, CellResult, halved
+from windlass.study.results import OPEN_STATES, CellResult
 from windlass.study.study import Axes, Study, load_study
 from windlass.telemetry import terminal
 from windlass.telemetry.ledger import LOSS
@@ -110,7 +110,6 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
     return terminal.table(head, rows, width, ("state",), title=str(study.path), notes=notes)
 
 
-RETRIES = 2  # of a cell that was killed, or that another process was training
 POLL_SECONDS = 0.5  # between two looks at the ledgers
 STOP_SECONDS = 90.0  # for cells to save and end when the sweep is stopped
 
@@ -123,8 +122,6 @@ def sweep(
     path: str | Path | None = None,
     world: int = 0,
     workers: int = 1,
-    stop_diverged: bool = False,
-    halving: bool = False,
     retry_failed: bool = False,
     only: int | None = None,
     launch: bool = False,
@@ -141,9 +138,7 @@ def sweep(
         path: The study's directory; None: `studies/<preset>-<hash>`.
         world: Ranks of each cell that does not set `parallel.world`; 0: as the study has it, or 1.
         workers: Cells side by side, each with an equal part of the cores and its own devices.
-        stop_diverged: Stop a cell whose loss diverged (`results.diverged`).
-        halving: Asynchronous successive halving by `checkpoint.best` (`results.halved`).
-        retry_failed: Train failed and diverged cells again.
+        retry_failed: Train failed cells again.
         only: The number of the one cell to train.
         launch: A cell has all ranks of the allocation (`windlass launch`).
         progress: Shows the cells; None: on standard output.
@@ -158,7 +153,7 @@ def sweep(
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        options = (workers, stop_diverged, halving, retry_failed, launch)
+        options = (workers, retry_failed, launch)
         Sweep(study, cells, *options, progress=shown).start()
     return study
 
@@ -191,14 +186,11 @@ class Sweep:
     study: Study
     cells: list[Cell]
     workers: int = 1
-    stop_diverged: bool = False
-    halving: bool = False
     retry_failed: bool = False
     launch: bool = False
     probes: bool = True  # of a scaling study: measure steps without communication
     progress: Progress = field(default_factory=Progress)
     running: list[CellProcess] = field(default_factory=list)
-    interruptions: dict[str, int] = field(default_factory=dict)
     stopping: bool = False
     lost: str = ""  # why a cell lost a host
 
@@ -215,12 +207,10 @@ class Sweep:
             devices = f"{plural(len(self.devices), 'device')}, {world} for each cell"
             self.progress.notify(f"{devices}: {self.workers} cells side by side, not {asked}")
         # A cell that another process trains is left to it, and resumed here if that process dies.
-        again = FAILED_STATES if self.retry_failed else ()
+        again = ("failed",) if self.retry_failed else ()
         self.open_states = {*OPEN_STATES, "running", *again}
 
     def start(self) -> None:
-        for note in self.study.notes:
-            self.progress.notify(note)
         # Prepare the data of the open cells once. A cell without usable data fails alone.
         cells = [c for c in self.cells if self.study.result(c).state in self.open_states]
         prepared, problems = set[tuple[object, ...]](), list[UserError]()
@@ -268,8 +258,7 @@ class Sweep:
 
     def _work(self, cells: list[Cell]) -> None:
         for cell in cells if self.retry_failed else ():
-            if self.study.statuses().get(cell.key, {}).get("state") in FAILED_STATES:
-                self.study.set_status(cell, "")
+            self.study.set_failure(cell, None)
         queue = [cell for cell in cells if self.study.result(cell).state in self.open_states]
         # 0: a cell alone measures the best number, a launch shares cores.
         ranks = self.workers * max(map(self.study.ranks_of, cells))
@@ -277,8 +266,7 @@ class Sweep:
         while queue or self.running:
             every = self.study.results()  # reads the study's files once for each poll
             results = {result.cell.key: result for result in every}
-            pruned = halved(every) if self.halving else {}
-            self._start_cells(queue, threads, results, pruned)
+            self._start_cells(queue, threads, results)
             if self.stopping:
                 for process in self.running:
                     process.terminate()
@@ -289,11 +277,13 @@ class Sweep:
             before = len(self.running)
             for process in list(self.running):
                 if (code := process.poll()) is None:
-                    self._watch(process, results[process.cell.key], pruned)
                     continue
                 self.running.remove(process)
-                if self._ended(process, code):
-                    queue.append(process.cell)
+                reason = process.failure(code)
+                if code == errors.LOST:  # its job starts it again, on other hosts
+                    self.lost = reason
+                elif reason and code > 0 and OCCUPIED not in reason:
+                    self.study.set_failure(process.cell, reason)
             self.progress.show(self.study, every)
             if len(self.running) == before:
                 until = time.monotonic() + POLL_SECONDS
@@ -301,11 +291,7 @@ class Sweep:
                     time.sleep(0.02)
 
     def _start_cells(
-        self,
-        queue: list[Cell],
-        threads: int,
-        results: Mapping[str, CellResult],
-        pruned: Mapping[str, str],
+        self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
     ) -> None:
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
@@ -316,9 +302,6 @@ class Sweep:
             queue.remove(cell)
             if result.state not in self.open_states:
                 continue
-            if cell.key in pruned:  # a killed sweep may have pruned it without a record
-                self.study.set_status(cell, "pruned", pruned[cell.key])
-                continue
             world = self.study.ranks_of(cell)
             used = {name for process in self.running for name in process.devices}
             free = [name for name in self.devices if name not in used][:world]
@@ -328,44 +311,8 @@ class Sweep:
                 command = [*WINDLASS, "launch", *part, "--", *command]
             else:
                 command = [*command, "--world", str(world)]
-            how = (threads, free if len(free) == world else [], result.attempt)
+            how = (threads, free if len(free) == world else [])
             self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
-
-    def _watch(self, process: CellProcess, result: CellResult, pruned: Mapping[str, str]) -> None:
-        """Stop a running cell that diverged or is pruned, unless only its last save is left."""
-        cell, at_end = process.cell, result.steps is not None and result.step >= result.steps
-        if at_end or result.state in ("diverged", "pruned"):  # it was told to stop
-            return
-        # A divergence of an earlier attempt does not count.
-        if self.stop_diverged and result.attempt > process.attempt and result.divergence:
-            self.study.set_status(cell, "diverged", result.divergence)
-            process.terminate()
-        elif cell.key in pruned:
-            self.study.set_status(cell, "pruned", pruned[cell.key])
-            process.terminate()
-
-    def _ended(self, process: CellProcess, code: int) -> bool:
-        """Record why a cell ended, if its ledger does not; returns whether to start it again."""
-        cell, result = process.cell, self.study.result(process.cell)
-        if self.study.statuses().get(cell.key, {}).get("state", "interrupted") != "interrupted":
-            return False
-        reason = process.failure(code)
-        divergence = result.divergence if result.attempt > process.attempt else ""
-        if code == errors.LOST:  # its job starts it again, on other hosts
-            self.lost = reason
-            self.study.set_status(cell, "interrupted", reason)
-        elif code == errors.STOPPED or code < 0 or OCCUPIED in reason:
-            times = self.interruptions[cell.key] = self.interruptions.get(cell.key, 0) + 1
-            reason = reason or "stopped by a signal"
-            reason += f" ({times} times)" if times > 1 else ""
-            self.study.set_status(cell, "interrupted", reason)
-            return times <= RETRIES
-        elif code != errors.DONE:
-            diverged = divergence and code != errors.BAD_INPUT
-            self.study.set_status(cell, "diverged" if diverged else "failed", reason)
-        elif divergence and result.state != "finished":
-            self.study.set_status(cell, "diverged", divergence)
-        return False
 
 
 def submit_study(
@@ -400,12 +347,12 @@ def submit_study(
             notify(f"cell {', '.join(map(str, cells))} is in job {name} ({state}); {end}")
         every = [result.state for result in study.results()]
         states = {number: state for number, state in enumerate(every) if number not in held}
-        failed = [str(number) for number, state in states.items() if state in FAILED_STATES]
+        failed = [str(number) for number, state in states.items() if state == "failed"]
         if failed and not retry_failed:
             notify(f"cell {', '.join(failed)} failed; --retry-failed submits failed cells, too")
         if running := [str(number) for number, state in states.items() if state == "running"]:
             notify(f"cell {', '.join(running)} is running already")
-        wanted = (*OPEN_STATES, *FAILED_STATES) if retry_failed else OPEN_STATES
+        wanted = (*OPEN_STATES, "failed") if retry_failed else OPEN_STATES
         numbers = [number for number, state in states.items() if state in wanted]
         submit.note_unprepared(
             [study.cells[number].recipe for number in numbers], Path.cwd(), notify

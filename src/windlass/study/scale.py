@@ -36,7 +36,6 @@ def scale(
     grow: str = "",
     nodes: Sequence[int] = (),
     repeats: int | None = None,
-    warmup: int | None = None,
     path: str | Path | None = None,
     probes: bool = True,
     retry_failed: bool = False,
@@ -55,16 +54,15 @@ def scale(
         grow: With `weak`: `batch` or `model`, what grows with the ranks.
         nodes: Hosts of each of the `worlds`; all ranks of a job train a cell.
         repeats: Runs of each setup; default 1.
-        warmup: First steps of each start that do not count; default 5.
         path: The study's directory; None: `studies/<preset>-<mode>-<hash>`.
         probes: Measure steps without communication.
-        retry_failed: Train failed and diverged cells again.
+        retry_failed: Train failed cells again.
         progress: Shows the cells; None: on standard output.
 
     Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.
     """
     given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
-    given |= {"repeats": repeats, "warmup": warmup, "path": path}
+    given |= {"repeats": repeats, "path": path}
     base, options = merge_preset(recipe, overrides, **given)
     if options.get("worlds") and not nodes:
         prepare(base)  # the number of steps may depend on it

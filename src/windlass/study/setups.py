@@ -19,16 +19,15 @@ from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, last_start, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
-from windlass.study.probe import probe_dir
+from windlass.study.probe import WARMUP, probe_dir
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 from windlass.telemetry.timing import STEP_PHASES
 
-LOW_EFFICIENCY, HIGH_EFFICIENCY = 0.7, 1.05  # one outside of them gets a remark
-UNSTEADY = 0.25  # 8 of 10 steps on a busy machine differ by more than this part of the median
+LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 # Numbers that compare a setup with the baseline.
-COMPARED = ("speedup", "efficiency", "serial_fraction", "samples_factor", "runtime_factor", "ratio")
+COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio")
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     table = [_setup(study, scaling, *group) for group in groups.values()]
     for setup in table:
         if setup.measured:
-            _divide(setup, _probe(study, setup, scaling.warmup))
-            _remark_on_machine(setup, scaling.warmup)
+            _divide(setup, _probe(study, setup))
+            _remark_on_cores(setup)
     if scaling.mode == "strategies":
         _recommend(table)
     else:
@@ -117,7 +116,7 @@ def _setup(
     values = {name: value for name, value in values.items() if value is not None}
     columns: dict[str, list[float]] = {}
     for result in done:
-        for name, value in run_numbers(result.run, scaling.warmup).items():
+        for name, value in run_numbers(result.run).items():
             columns.setdefault(name, []).append(value)
     values |= {name: statistics.median(column) for name, column in columns.items()}
     if scaling.mode != "strategies":
@@ -149,8 +148,8 @@ def _setup(
     return setup
 
 
-def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line]:
-    """The `train` lines whose steps begin after `warmup` steps of their start, and after `since`
+def windows(lines: Iterable[Line], since: float = 0.0) -> list[Line]:
+    """The `train` lines whose steps begin after WARMUP steps of their start, and after `since`
     (seconds since 1970). A line holds means over the steps since the previous line.
     """
     step, start, begun, chosen = 0, 0, 0.0, []
@@ -158,7 +157,7 @@ def windows(lines: Iterable[Line], warmup: int, since: float = 0.0) -> list[Line
         if line["kind"] == "event" and line.get("event") in STARTS:
             step = start = line["step"]
         elif line["kind"] == "train":
-            if line.get("step_ms") and step - start >= warmup and begun >= since:
+            if line.get("step_ms") and step - start >= WARMUP and begun >= since:
                 chosen.append(line)
             step, begun = line["step"], timestamp(line) if since else 0.0
     return chosen
@@ -174,7 +173,7 @@ def step_medians(lines: Sequence[Line]) -> dict[str, float]:
     return {name: statistics.median(column) for name, column in columns.items() if column}
 
 
-def _remark_on_machine(setup: Setup, warmup: int) -> None:
+def _remark_on_cores(setup: Setup) -> None:
     environment = setup.finished[0].run.environment
     cores, threads = environment.get("machine", {}).get("cores"), dict[str, list[int]]()
     for rank in environment.get("ranks", ()) if setup.on_cpu and cores else ():
@@ -184,19 +183,12 @@ def _remark_on_machine(setup: Setup, warmup: int) -> None:
         ranks, devices = plural(len(own), "rank"), plural(len(own), "device")
         shared = f"{sum(own)} threads of {ranks} share the {cores} cores of {host}"
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
-    if len(setup.results) == 1:
-        times = [line["step_ms"] for line in windows(setup.results[0].run.ledger(), warmup)]
-        tenths = statistics.quantiles(times, n=10, method="inclusive") if times[1:] else times * 9
-        if tenths[-1] - tenths[0] >= UNSTEADY * tenths[4]:
-            took = f"its steps took {tenths[0]:.3g} to {tenths[-1]:.3g} ms"
-            advice = "the machine was busy, so use `--repeats 3`"
-            setup.remarks.append(f"it ran once and {took}: {advice}")
 
 
-def run_numbers(run: Run, warmup: int) -> dict[str, float]:
+def run_numbers(run: Run) -> dict[str, float]:
     """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
     lines = run.ledger()
-    measured = windows(lines, warmup)
+    measured = windows(lines)
     values = step_medians(measured)
     if measured:
         values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
@@ -216,7 +208,7 @@ def run_numbers(run: Run, warmup: int) -> dict[str, float]:
     return values | {name: value for name, value in whole.items() if value is not None}
 
 
-def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
+def _probe(study: Study, setup: Setup) -> Mapping[str, float]:
     """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
@@ -233,7 +225,7 @@ def _probe(study: Study, setup: Setup, warmup: int) -> Mapping[str, float]:
         # From the moment when every rank had trained its first steps, all of them ran.
         starts = (next(x for x in lines if x["kind"] == "train") for lines in ledgers)
         since = max(map(timestamp, starts))
-        ranks = [step_medians(windows(lines, warmup, since)) for lines in ledgers]
+        ranks = [step_medians(windows(lines, since)) for lines in ledgers]
         names = dict.fromkeys(name for rank in ranks for name in rank)
         return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
     setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
@@ -286,12 +278,9 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         if scaling.grow == "model":  # embedding and head do not grow
             efficiency *= values["flops_per_device"] / first["flops_per_device"]
         values |= {"speedup": efficiency * p, "samples_factor": faster}
-        if scaling.mode != "weak" and p > 1:
-            values["serial_fraction"] = (1 / values["speedup"] - 1 / p) / (1 - 1 / p)
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
         values["efficiency"] = efficiency
-        percent = f"{100 * efficiency:.0f} %"
         if efficiency < LOW_EFFICIENCY:
             cause = "without a probe the part of the step that grew is unknown"
             if "compute_ms" in values and "compute_ms" in first:
@@ -302,9 +291,7 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
                 part = max(excess, key=lambda part: excess[part])
                 more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
                 cause = f"{SETUP[part].words} grew most, by {more}"
-            setup.remarks.append(f"low efficiency, {percent}: {cause}")
-        elif efficiency > HIGH_EFFICIENCY:
-            setup.remarks.append(f"high efficiency, {percent}: {base.name} may have been slowed")
+            setup.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {cause}")
 
 
 def _recommend(table: list[Setup]) -> None:
@@ -342,16 +329,14 @@ def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
         state = f"{setup.state}: {setup.reason}" if setup.reason else setup.state
         return dict.fromkeys(SETUP, "not run yet" if state == "waiting" else state)
     if not setup.measured:
-        why = f"no line of the ledger begins after {plural(scaling.warmup, 'step')} of warm-up"
+        why = f"no line of the ledger begins after {WARMUP} steps of warm-up"
         return dict.fromkeys(SETUP, why)
-    weak = scaling.mode == "weak"
     reasons = dict.fromkeys(SETUP, "not measured") | {
         "mfu": NO_PEAK if setup.on_cpu else f"the peak of {setup.start.get('device')} is unknown",
         "compile_s": "not compiled",
         "exposed_ms": "one rank does not communicate",
         "exact_match": "eval.suites does not have squad",
         "f1": "eval.suites does not have squad",
-        "serial_fraction": "defined for a fixed amount of work" if weak else "it is the baseline",
     }
     if scaling.mode == "strategies":
         reasons |= dict.fromkeys(COMPARED, "all setups have the same number of ranks")

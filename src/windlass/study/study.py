@@ -1,7 +1,7 @@
 """A study on disk: `studies/<name>`, a directory of runs of one recipe and a grid.
 
 - `recipe.toml`: the settings that all cells share; `study.json`: `StudyFile`
-- `statuses.json`: the cells that a sweep marked as diverged, pruned, failed or interrupted, and why
+- `failures.json`: why cells failed
 - `runs/<cell>`: a run directory for each cell, whose ledger gives all other numbers
 """
 
@@ -24,8 +24,8 @@ from windlass.errors import UserError, argument, did_you_mean, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
 from windlass.recipe.layers import dotted, study_presets
-from windlass.run import Run, last_start
-from windlass.study.grid import ONE, SEED, WORLD, Assignment, Cell, cells_of, expand, read_axes
+from windlass.run import Run
+from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
     NO_BEST,
@@ -39,11 +39,6 @@ from windlass.study.results import (
 )
 from windlass.telemetry.ledger import LOSS
 
-# The command that trains a winner leaves these out: names, and settings that make a study quick.
-NOT_REPEATED = (
-    *("run.name", "run.dir", "run.base", "run.notes", "preset"),
-    *("checkpoint.", "eval.", "telemetry."),
-)
 STUDY = "study.json"
 Kind = Literal["sweep", "ladder", "scaling"]
 KINDS = {"sweep": "a sweep", "ladder": "a ladder", "scaling": "a scaling study"}
@@ -55,7 +50,6 @@ Axes = Sequence[str] | Mapping[str, Sequence[Any]] | Sequence[Assignment]
 class Scaling:
     mode: str  # one of `scale.MODES`
     grow: str = ""  # with `weak`: `batch` or `model` grows with the ranks
-    warmup: int = 5  # steps of each start that are left out
     repeats: int = 1
     preset: str = ""  # of the study, if it comes from one
 
@@ -78,7 +72,7 @@ class StudyFile(BaseModel):
 
 @dataclass(frozen=True)
 class Study:
-    """A study's directory. It may gain cells; its runs and statuses change while a sweep works."""
+    """A study's directory. It may gain cells; its runs and failures change while a sweep works."""
 
     path: Path
     recipe: Recipe
@@ -86,8 +80,6 @@ class Study:
     kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
     scaling: Scaling | None = None  # the options of a scaling study
-    # How the study grew in this call.
-    notes: list[str] = field(default_factory=list, repr=False, compare=False)
     _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -180,47 +172,28 @@ class Study:
         Settings that change no result (how often to save or log) then apply to all cells. UserError
         for other changes of the recipe, which have to be axes.
         """
-        old, new, grid = self.recipe.flat(), given.recipe.flat(), given.cells
+        old, new = self.recipe.flat(), given.recipe.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
-        if self.kind != given.kind and grid:
+        if self.kind != given.kind and given.cells:
             raise UserError(f"{self.path} is {KINDS[self.kind]}: {elsewhere}")
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
-        own = {k: value for k, value in differ.items() if k in self.keys}
-        shared = {k: v for k, v in differ.items() if k not in own and k.startswith(NON_SEMANTIC)}
-        others = [key for key in differ if key not in own and key not in shared]
+        others = [key for key in differ if not key.startswith(NON_SEMANTIC)]
         if others:
             key = "preset" if "preset" in others else others[0]
             problem = f"{self.path} has {key} = {typed(old[key])}, not {typed(new[key])}"
             raise UserError(f"{problem}: write its values as an axis of a sweep, or {elsewhere}")
-        recipe = self.recipe.replace(shared)
-        before = {cell.directory: cell.assignment for cell in self.cells}
-        # New settings without a seed get the study's seeds; new seeds alone apply to all settings.
-        seeds = list(dict.fromkeys(a[SEED] for a in before.values() if SEED in a)) or [None]
-        rests = [{k: v for k, v in a.items() if k != SEED} for a in before.values()]
-        settings = {repr(rest): rest for rest in rests}.values()
-        more: list[Assignment] = []
-        for one in (own | cell.assignment for cell in grid):
-            if one.keys() == {SEED}:
-                more += [rest | one for rest in settings]
-            elif SEED in one or seeds == [None]:
-                more.append(one)
-            else:
-                more += [one | {SEED: seed} for seed in seeds]
+        recipe = self.recipe.replace(differ)
         usual = recipe.flat() | ONE
-        keys = dict.fromkeys(key for a in (*before.values(), *more) for key in a)
+        places = [(cell.directory, cell.assignment) for cell in self.cells]
+        places += [("", cell.assignment) for cell in given.cells]
+        keys = dict.fromkeys(key for _, assignment in places for key in assignment)
         cells: dict[str, Cell] = {}
-        for place, assignment in [*before.items(), *(("", a) for a in more)]:
+        for place, assignment in places:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        if given.world not in (0, self.world):
-            shared[WORLD] = given.world
-        notes = [f"{key} = {typed(value)} from here on" for key, value in shared.items()]
-        if added := len(cells) - len(self.cells):
-            beside = f"beside the existing {len(self.cells)}"
-            notes.append(f"the study grows by {plural(added, 'new cell')} {beside}")
         options = given.world or self.world, given.scaling or self.scaling
-        return Study(self.path, recipe, list(cells.values()), self.kind, *options, notes)
+        return Study(self.path, recipe, list(cells.values()), self.kind, *options)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -263,24 +236,26 @@ class Study:
         return [run for run in map(self.run_of, self.cells) if run.exists]
 
     def results(self) -> list[CellResult]:
-        statuses = self.statuses()
-        return [self.result(cell, statuses) for cell in self.cells]
+        failures = self.failures()
+        return [self.result(cell, failures) for cell in self.cells]
 
-    def result(self, cell: Cell, statuses: Mapping[str, Any] | None = None) -> CellResult:
-        """The result of a cell; `statuses`: of the study, if they have just been read."""
-        status = (self.statuses() if statuses is None else statuses).get(cell.key, {})
-        return read_result(cell, self.run_of(cell), self.measure, status, self._ledgers)
+    def result(self, cell: Cell, failures: Mapping[str, str] | None = None) -> CellResult:
+        """The result of a cell; `failures`: of the study, if they have just been read."""
+        failure = (self.failures() if failures is None else failures).get(cell.key)
+        return read_result(cell, self.run_of(cell), self.measure, failure, self._ledgers)
 
-    def statuses(self) -> dict[str, dict[str, str]]:
-        """`state` (diverged, pruned, failed or interrupted) and `reason` by a cell's key."""
-        return read_json(self.path / "statuses.json")
+    def failures(self) -> dict[str, str]:
+        """The reasons of failed cells, by a cell's key."""
+        return read_json(self.path / "failures.json")
 
-    def set_status(self, cell: Cell, state: str, reason: str = "") -> None:
-        with locked(self.path / ".statuses.lock"):  # tasks of an array job write concurrently
-            statuses = self.statuses() | {cell.key: {"state": state, "reason": reason}}
-            if not state:
-                del statuses[cell.key]
-            write_atomic(self.path / "statuses.json", json.dumps(statuses, indent=1))
+    def set_failure(self, cell: Cell, reason: str | None) -> None:
+        """Record why a cell failed; None: it may be tried again."""
+        with locked(self.path / ".failures.lock"):  # tasks of an array job write concurrently
+            failures = self.failures()
+            failures.pop(cell.key, None)
+            if reason is not None:
+                failures[cell.key] = reason
+            write_atomic(self.path / "failures.json", json.dumps(failures, indent=1))
 
     def groups(self) -> list[SeedGroup]:
         return seed_groups(self.results())
@@ -304,35 +279,13 @@ class Study:
 
         return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
-    def winner_command(self, assignment: Assignment, world: int = 0) -> tuple[str, str]:
-        """The command that trains an assignment in full, and a remark.
-
-        `world`: the ranks, if the assignment sets none; 0: as the first cell has. The command has
-        the study's changes of its preset, except a number of steps that was cut down for it.
-        """
-        source, settings, remark = f"{self.path.as_posix()}/recipe.toml", dict[str, Any](), ""
-        if self.recipe.preset in presets():
-            source = self.recipe.preset
-            preset = Recipe.load(source)
-            original = preset.flat()
-            settings = {
-                key: value
-                for key, value in self.recipe.flat().items()
-                if not key.startswith(NOT_REPEATED) and value != original.get(key)
-            }
-            steps, full = settings.get("train.steps"), preset.train.steps
-            shorter = isinstance(steps, int) and (isinstance(full, str) or steps < full)
-            if shorter and "train.steps" not in assignment:
-                del settings["train.steps"]
-                cells = f"the cells trained {steps} step{'s' * (steps != 1)}"
-                remark = f"It trains the preset's train.steps={typed(full)}; {cells}."
-        settings |= {key: value for key, value in assignment.items() if value is not None}
-        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
-        trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
-        world = settings.pop(WORLD, world or trained)
+    def winner_command(self, assignment: Assignment, world: int = 0) -> str:
+        """The command that trains an assignment; `world`: the ranks, if it does not set them."""
+        settings = {key: value for key, value in assignment.items() if value is not None}
+        world = settings.pop(WORLD, world or self.world)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
-        return shlex.join(["windlass", "train", source, *words]), remark
+        return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
 
 
 class StudyPreset(BaseModel):

@@ -338,8 +338,6 @@ mfu | share | MFU | MFU | Model FLOPs utilisation
 speedup | hours | speed-up | Speed-up\
  | throughput over the baseline's; weak: efficiency times N / N0 | | compared
 efficiency | share | eff. | Efficiency | T(N0) N0 / (T(N) N); weak: FLOPs / T over N0's | | compared
-serial_fraction | hours | serial | Serial fraction | serial fraction (Karp-Flatt, p = N / N0)\
- | | compared
 ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
 compute_ms | rate | compute | Computing (ms)\
  | computing in a step: the probe's passes and update | computing | part

@@ -30,7 +30,6 @@ def verify(
     overrides: Sequence[str] = (),
     world: int = 0,
     kills: int = 10,
-    directory: str | Path | None = None,
     show: Callable[[Proof], None] = lambda proof: None,
     only: Sequence[str] = (),
 ) -> list[Proof]:
@@ -41,7 +40,6 @@ def verify(
         overrides: Settings to change, as `KEY=VALUE`; UserError for a wrong one.
         world: The most ranks; 0: 4 on a CPU, else one for each GPU.
         kills: How often to kill a run that saves.
-        directory: Keep the runs of the proofs there.
         show: Called with each result at once.
         only: Names of the proofs to make; none: all.
     """
@@ -52,10 +50,8 @@ def verify(
         raise UserError(f"{unknown[0]} is not a proof; {did_you_mean(unknown[0], PROOFS)}")
     results = []
     with tempfile.TemporaryDirectory(prefix="windlass-verify-") as temporary:
-        folder = Path(directory or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
         worlds = [w for w in (1, 2, 4, 8) if w <= most]
-        bench = Bench(folder, recipe or "", overrides, worlds, kills)
+        bench = Bench(Path(temporary), recipe or "", overrides, worlds, kills)
         for name, (claim, prove) in PROOFS.items():
             if only and name not in only:
                 continue

@@ -15,7 +15,6 @@ from unittest import mock
 
 import windlass
 from windlass import processes
-from windlass.data.open import open_data
 from windlass.launch.local import launch
 from windlass.parallel import collectives
 from windlass.parallel.context import TokenPart
@@ -37,8 +36,8 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 def run_rank(task: dict[str, Any]) -> None:
     """Train each recipe of a task, whose files are in `recipes`, on `world` ranks.
 
-    The task may have `faults`: for each recipe the name of an error to inject, or "";
-    `kill_after`, a step; `module`: give `train` the model as a user's module.
+    The task may have `faults`: for each recipe the name of an error to inject, or ""; and
+    `kill_after`, a step.
     """
     faults = task.get("faults") or [""] * len(task["recipes"])
     for path, fault in zip(task["recipes"], faults, strict=True):
@@ -48,14 +47,6 @@ def run_rank(task: dict[str, Any]) -> None:
 
 
 def train(recipe: Recipe, task: dict[str, Any]) -> None:
-    from windlass.model.build import build_model
-    from windlass.model.gpt import initialise
-
-    data = open_data(recipe)
-    model = build_model(recipe, data.vocab, "cpu") if task.get("module") else None
-    if model is not None:
-        initialise(model, recipe.run.seed)
-
     class AtStep(windlass.Callback):
         def on_step(self, now: Any) -> None:
             if now.step == task.get("kill_after"):
@@ -63,7 +54,7 @@ def train(recipe: Recipe, task: dict[str, Any]) -> None:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    windlass.train(recipe, model, data, callbacks=[AtStep()])
+    windlass.train(recipe, callbacks=[AtStep()])
 
 
 if __name__ == "__main__":
