@@ -438,7 +438,7 @@ def always(model: Any, token: int) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
-@pytest.mark.parametrize("kind", ["gpt", "hf", "adapter", "scratch"])
+@pytest.mark.parametrize("kind", ["gpt", "mix", "hf", "adapter", "scratch"])
 def test_an_export_stops_at_every_end_and_has_the_template_of_the_training(kind, tmp_path):
     """The base ends texts with another token than its template ends turns."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -455,6 +455,11 @@ def test_an_export_stops_at_every_end_and_has_the_template_of_the_training(kind,
     talks["data__tokenizer"] = f"hf:{edited}"
     if kind == "gpt":
         run = trained(tmp_path, **talks)
+    elif kind == "mix":
+        chat = {"name": "talk", "source": talks["data__source"], "format": "chat"}
+        text = {"name": "text", "source": str(tmp_path / "text.txt")}
+        sources = {"data__mix": [chat, text], "data__source": ""}
+        run = fine_tuned(tmp_path, base, **talks | {"data__format": "text"} | sources)
     elif kind == "scratch":
         run = fine_tuned(tmp_path, base, **talks, model__from_scratch=True)
     else:
@@ -478,7 +483,7 @@ def test_an_export_stops_at_every_end_and_has_the_template_of_the_training(kind,
     ids = tokenizer.apply_chat_template(TALK[:2], add_generation_prompt=True, return_tensors="pt")
     [text] = model.generate(**ids, max_new_tokens=5, do_sample=False).tolist()
     assert text[len(ids["input_ids"][0]) :] == [end]
-    known = {0, 3} if kind in ("hf", "adapter") else {0}
+    known = {0} if kind in ("gpt", "scratch") else {0, 3}
     assert set(model.generation_config.eos_token_id) == known | {end}
 
 

@@ -240,7 +240,7 @@ STRANGE = {
     "text": (
         LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\\n' }}")
         + "{% if add_generation_prompt %}assistant: {% endif %}",
-        "⟦ one\n⟧",
+        "⟦ one\n<|im_end|>⟧user: one\nassistant: one\nuser: one",  # each answer has a row
     ),
 }
 
@@ -335,10 +335,12 @@ def test_a_template_that_rewrites_gives_a_row_an_answer_after_its_prompt(name, t
 def test_an_end_follows_an_answer_without_one(tmp_path: Path) -> None:
     tokenizer = hf_tokenizer(str(tokenizer_fixtures.save("chatml", tmp_path)))
     endless = Template(LOOP.replace("BODY", "{{ m.role + ': ' + m.content + '\n' }}"))
-    _, marks = encoded(TALK[1:], endless, tokenizer)
     end = tokenizer.inner.id_to_token(tokenizer.eot)
-    assert counted(tokenizer, *encoded(TALK[1:], endless, tokenizer)).endswith(end) and marks[-1]
+    rows = [tokenizer.encode_marked(row) for row in endless.rows(TALK[1:], tokenizer)]
+    assert len(rows) == 2 and all(marks[-1] for _, marks in rows)
+    assert all(counted(tokenizer, *row).endswith(end) for row in rows)
     assert tokenizer.eot in chat.stop_tokens(tokenizer, endless)
+    assert endless.lacks_end(tokenizer) and not Template().lacks_end(tokenizer)
 
 
 def test_a_template_and_its_values_are_settings(tmp_path: Path) -> None:

@@ -145,12 +145,30 @@ def test_keys_that_are_not_read_are_listed_and_columns_rename_them() -> None:
     assert found.tokens.tolist() == same.tokens.tolist()
     spec = SourceSpec("x", "x", "chat", columns=columns)
     assert unread_keys([item(record), item("bad")], spec) == ["label", "id"]
-    talk = {"messages": TALK, "system": "x", "tools": [], "chat_template_kwargs": {}}
+    talk = {"messages": TALK[1:], "system": "x", "tools": [], "chat_template_kwargs": {"a": 1}}
     assert unread_keys([item(talk)], CHAT) == []
+    assert unread_keys([item({"messages": TALK, "system": "x"})], CHAT) == ["system"]
+    pair = {**talk, "prompt": "Who?", "completion": " A cat."}
+    del pair["messages"]
+    assert unread_keys([item(pair)], CHAT) == ["system", "chat_template_kwargs"]
     assert unread_keys([item({**talk, "history": [["a", "b"]]})], CHAT) == ["history"]
     assert unread_keys([squad_item("A cat.", "cat")], SQUAD) == []
-    remark = Encoder(spec, BYTES, Template()).remark
-    assert "label, id" in remark([item(record)]) and not remark([item({"messages": TALK})])
+    encoder = Encoder(spec, BYTES, Template())
+    [remark] = encoder.remarks([item(record)])
+    assert "label, id" in remark and not [*encoder.remarks([item({"messages": TALK})])]
+
+
+def test_a_note_names_tokens_that_the_tokenizer_or_the_model_reads_as_plain_text() -> None:
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    [remark] = Encoder(CHAT, BYTES, Template(source)).remarks([item({"messages": TALK})])
+    assert "data.add_tokens='<|im_start|>,<|im_end|>'" in remark
+    pair = item({"prompt": "Who?<|endoftext|>", "completion": " A cat."})
+    [remark] = Encoder(CHAT, BYTES, Template()).remarks([pair])
+    assert "<|endoftext|>" in remark and "data.special_tokens=true" in remark
+    special = SourceSpec("x", "x", "chat", special_tokens=True)
+    assert not [*Encoder(special, BYTES, Template()).remarks([pair])]
 
 
 def test_everything_may_have_a_loss_and_pairs_may_have_special_tokens(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_separator_divides_a_text_file_and_a_note_names_it(tmp_path):
     whole, divided = opened(path), opened(path, separator=mark)
     assert whole.single_text and not divided.single_text
     encoders = (Encoder(found.spec, byte_tokenizer(), Template()) for found in (whole, divided))
-    note, none = (encoder.remark([*whole.items()]) for encoder in encoders)
+    [note], none = ([*encoder.remarks([*whole.items()])] for encoder in encoders)
     assert f'data.separator="{mark}"' in note and str(path) in note and not none
     for start in range(5):
         assert read(path, start, separator=mark) == stories[start:]

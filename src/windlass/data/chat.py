@@ -41,6 +41,7 @@ GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 # Around a generation block. Like MARK they are noncharacters, which are for use in a program.
 BEGIN, END = "\ufdd1", "\ufdd2"
 NONCHARACTERS = re.compile(f"[{MARK}{BEGIN}{END}]")
+SPECIAL = re.compile(r"<\|[^\s<>{}|]+\|>")
 REMEDY = "put {% generation %} and {% endgeneration %} around the answers in the template"
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 
@@ -108,10 +109,10 @@ class Template:
         """The conversation up to its last answer, in pieces: one row, or a row for each answer.
 
         An answer begins after the prompt that the model gets for it, and the last one ends with the
-        text. In some layouts the next turn's first token ends an answer; if none ends the last one,
-        the end-of-text token follows. Some templates write an earlier answer in another way, for
-        example without its thoughts: then each answer has a row, which begins with its prompt. If
-        the template has `{% generation %}` blocks, their content counts instead.
+        text. In some layouts the next turn's first token ends an answer; if no token does, the
+        end-of-text token follows. Each answer has a row, which begins with its prompt, if an
+        earlier one lacks an end, or if the template writes it in another way, for example without
+        its thoughts. If the template has `{% generation %}` blocks, their content counts instead.
 
         Args:
             extra: what the template reads beside the messages: `tools`, and names of a user.
@@ -151,21 +152,41 @@ class Template:
 
         whole, spans, done = written(len(messages)), list[Span](), 0
         answers = [self._answer(place, messages[place], written, tokenizer) for place in wanted]
+
+        def apart() -> list[list[Piece]]:
+            rows = ([(prompt, False), _ended(answer, tokenizer)] for prompt, answer in answers)
+            return [_cut(row, tokenizer) for row in rows]
+
         for place, (prompt, answer) in zip(wanted, answers, strict=True):
             start, text = len(prompt), prompt + answer
             stop = _shared(whole, text, tokenizer)
             if stop < start or tokenizer.special_pattern.sub("", text[stop:]).strip():
-                alone = ([(before, False), _ended(own, tokenizer)] for before, own in answers)
-                return [_cut(row, tokenizer) for row in alone]
+                return apart()
             stop = len(whole) if place == len(messages) - 1 else stop
             if not _has_end(text[start:stop], tokenizer):  # the next turn's first token may end it
                 after = tokenizer.special_pattern.match(whole, stop)
+                if not after and place < len(messages) - 1 and tokenizer.eot is not None:
+                    return apart()
                 stop = after.end() if after else stop
             spans += [(whole[done:start], False), (whole[start:stop], True)]
             done = stop
         if spans and done == len(whole):
             spans[-1] = _ended(spans[-1][0], tokenizer)
         return [_cut([*spans, (whole[done:], False)], tokenizer)]
+
+    def lacks_end(self, tokenizer: Tokenizer) -> bool:
+        """Whether answers end with the end-of-text token because the template writes no end."""
+        if tokenizer.eot is None or not self.source or GENERATION.search(self.source):
+            return False
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        with contextlib.suppress(UserError):
+            return not _has_end(self.text(turns, tokenizer, ask=False), tokenizer)
+        return False
+
+    def unknown_tokens(self, tokenizer: Tokenizer) -> list[str]:
+        """What looks like a special token in the template and is none of the tokenizer's."""
+        found = dict.fromkeys(SPECIAL.findall(self.source))
+        return [text for text in found if text not in tokenizer.special]
 
     def _answer(
         self, place: int, message: Message, written: Written, tokenizer: Tokenizer

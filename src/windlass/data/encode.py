@@ -24,7 +24,7 @@ import numpy as np
 from windlass.data import locate
 from windlass.data.chat import Template
 from windlass.data.corpus import Limit, Need, Table
-from windlass.data.examples import encode_example, hash64, unread_keys
+from windlass.data.examples import encode_example, hash64, pair_text, unread_keys
 from windlass.data.locate import SourceSpec
 from windlass.data.progress import Progress
 from windlass.data.records import MARKS, Item, text_of
@@ -93,24 +93,29 @@ class Encoder:
             before = (before + part)[-BEFORE:]
         return rows
 
-    def remark(self, items: Sequence[Item]) -> str:
-        """What Windlass does not read as it may be meant in the first items, or ''."""
-        spec, marks = self.spec, (*MARKS, *self.tokenizer.special)
-        if spec.format != "text":
-            keys = ", ".join(unread_keys(items, spec))
-            return f"{spec.name}: not read: {keys}" if keys else ""
+    def remarks(self, items: Sequence[Item]) -> Iterator[str]:
+        """What Windlass does not read as it may be meant in the first items."""
+        spec, tokenizer = self.spec, self.tokenizer
+        if spec.format != "text" and (keys := unread_keys(items, spec)):
+            yield f"{spec.name}: not read: {', '.join(keys)}"
+        if spec.format == "chat" and (unknown := self.template.unknown_tokens(tokenizer)):
+            problem = f"the chat template writes {', '.join(unknown)}, which the tokenizer lacks"
+            yield f"{problem}: data.add_tokens='{','.join(unknown)}' makes each one token"
         if spec.special_tokens or spec.separator:
-            return ""
+            return
+        marks = (*MARKS, *tokenizer.special)
         for item in items:
             with contextlib.suppress(UserError):
-                text = text_of(item, spec)
+                text = text_of(item, spec) if spec.format == "text" else pair_text(item, spec)
                 if seen := next((mark for mark in marks if mark in text), ""):
-                    return (
-                        f"{item.place} has {seen} in it, which is plain text to the model: "
-                        "data.special_tokens=true makes it a token, and in a text file "
-                        f"data.separator={json.dumps(seen)} begins a document after it"
+                    more = (
+                        f", and in a text file data.separator={json.dumps(seen)} begins a document"
                     )
-        return ""
+                    yield (
+                        f"{item.place} has {seen} in it, which is plain text to the model: "
+                        f"data.special_tokens=true makes it a token{more * (spec.format == 'text')}"
+                    )
+                    return
 
 
 @contextlib.contextmanager
@@ -200,7 +205,7 @@ def encode(
     """The rows of a source from item `first` on, in order, with their batch."""
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
-    if remark := encoder.remark([job.item for job in head[0].jobs]):
+    for remark in encoder.remarks([job.item for job in head[0].jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
     waiting = deque[tuple[Future[list[Row | str]], Batch]]()

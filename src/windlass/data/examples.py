@@ -138,12 +138,23 @@ def unread_keys(items: Iterable[Item], spec: SourceSpec) -> list[str]:
     for item in items:
         with contextlib.suppress(UserError):
             record, shape = _shape(item, spec)
+            example = example_of(item, spec)
             read = {"id", "question", "context", "answers", "title"}
-            if shape:
-                read = {*SHAPES[shape][0], "system", "tools", "chat_template_kwargs"}
+            if isinstance(example, Conversation):
+                read = set(SHAPES[shape])
+                if not example.pair:
+                    read |= {"tools", "chat_template_kwargs"}
+                    first = example.messages[0]["content"]
+                    read |= {"system"} if record.get("system") == first else set()
             read |= {"input", "history"} if shape == "Alpaca" else set()
             unread |= dict.fromkeys(key for key in record if record[key] and key not in read)
     return list(unread)
+
+
+def pair_text(item: Item, spec: SourceSpec) -> str:
+    """A prompt with its completion; empty for messages and questions."""
+    example = example_of(item, spec)
+    return "".join(example.pair or ()) if isinstance(example, Conversation) else ""
 
 
 def _shape(item: Item, spec: SourceSpec) -> tuple[dict[str, Any], str]:

@@ -217,7 +217,7 @@ def describe(data: Data) -> Facts:
         chats = [index for index in indexes if index.template]
         rows = sum(index.documents for index in chats)
         if rows > sum(index.items - index.left_out for index in chats):
-            units = {"rows"}  # the template changes earlier answers
+            units = {"rows"}  # each answer has one, as `Template.rows` says
         facts |= {
             "source": names[0] if len(names) == 1 else names,
             "files": len(files),

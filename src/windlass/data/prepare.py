@@ -359,6 +359,9 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             if start.template.source:
                 name = recipe.as_written.data.chat_template or recipe.tokenizer
                 layout = f"the chat template of {name}"
+                if start.template.lacks_end(tokenizer):
+                    end = tokenizer.inner.id_to_token(tokenizer.eot)
+                    layout += f", with {end} at the end of each answer"
         index = index or Index(
             key=locate.source_key(spec, recipe) | {"files": start.files},
             source=source.description if source else describe_source(spec) or {},

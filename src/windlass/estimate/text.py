@@ -162,10 +162,10 @@ def print_plan(plan: Any, console: Console) -> None:
         _section(console, "Milestones", [], head, cells)
     if size := plan.size.checkpoint_bytes:
         disk = [
-            ("a checkpoint", f"{_scaled(size, 'B')}, of which a save holds a copy in host memory")
+            ("a checkpoint", f"{scaled(size, 'B')}, of which a save holds a copy in host memory")
         ]
         if plan.checkpoints:
-            total = _scaled(plan.checkpoints * size, "B")
+            total = scaled(plan.checkpoints * size, "B")
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         elif why := plan.unknown.get("checkpoints"):
             disk.append(("in all", f"unknown, because {why}"))
@@ -206,7 +206,7 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
-        facts["FLOPs"] = f"{_scaled(size.flops_per_token, 'FLOP')} a token{total}"
+        facts["FLOPs"] = f"{scaled(size.flops_per_token, 'FLOP')} a token{total}"
     return [(name, text) for name, text in facts.items() if text]
 
 
@@ -305,7 +305,7 @@ def _time(plan: Any) -> list[tuple[str, str]]:
     return [("to the end", end), ("from", speed.detail), ("speed", step), *more]
 
 
-def _scaled(value: float, unit: str) -> str:
+def scaled(value: float, unit: str) -> str:
     sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, letter = next((pair for pair in sizes if value >= pair[0]), (1.0, ""))
     return f"{value / size:.4g} {letter}{unit}"

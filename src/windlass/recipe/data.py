@@ -177,6 +177,11 @@ class DataSettings(Section):
         source = self.eval_source
         return source if isinstance(source, list) else [source] * bool(source)
 
+    @property
+    def has_chat(self) -> bool:
+        parts = [self.part(number) for number in range(len(self.mix) or 1)]
+        return any(part.format == "chat" for part in parts)
+
     def part(self, number: int) -> DataSettings:
         """These settings for one source of a mixture (from 0), as if it were the only one."""
         if not self.mix:
