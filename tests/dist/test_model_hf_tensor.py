@@ -61,6 +61,10 @@ RECOMPUTED = {"parallel__activation_checkpointing": "selective"}
 OTHERS = {
     "from the seed": ("llama", {"model__from_scratch": True}),
     "muon, recomputed": ("qwen3", {"optim__kind": "muon", **RECOMPUTED}),
+    "frozen in bf16": (
+        "llama",
+        {"model__freeze": ["model.layers.0.*"], "model__frozen_precision": "bf16"},
+    ),
     "gpt_neox": ("gpt_neox", {}),  # fuses queries and keys
 }
 

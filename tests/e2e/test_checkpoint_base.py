@@ -268,17 +268,24 @@ def test_a_branch_has_the_base_again(base: Path) -> None:
     assert at(there, 6).manifest.base == at(run, 2).manifest.base
 
 
-def test_a_kill_and_a_damaged_checkpoint_lose_nothing(base: Path) -> None:
-    whole = train(recipe(base, "whole", "train.steps=6", **ADAPTERS))
-    wanted = recipe(base, "run", "train.steps=6", "checkpoint.every=1", **ADAPTERS)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.dist)])
+def test_a_kill_and_a_damaged_checkpoint_lose_nothing(world: int, base: Path) -> None:
+    """Also if other ranks continue."""
+    how = "train.steps=6", "train.precision=fp64"
+    whole = train(recipe(base, "whole", *how, **ADAPTERS))
+    wanted = recipe(base, "run", *how, "checkpoint.every=1", **ADAPTERS)
     (base.parent / "recipe.toml").write_text(wanted.toml())
     command = [sys.executable, str(KILLED), str(base.parent / "recipe.toml"), "5"]
     assert forked.run(command, capture_output=True, timeout=120).returncode == -signal.SIGKILL
     newest = max((base.parent / "run" / "checkpoints").glob("step-*"))
     file = newest / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-    run = train(wanted)
-    assert curve(run) == curve(whole)
+    if world == 1:
+        assert curve(train(wanted)) == curve(whole)
+        return
+    run = train_on(world, wanted.replace("parallel.strategy=full_shard"))
+    losses = [loss for _, loss in curve(whole, "loss")]
+    assert [loss for _, loss in curve(run, "loss")] == pytest.approx(losses, rel=1e-12)
 
 
 def rank(join: Join, wanted: Recipe, port: int, how: dict[str, Any]) -> None:
