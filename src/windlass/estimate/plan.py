@@ -27,7 +27,6 @@ from windlass.estimate.devices import Device
 from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows, memory_rows
 from windlass.estimate.subject import Size, Speed, Subject, past_speed, predicted_speed, subject_of
 from windlass.estimate.text import print_plan, recommend
-from windlass.model.convert import export_note
 from windlass.model.size import flops_per_token
 from windlass.optim.schedule import schedule_horizon
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
@@ -74,7 +73,6 @@ class Plan:
     milestones: list[MilestoneRow] = field(default_factory=list)
     evaluations: Evaluations | None = None  # of the loss, and their share of the work
     optimizer: str = ""  # `optim.kind`
-    export: str = ""  # why an export needs the model's code; empty if it does not
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
@@ -172,7 +170,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         precision=subject.precision,
         size=size,
         optimizer=recipe.optim.kind,
-        export=export_note(recipe.model),
         steps=steps,
         done=subject.done,
         tokens_per_step=tokens_per_step,

@@ -207,7 +207,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     if size.trained != size.parameters:
         part = trainable(size.trained or 0, size.parameters or 0)
         facts["trainable"] = f"{part}: the rest has neither gradients nor optimizer state"
-    facts["export"] = plan.export
     facts["network"] = describe_network(size.network) if size.network else ""
     if "size" in plan.unknown:
         facts["unknown"] = f"parameters, FLOPs, memory, checkpoint size: {plan.unknown['size']}"

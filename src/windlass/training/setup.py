@@ -26,7 +26,6 @@ from windlass.estimate.layouts import layout_on
 from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
-from windlass.model.convert import export_note
 from windlass.model.loss import takes_sources
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
@@ -347,8 +346,7 @@ def report_start(
     shown = header(recorder, network, batch, facts, launch)
     console.header(shown | {"eval": str(measured or "")}, state.step)
     console.log(places)
-    export = "" if network.own else export_note(plan.recipe.model)
-    for text in (*warnings, export, *data_warnings(facts), measured and measured.warning):
+    for text in (*warnings, *data_warnings(facts), measured and measured.warning):
         if text:
             console.warning(text)
     sizes, branched = network.sizes, plan.branch_from
