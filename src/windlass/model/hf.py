@@ -28,7 +28,6 @@ from windlass.model.loss import (
     Piece,
     SourceSums,
     Tail,
-    cap_of_logits,
     cross_entropy_of_logits,
     cross_entropy_sum,
     look_up,
@@ -150,20 +149,19 @@ class HfModel(nn.Module):
         cache: HfCache | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
-        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`."""
         given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         given |= self.keep_apart(documents)
         if cache is not None:
             return cache.read(tokens)
-        if self.head_form is None or (labels is None and places is None):
+        if self.head_form is None or labels is None:
             given = given if labels is None else self.for_training(given)
             with without_reads(documents):  # padding at the end needs no mask
                 output = self.model(**given)
             logits: Tensor = output.logits
             if labels is None:
-                return logits if places is None else logits.flatten(0, 1)[places]
+                return logits
             loss = cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), by_source)
             return self.balanced(loss, output, labels)
         scale, cap = self.head_form
@@ -171,17 +169,15 @@ class HfModel(nn.Module):
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
         table = self.model.get_input_embeddings()  # type: ignore[operator]
-        tied = table.weight is weight and labels is not None and not self.piece and self._takes_rows
+        tied = table.weight is weight and not self.piece and self._takes_rows
         plain = type(table) is nn.Embedding and table.padding_idx is None
         plain = plain and not table._forward_hooks and not table._forward_pre_hooks
         if tied and plain and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
-        given = given if labels is None else self.for_training(given)
+        given = self.for_training(given)
         with without_reads(documents):
             output = self.model.base_model(**given)
         hidden = multiplied(output.last_hidden_state, scale)
-        if labels is None:
-            return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
         weight = raised(weight, hidden)
         how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
         loss = cross_entropy_sum(hidden, weight, labels, head.bias, cap=cap, **how)
