@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import re
 import string
 import time
@@ -19,7 +18,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from windlass import hub
@@ -75,11 +73,8 @@ def run_harness(
         task_manager = TaskManager(include_path=str(Path(folder).expanduser()))
     limit = settings.lm_eval_limit
     chat = template if settings.lm_eval_chat else None
-    # The harness seeds the generators; they are restored, so that the training does not change.
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
-        with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
+        with hub.explained(f"the suite lm-eval:{tasks}"):
             report = simple_evaluate(
                 model=adapter(model, tokenizer, ranks, stop, chat, **how),
                 tasks=[name for name in tasks.split("+") if name],
@@ -93,9 +88,6 @@ def run_harness(
         return None
     except KeyError as error:  # the harness's error for an unknown task
         raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
     numbers = {
         f"{task}/{metric.removesuffix(',none')}": float(value)
         for task, metrics in (report["results"] if report else {}).items()
