@@ -102,8 +102,12 @@ def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) 
     if not tokens:
         raise UserError("every label of the validation set is masked: check data.eval_source")
     loss = loss_sum / tokens
-    scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-    scores |= {"tokens": int(tokens), "samples": samples}
+    scores = {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "tokens": int(tokens),
+        "samples": samples,
+    }
     if text_bytes:
         scores["bits_per_byte"] = loss_sum / (math.log(2) * int(text_bytes))
     return scores

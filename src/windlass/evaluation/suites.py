@@ -28,7 +28,7 @@ from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation import likelihood
-from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
+from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.likelihood import (
     Continuation,
     evaluate_hellaswag,
@@ -111,7 +111,7 @@ def adapter(
 
     class Adapter(TemplateLM):  # type: ignore[misc]
         tokenizer_name = tokenizer.fingerprint  # of the harness's cache
-        eot_token_id = prompt_ids(model, tokenizer, "")[-1]  # before a text without a context
+        eot_token_id = tokenizer.prompt("")[-1]  # before a text without a context
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if add_special_tokens is False:
@@ -174,7 +174,7 @@ def generate_until(
         samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
     texts = [context for context, _ in requests]
     if template is None:
-        ids = [prompt_ids(model, tokenizer, text) for text in texts]
+        ids = [tokenizer.prompt(text) for text in texts]
     else:
         ids = [text_tokens(text, tokenizer)[0] for text in texts]
     answers: dict[int, str] = {}

@@ -147,10 +147,12 @@ def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     """The `config.json` of an export with code (interop/modeling_windlass.py)."""
     classes = {"AutoConfig": "WindlassConfig", "AutoModelForCausalLM": "WindlassForCausalLM"}
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
-    entries = _entries(m, vocab, {key: key for key in OWN_SETTINGS})
-    entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
-    entries |= {"width_multiple": m.width_multiple}
-    return entries | {"auto_map": auto_map}
+    return _entries(m, vocab, {key: key for key in OWN_SETTINGS}) | {
+        "model_type": "windlass",
+        "architectures": ["WindlassForCausalLM"],
+        "auto_map": auto_map,
+        "width_multiple": m.width_multiple,
+    }
 
 
 def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, Any]:

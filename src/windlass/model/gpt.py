@@ -185,8 +185,15 @@ class Head(nn.Module):
         assert weight is not None
         if labels is None:
             return head_logits(x, weight, cap=self.cap)
-        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
-        return cross_entropy_sum(x, weight, labels, cap=self.cap, **how)
+        return cross_entropy_sum(
+            x,
+            weight,
+            labels,
+            cap=self.cap,
+            piece=self.piece,
+            by_source=by_source,
+            tail=self.loss_tail,
+        )
 
 
 class Pass(NamedTuple):
