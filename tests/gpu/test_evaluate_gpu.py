@@ -35,10 +35,9 @@ def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run, de
     import torch
 
     from windlass.evaluation.api import TextSampler
-    from windlass.evaluation.generate import prompt_ids
 
     sampler = TextSampler(run, device, max_tokens=24, temperature=0.0)
-    ids = prompt_ids(sampler.model, sampler.source.tokenizer, "def ")
+    ids = sampler.source.tokenizer.prompt("def ")
     texts = ["", "", ""]
     for number, piece in sampler.pieces([ids] * 3, after=ids):
         texts[number] += piece

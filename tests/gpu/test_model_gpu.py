@@ -97,8 +97,7 @@ def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("rows", [64, 21])
-def test_float8_multiplies_as_the_emulation_of_the_cpu(device, rows):
+def test_float8_multiplies_as_the_emulation_of_the_cpu(device):
     from windlass.model.frozen import use_float8
 
     if torch.cuda.get_device_capability(device) < (8, 9):
@@ -111,9 +110,9 @@ def test_float8_multiplies_as_the_emulation_of_the_cpu(device, rows):
         if where == "cpu":
             use_float8([layer], torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(rows, 256, generator=generator).to(where).requires_grad_()
+        x = torch.randn(64, 256, generator=generator).to(where).requires_grad_()
         y = layer(x)
-        y.backward(torch.randn(rows, 384, generator=generator).to(y))
+        y.backward(torch.randn(64, 384, generator=generator).to(y))
         found[where] = [one.detach().cpu().float() for one in (y, x.grad, layer.weight.grad)]
     for wanted, own in zip(*found.values(), strict=True):
         assert (own - wanted).norm() < 2**-7 * wanted.norm()

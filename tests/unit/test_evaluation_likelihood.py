@@ -77,14 +77,6 @@ def test_each_row_has_the_score_of_the_plain_reference(tokens_per_pass, logits, 
         assert score.sum == pytest.approx(total, abs=1e-4) and [score.tokens, score.greedy] == rest
 
 
-def test_only_endings_have_logits() -> None:
-    model, logits = gpt(context=20), list[int]()
-    model.head.register_forward_hook(lambda _, __, x: logits.append(x[..., 0].numel()))
-    given = [Continuation([5] * 9, [i] * 5) for i in range(4)]
-    likelihood.log_likelihoods(model, given, ALONE)
-    assert sum(logits) == 4 * 5
-
-
 class Reads(TorchDispatchMode):
     """Counts the numbers that the host reads from tensors; for each it would wait for a GPU."""
 

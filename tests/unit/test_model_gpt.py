@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import hf_fixtures
-from windlass.model import documents, size
+from windlass.model import size
 from windlass.model.build import build_model, read_sizes
 from windlass.model.gpt import GPT, RotaryEmbedding, generator, initialise
 from windlass.model.size import (
@@ -293,27 +293,3 @@ def test_a_model_of_transformers_is_counted_without_its_weights(kind: str, tmp_p
         assert size.checkpoint_bytes(recipe, 0, lora) == 12 * adapters
         archive = recipe.replace("checkpoint.with_base=true")
         assert size.checkpoint_bytes(archive, 0, lora) == 4 * (total + adapters) + 8 * adapters
-
-
-def test_shared_heads_of_keys_are_repeated_for_kernels_that_do_not_share_them(monkeypatch):
-    """On a GPU in float32 and fp16, and with a mask: the same values and gradients. Not run on a
-    GPU: this is the choice, and the arithmetic in float64 on a CPU.
-    """
-    half, wide = torch.bfloat16, torch.float32
-    repeats = documents.repeats_heads
-    assert [repeats(8, 2, "cuda", t, False) for t in (wide, torch.float16, half)] == [
-        *(True, True, False)
-    ]
-    assert repeats(8, 2, "cuda", half, True)
-    assert not repeats(8, 8, "cuda", wide, True) and not repeats(8, 2, "cpu", wide, True)
-    q = torch.randn(2, 8, 5, 4, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    for how in ((None, True), (mask, False)):
-        results = []
-        for copies in (False, True):
-            monkeypatch.setattr(documents, "repeats_heads", lambda *_, copies=copies: copies)
-            y = documents.attend(q, k, v, *how)
-            results.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
-        for shared, repeated in zip(*results, strict=True):
-            torch.testing.assert_close(shared, repeated, rtol=1e-12, atol=1e-14)

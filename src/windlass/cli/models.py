@@ -33,7 +33,7 @@ def evaluate(
     The loss is weighted by tokens, with perplexity and bits per byte. Each item counts once for
     any number of ranks. The arithmetic is fp32 on a CPU, and the training's on a GPU;
     train.precision=bf16 sets another. For other data add data.eval_source=FILE. The results go
-    to RUN/eval as JSON with settings and files, and SQuAD's predictions in the official format.
+    to RUN/eval as JSON with the settings, and SQuAD's predictions in the official format.
 
     Example: `windlass eval runs/first --suite loss`
     """

@@ -72,6 +72,8 @@ def open_data(recipe: Recipe, ranks: Ranks | None = None, **how: Any) -> Data:
 def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
     """Prepared data, divided and cut; `train` is None without training data (`only_val`)."""
     data, tokenizer, members = recipe.data, prepared.tokenizer, prepared.members
+    if recipe.model.is_new:
+        tokenizer.start = None  # of the model that the tokenizer comes from
     division = divide(members, (data.train_size, data.eval_size), recipe.run.seed)
     sets = list[Samples | None]()
     for is_val, parts in ((False, division.train), (True, division.val)):

@@ -109,7 +109,7 @@ class Tensors:
             squares += 2 * c if model.dropout else 0  # the dropout mask and their product
             return saved + n * heads * model.context * squares + 4 * n * d * c
         if self.cuda and kv_heads != heads and self.layout.precision != "bf16":
-            saved += 2 * n * d * c  # keys and values for each head (`documents.repeats_heads`)
+            saved += 2 * n * d * c  # keys and values for each head (`documents.attend`)
         if model.qk_norm or model.position == "rope":
             saved += n * (d + k) * c  # transformed queries and keys
         return saved + n * d * c + n * heads * max(4, c)  # the result, and a log-sum-exp

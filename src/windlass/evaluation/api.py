@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from windlass.data.chat import prompt_tokens, stop_tokens
 from windlass.data.open import Data, open_data, own_data
 from windlass.errors import UserError, argument
-from windlass.evaluation.generate import Sampling, generate_events, in_order, prompt_ids
+from windlass.evaluation.generate import Sampling, generate_events, in_order
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.evaluation.suites import Scores, Suites, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
@@ -276,7 +276,7 @@ def sample(
     """
     how: dict[str, Any] = {"model": model, "weights": weights, "overrides": overrides}
     sampler = TextSampler(run, device, **how, **settings)
-    ids = prompt_ids(sampler.model, sampler.source.tokenizer, prompt)
+    ids = sampler.source.tokenizer.prompt(prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())
 
 

@@ -24,7 +24,6 @@ from windlass.model.build import casting_once, evaluating
 from windlass.parallel.collectives import max_async
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
-from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
@@ -80,18 +79,6 @@ def mask_unlikely(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     probabilities = values.softmax(-1)
     outside = probabilities.cumsum(-1) - probabilities >= top_p  # never the likeliest
     return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
-
-
-def prompt_ids(model: Any, tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens from which a model generates; an empty text begins as the model's documents."""
-    model = unwrap(model)
-    bos, settings = getattr(model, "bos", None), getattr(model, "settings", None)
-    if not text and not tokenizer.begin:
-        if isinstance(settings, ModelSettings) and settings.is_new and tokenizer.first:
-            return list(tokenizer.first)
-        if bos is not None:
-            return [bos]
-    return tokenizer.prompt(text)
 
 
 def window(model: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 import re
@@ -37,7 +36,7 @@ TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
 OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
 # In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
 LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
-LEAST_PER_PASS = 128  # tokens with logits, however many logits each has
+LEAST_PER_PASS = 128  # tokens, however many logits each has
 
 
 def evaluate_loss(
@@ -103,8 +102,12 @@ def _mean_loss(samples: int, loss_sum: float, tokens: float, text_bytes: float) 
     if not tokens:
         raise UserError("every label of the validation set is masked: check data.eval_source")
     loss = loss_sum / tokens
-    scores = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
-    scores |= {"tokens": int(tokens), "samples": samples}
+    scores = {
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "tokens": int(tokens),
+        "samples": samples,
+    }
     if text_bytes:
         scores["bits_per_byte"] = loss_sum / (math.log(2) * int(text_bytes))
     return scores
@@ -142,14 +145,13 @@ def log_likelihoods(
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
     pass have similar lengths. Padding is at their end, so that a causal model does not see it.
-    `model(tokens)` returns logits [B, T, V]; if it takes `places`, only those of these tokens.
+    `model(tokens)` returns logits [B, T, V].
     """
     model, mesh, device = unwrap(model), ranks.mesh, ranks.device
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-    chooses = "places" in inspect.signature(type(model).forward).parameters
     lengths = [len(text) - 1 for text in texts]  # the model does not read the last token
-    passes = plan_passes(lengths, counts if chooses else lengths, model.vocab, device.type)
+    passes = plan_passes(lengths, model.vocab, device.type)
     scored = list[int]()  # on this rank
     results = list[Tensor]()  # for each of them the sum, and whether greedy
     with evaluating(model), torch.no_grad():
@@ -157,16 +159,17 @@ def log_likelihoods(
             at = first + mesh.data_rank
             own = passes[at] if at < len(passes) else []
             # A rank without work in the last round takes part with one token.
-            pairs = [(texts[i], counts[i]) for i in own] or [([0, 0], 1)]
-            tokens, places, wanted = tensors_of(pairs, device)
-            given: dict[str, Any] = {"places": places} if chooses else {}
+            columns = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
+            batch = pad_sequence(columns, batch_first=True)
+            if device.type == "cuda":
+                batch = batch.pin_memory()
+            batch = batch.to(device, non_blocking=True)
             with casting_once(autocast):
-                logits = model(tokens, **given)
-            if own:
-                logits = logits if chooses else logits.flatten(0, 1)[places]
-                sizes = [counts[i] for i in own]
-                results += map(score, logits.split(sizes), wanted.split(sizes))
-                scored += own
+                logits = model(batch[:, :-1])
+            for row, i in enumerate(own):
+                part = slice(lengths[i] - counts[i], lengths[i])
+                results.append(score(logits[row, part], batch[row, 1:][part]))
+            scored += own
             if poll is not None and max_async([poll()], ranks).wait()[0]:
                 return None
             if progress is not None:
@@ -188,39 +191,13 @@ def score(logits: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([scores.double().sum(), greedy])
 
 
-def tensors_of(
-    pairs: Sequence[tuple[Sequence[int], int]], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Texts, each with the number of its last tokens to score, as tensors on `device`.
-
-    Returns the tokens to read [B, T], and for all scored tokens [N] the place (counted over all
-    rows) of the token before, and the token.
-    """
-    tokens = pad_sequence([torch.tensor(text[:-1]) for text, _ in pairs], batch_first=True)
-    places, wanted = list[int](), list[int]()
-    for row, (text, count) in enumerate(pairs):
-        end = row * tokens.shape[1] + len(text) - 1
-        places += range(end - count, end)
-        wanted += text[-count:]
-    fields = [tokens, torch.tensor(places), torch.tensor(wanted)]
-    if device.type == "cuda":
-        fields = [field.pin_memory() for field in fields]
-    tokens, before, scored = (field.to(device, non_blocking=True) for field in fields)
-    return tokens, before, scored
-
-
-def plan_passes(
-    lengths: Sequence[int], logits: Sequence[int], vocab: int, device: str
-) -> list[list[int]]:
+def plan_passes(lengths: Sequence[int], vocab: int, device: str) -> list[list[int]]:
     """Texts in passes, longest first, within the limits on tokens (with padding) and on logits."""
-    most = max(LEAST_PER_PASS, LOGITS_PER_PASS[device] // vocab)
-    passes, in_pass = list[list[int]](), 0
+    most = min(TOKENS_PER_PASS[device], max(LEAST_PER_PASS, LOGITS_PER_PASS[device] // vocab))
+    passes = list[list[int]]()
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        in_pass += logits[i]
-        padded = (len(passes[-1]) + 1) * lengths[passes[-1][0]] if passes else 0
-        if not passes or padded > TOKENS_PER_PASS[device] or in_pass > most:
+        if not passes or (len(passes[-1]) + 1) * lengths[passes[-1][0]] > most:
             passes.append([])
-            in_pass = logits[i]
         passes[-1].append(i)
     return passes
 

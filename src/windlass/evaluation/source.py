@@ -125,10 +125,11 @@ def find_source(
     own = {"model.context": open_hf(directory, model).context, "data.tokenizer": f"hf:{home}"}
     recipe = recipe.replace(own).replace(overrides, AS_READ)
     tokenizer = named_tokenizer(f"hf:{home}")
-    if home == adapter:  # the ends of a text are beside the model
+    if home == adapter:  # the start and the ends of a text are beside the model
         with suppress(UserError):
             base = named_tokenizer(f"hf:{directory}")
-            tokenizer.ends |= base.ends if base.fingerprint == tokenizer.fingerprint else set()
+            if base.fingerprint == tokenizer.fingerprint:
+                tokenizer.start, tokenizer.ends = base.start, tokenizer.ends | base.ends
     return Source(name, recipe, tokenizer, Template.of_directory(home), adapter=adapter)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 import re
 import string
 import time
@@ -19,7 +18,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from windlass import hub
@@ -30,7 +28,7 @@ from windlass.data.split import eval_questions
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, require
 from windlass.evaluation import likelihood
-from windlass.evaluation.generate import Sampling, generate_divided, prompt_ids, window
+from windlass.evaluation.generate import Sampling, generate_divided, window
 from windlass.evaluation.likelihood import (
     Continuation,
     evaluate_hellaswag,
@@ -75,11 +73,8 @@ def run_harness(
         task_manager = TaskManager(include_path=str(Path(folder).expanduser()))
     limit = settings.lm_eval_limit
     chat = template if settings.lm_eval_chat else None
-    # The harness seeds the generators; they are restored, so that the training does not change.
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [ranks.device] if ranks.device.type == "cuda" else []
     try:
-        with hub.explained(f"the suite lm-eval:{tasks}"), torch.random.fork_rng(devices=devices):
+        with hub.explained(f"the suite lm-eval:{tasks}"):
             report = simple_evaluate(
                 model=adapter(model, tokenizer, ranks, stop, chat, **how),
                 tasks=[name for name in tasks.split("+") if name],
@@ -93,9 +88,6 @@ def run_harness(
         return None
     except KeyError as error:  # the harness's error for an unknown task
         raise UserError(f"the suite lm-eval:{tasks}: the harness lacks the task {error}") from None
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
     numbers = {
         f"{task}/{metric.removesuffix(',none')}": float(value)
         for task, metrics in (report["results"] if report else {}).items()
@@ -119,7 +111,7 @@ def adapter(
 
     class Adapter(TemplateLM):  # type: ignore[misc]
         tokenizer_name = tokenizer.fingerprint  # of the harness's cache
-        eot_token_id = prompt_ids(model, tokenizer, "")[-1]  # before a text without a context
+        eot_token_id = tokenizer.prompt("")[-1]  # before a text without a context
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> Any:
             if add_special_tokens is False:
@@ -182,7 +174,7 @@ def generate_until(
         samplings.append(Sampling(int(count), temperature, top_k, top_p, stop=stop))
     texts = [context for context, _ in requests]
     if template is None:
-        ids = [prompt_ids(model, tokenizer, text) for text in texts]
+        ids = [tokenizer.prompt(text) for text in texts]
     else:
         ids = [text_tokens(text, tokenizer)[0] for text in texts]
     answers: dict[int, str] = {}

@@ -144,7 +144,7 @@ def _write_gpt(source: Source, checkpoint: Checkpoint, directory: Path, dtype: s
     def read(name: str) -> Tensor:
         return checkpoint.tensor(MODEL + name).float()
 
-    if convert.export_note(settings):  # no architecture computes it
+    if not convert.architecture(settings):
         config = convert.own_config(settings, rows)
         shutil.copyfile(CODE, directory / CODE.name)
         names = [name.removeprefix(MODEL) for name in checkpoint.names(MODEL)]
@@ -325,6 +325,7 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         line = lines.get(LOSS_SUITE, {})
         lines = {LOSS_SUITE: {k: line[name] for k, name in measured.items() if name in line}}
     losses = [line["loss"] for line in run.lines("train") if line["step"] <= step]
+    own_code = recipe.model.kind == "gpt" and not convert.architecture(recipe.model)
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -336,7 +337,7 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         tokens=checkpoint.counters["tokens"],
         loss=_shown(losses[-1]) if losses else "",
         data=", ".join(f"`{scrub(one)}`" for one in recipe.data.sources),
-        code=", trust_remote_code=True" if convert.export_note(recipe.model) else "",
+        code=", trust_remote_code=True" if own_code else "",
         settings=tomli_w.dumps(scrub(recipe.tree())),
         scores=[
             (suite, measure, _shown(value))

@@ -1,22 +1,16 @@
-"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, by tensors.
-
-Only functions import torch, because `plan` uses this module.
-"""
+"""Our GPT as GPT-2, Llama, Qwen3, Arcee or Apertus of `transformers`, by tensors."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from windlass.errors import UserError
+import torch
+from torch import Tensor
+
 from windlass.recipe.network import ModelSettings
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Read = Callable[[str], "Tensor"]  # gives the tensor of a name, whole, on the CPU
+Read = Callable[[str], Tensor]  # gives the tensor of a name, whole, on the CPU
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "relu2": "relu2"}
 """Our names of activations, and GPT-2's."""
 BIASES = {"norm_bias": "norm", "attn_bias": ".attn.", "ff_bias": ".ff."}
@@ -56,7 +50,7 @@ MODULES = {
     "arcee": UNGATED,
     "apertus": UNGATED | APERTUS_NORMS,
 }
-"""Our modules in order, and theirs; ours may stack the rows of several of theirs."""
+"""Our modules, and theirs; ours may stack the rows of several of theirs."""
 LLAMA_SETTINGS = {
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
@@ -105,87 +99,60 @@ OWN_SETTINGS = (
     *("qk_norm", "logit_cap", "dropout", "init_std"),
 )
 """Settings in the configuration of a model that is exported with its code."""
-CLASSES = {kind: kind.capitalize() for kind in MODULES} | {"gpt2": "GPT2"}
-
-
-def their_names(m: ModelSettings, name: str) -> list[str]:
-    module, _, leaf = name.rpartition(".")
-    number = re.search(r"\d+", module)
-    there = MODULES[architecture(m)][re.sub(r"\d+", "#", module)]
-    return [f"{one}.{leaf}".replace("#", number.group() if number else "") for one in there.split()]
-
-
-def our_names(kind: str, m: ModelSettings, biases: Collection[str]) -> Iterator[str]:
-    """The names of our weights, with the given `BIASES`; a bias follows its weight."""
-    modules = MODULES[kind]
-    inside = [name for name in modules if "#" in name]
-    in_blocks = [name.replace("#", str(i)) for i in range(m.layers) for name in inside]
-    outside = [name for name in modules if "#" not in name and not (name == "head" and m.tie_head)]
-    for module in (*outside, *in_blocks):
-        yield f"{module}.weight"
-        if next((key for key, part in BIASES.items() if part in module), "") in biases:
-            yield f"{module}.bias"
-
-
-def own_biases(m: ModelSettings) -> set[str]:
-    has = {key for key in BIASES if getattr(m, key)}
-    return has if m.norm == "layernorm" else has - {"norm_bias"}
 
 
 def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
     """The weights as `transformers` names them; GPT-2 has every bias, and transposed matrices."""
-    import torch
-
-    kind = architecture(m)
-    own, tensor = set(our_names(kind, m, own_biases(m))), torch.empty(0)
+    kind, head_width = architecture(m), m.width // m.heads
+    rows = [m.heads * head_width, m.kv_heads_ * head_width, m.kv_heads_ * head_width]
     for i in range(m.layers if m.qk_norm else 0):  # our model has no weights in these norms
         for one in "qk":
-            yield f"model.layers.{i}.self_attn.{one}_norm.weight", torch.ones(m.width // m.heads)
-    for name in our_names(kind, m, BIASES if kind == "gpt2" else own_biases(m)):
-        tensor = read(name) if name in own else tensor.new_zeros(tensor.shape[0])
-        if name.startswith("norm.") and m.width_multiple != 1:
-            tensor = tensor / m.width_multiple  # muP's division of the logits
-        there = their_names(m, name)
-        if kind == "gpt2" and name.startswith("blocks.") and tensor.dim() == 2:
-            yield there[0], tensor.t().contiguous()
-        elif len(there) == 1:
-            yield there[0], tensor
-        else:
-            head = m.width // m.heads
-            rows = [m.heads * head, m.kv_heads_ * head, m.kv_heads_ * head]
-            yield from zip(there, (part.contiguous() for part in tensor.split(rows)), strict=True)
+            yield f"model.layers.{i}.self_attn.{one}_norm.weight", torch.ones(head_width)
+    for ours, theirs in _modules(kind, m):
+        tensors = {"weight": read(f"{ours}.weight")}
+        if setting := next((key for key, part in BIASES.items() if part in ours), ""):
+            if getattr(m, setting) and (setting != "norm_bias" or m.norm == "layernorm"):
+                tensors["bias"] = read(f"{ours}.bias")
+            elif kind == "gpt2":
+                tensors["bias"] = torch.zeros(len(tensors["weight"]))
+        for leaf, value in tensors.items():
+            # The final norm contains muP's division of the logits.
+            tensor = value / m.width_multiple if ours == "norm" else value
+            if kind == "gpt2" and ours.startswith("blocks.") and tensor.dim() == 2:
+                tensor = tensor.t()
+            names = [f"{name}.{leaf}" for name in theirs.split()]
+            parts = tensor.split(rows) if len(names) > 1 else [tensor]
+            yield from zip(names, (part.contiguous() for part in parts), strict=True)
+
+
+def _modules(kind: str, m: ModelSettings) -> Iterator[tuple[str, str]]:
+    """The names of our modules, and theirs."""
+    for ours, theirs in MODULES[kind].items():
+        if ours == "head" and m.tie_head:
+            continue
+        for i in range(m.layers if "#" in ours else 1):
+            yield ours.replace("#", str(i)), theirs.replace("#", str(i))
 
 
 def architecture(m: ModelSettings) -> str:
-    """The `model_type` in `transformers`; UserError names the settings that prevent it."""
+    """The `model_type` in `transformers` that computes the same; empty if there is none."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
-    differs = {
-        kind: [key for key, values in keys.items() if getattr(m, key) not in values]
-        for kind, keys in allowed.items()
-    }
-    kind = min(differs, key=lambda kind: len(differs[kind]))
-    if wrong := [f"model.{key} = {json.dumps(getattr(m, key))}" for key in differs[kind]]:
-        problem = f"transformers lacks such a model; {CLASSES[kind]} differs in {', '.join(wrong)}"
-        raise UserError(problem)
-    return kind
-
-
-def export_note(m: ModelSettings) -> str:
-    """A warning if an export includes the model's code; else empty."""
-    try:
-        return "" if m.kind == "hf" else architecture(m) and ""
-    except UserError as error:
-        return f"an export needs trust_remote_code=True, because {error}"
+    for kind, keys in allowed.items():
+        if all(getattr(m, key) in values for key, values in keys.items()):
+            return kind
+    return ""
 
 
 def own_config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     """The `config.json` of an export with code (interop/modeling_windlass.py)."""
     classes = {"AutoConfig": "WindlassConfig", "AutoModelForCausalLM": "WindlassForCausalLM"}
     auto_map = {auto: f"modeling_windlass.{name}" for auto, name in classes.items()}
-    entries = _entries(m, vocab, {key: key for key in OWN_SETTINGS})
-    entries |= {"model_type": "windlass", "architectures": ["WindlassForCausalLM"]}
-    entries |= {"width_multiple": m.width_multiple}
-    return entries | {"auto_map": auto_map}
+    return _entries(m, vocab, {key: key for key in OWN_SETTINGS}) | {
+        "model_type": "windlass",
+        "architectures": ["WindlassForCausalLM"],
+        "auto_map": auto_map,
+        "width_multiple": m.width_multiple,
+    }
 
 
 def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, Any]:
@@ -196,7 +163,7 @@ def _entries(m: ModelSettings, vocab: int, names: dict[str, str]) -> dict[str, A
 
 def config(m: ModelSettings, vocab: int) -> dict[str, Any]:
     kind = architecture(m)
-    causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{CLASSES[kind]}ForCausalLM"
+    causal = "GPT2LMHeadModel" if kind == "gpt2" else f"{kind.capitalize()}ForCausalLM"
     entries = _entries(m, vocab, SETTINGS[kind])
     entries |= {"model_type": kind, "architectures": [causal], "initializer_range": m.init_std}
     if kind == "gpt2":

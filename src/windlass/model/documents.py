@@ -78,18 +78,13 @@ def attend(
     if dropout and q.device.type == "cpu" and not torch.compiler.is_compiling():
         keep = dropout_mask((*q.shape[:3], k.shape[2]), dropout, q)
         return masked_attention(q, k, v, keep, mask if masked else None)
-    if repeats_heads(q.shape[1], k.shape[1], q.device.type, q.dtype, masked):
+    # On a GPU only flash attention and cuDNN share heads of keys; torch's own product would compute
+    # and keep all T x S scores.
+    fused = q.device.type != "cuda" or (q.dtype == torch.bfloat16 and not masked)
+    if q.shape[1] != k.shape[1] and not fused:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=gqa)
-
-
-def repeats_heads(heads: int, kv_heads: int, device: str, dtype: torch.dtype, masked: bool) -> bool:
-    """Whether each head of queries needs a copy of its key and value head.
-
-    On a GPU only flash attention and cuDNN share them; otherwise torch computes all T x S scores.
-    """
-    return device == "cuda" and heads != kv_heads and (dtype != torch.bfloat16 or masked)
 
 
 class Documents:

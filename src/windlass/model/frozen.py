@@ -184,12 +184,7 @@ def product(a: Rounded, b: Rounded, fast: bool = False) -> Tensor:
 
 
 def turned(a: Rounded) -> Rounded:
-    """The transposed tensor, with rows of a multiple of MULTIPLE numbers."""
-    x, scale = a
-    if missing := -x.shape[0] % MULTIPLE:
-        # Zeros add nothing to a product. Not every kernel that pads knows float8.
-        x = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
-    return x.T.contiguous(), scale
+    return a[0].T.contiguous(), a[1]
 
 
 class _Product(torch.autograd.Function):
@@ -213,7 +208,8 @@ class _Product(torch.autograd.Function):
 
 class Float8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
+        # The kernel for the weights' gradient takes a multiple of MULTIPLE tokens.
+        if not self.training or x[..., 0].numel() % MULTIPLE:
             return super().forward(x)
         y = _Product.apply(x.flatten(0, -2).bfloat16(), self.weight)
         y = y.unflatten(0, x.shape[:-1])

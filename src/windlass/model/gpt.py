@@ -185,8 +185,15 @@ class Head(nn.Module):
         assert weight is not None
         if labels is None:
             return head_logits(x, weight, cap=self.cap)
-        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
-        return cross_entropy_sum(x, weight, labels, cap=self.cap, **how)
+        return cross_entropy_sum(
+            x,
+            weight,
+            labels,
+            cap=self.cap,
+            piece=self.piece,
+            by_source=by_source,
+            tail=self.loss_tail,
+        )
 
 
 class Pass(NamedTuple):
@@ -224,7 +231,6 @@ class GPT(nn.Module):
         cache: list[LayerCache] | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
-        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the loss.
 
@@ -236,12 +242,11 @@ class GPT(nn.Module):
             cache: From `new_cache`; this pass adds its tokens. Returns the last logits [B, 1, V].
             by_source: Where to add the loss of each row's source, for a mixture.
             documents: The documents of each row; attention stays within them.
-            places: Tokens, counted over all rows [N], of which to return the logits [N, V].
         """
         here = self.prepare(tokens, labels, cache[0].length if cache else 0, documents)
         x, table = self.begin(here)
         x = self.through(x, range(self.settings.layers), here, cache)
-        return self.end(x, here, table, cache, by_source, places)
+        return self.end(x, here, table, cache, by_source)
 
     def prepare(
         self, tokens: Tensor, labels: Tensor | None, start: int, documents: Documents | None
@@ -296,13 +301,10 @@ class GPT(nn.Module):
         table: Tensor | None,
         cache: list[LayerCache] | None = None,
         by_source: SourceSums | None = None,
-        places: Tensor | None = None,
     ) -> Tensor:
         m = self.settings
         x = multiplied(self.norm(x) if m.final_norm else x, 1 / m.width_multiple)  # muP
-        if places is not None:
-            x = x.flatten(0, 1)[places]
-        elif cache:
+        if cache:
             x = x[:, -1:]
         return self.head(x, here.labels, table, by_source)  # type: ignore[no-any-return]
 

@@ -28,7 +28,6 @@ from windlass.model.loss import (
     Piece,
     SourceSums,
     Tail,
-    cap_of_logits,
     cross_entropy_of_logits,
     cross_entropy_sum,
     look_up,
@@ -63,9 +62,6 @@ class HfModel(nn.Module):
         self.limit = next((n for n in lengths if isinstance(n, int) and n > 0), UNLIMITED)
         self.context = UNKNOWN_CONTEXT if self.limit == UNLIMITED else self.limit
         self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-        bos = getattr(text, "bos_token_id", None)
-        # The first token of a text; None for a model that has not learned one.
-        self.bos = bos if isinstance(bos, int) and not settings.from_scratch else None
         self.plain = str(self.config._attn_implementation)  # attention without documents
         self.apart = hf_network.unreached(model)  # names of modules
         for name in self.apart:
@@ -150,56 +146,56 @@ class HfModel(nn.Module):
         cache: HfCache | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
-        places: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`."""
-        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        given |= self.keep_apart(documents)
+        positions = self.keep_apart(documents)
         if cache is not None:
             return cache.read(tokens)
-        if self.head_form is None or (labels is None and places is None):
-            given = given if labels is None else self.for_training(given)
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **positions}
+        if labels is None:
             with without_reads(documents):  # padding at the end needs no mask
-                output = self.model(**given)
-            logits: Tensor = output.logits
-            if labels is None:
-                return logits if places is None else logits.flatten(0, 1)[places]
-            loss = cross_entropy_of_logits(logits.flatten(0, 1), labels.flatten(), by_source)
+                return self.model(**given).logits  # type: ignore[no-any-return]
+        if self.head_form is None:
+            with without_reads(documents):
+                output = self.model(**self.for_training(given))
+            logits = output.logits.flatten(0, 1)
+            loss = cross_entropy_of_logits(logits, labels.flatten(), by_source)
             return self.balanced(loss, output, labels)
         scale, cap = self.head_form
         # Inside the root's forward a sharded head is whole.
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         weight = head.weight
         table = self.model.get_input_embeddings()  # type: ignore[operator]
-        tied = table.weight is weight and labels is not None and not self.piece and self._takes_rows
+        tied = table.weight is weight and not self.piece and self._takes_rows
         plain = type(table) is nn.Embedding and table.padding_idx is None
         plain = plain and not table._forward_hooks and not table._forward_pre_hooks
         if tied and plain and one_gradient(weight):
             given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
-        given = given if labels is None else self.for_training(given)
         with without_reads(documents):
-            output = self.model.base_model(**given)
+            output = self.model.base_model(**self.for_training(given))
         hidden = multiplied(output.last_hidden_state, scale)
-        if labels is None:
-            return cap_of_logits(head(hidden.flatten(0, 1)[places]), cap)
-        weight = raised(weight, hidden)
-        how: Any = {"piece": self.piece, "by_source": by_source, "tail": self.loss_tail}
-        loss = cross_entropy_sum(hidden, weight, labels, head.bias, cap=cap, **how)
+        loss = cross_entropy_sum(
+            hidden,
+            raised(weight, hidden),
+            labels,
+            head.bias,
+            cap=cap,
+            piece=self.piece,
+            by_source=by_source,
+            tail=self.loss_tail,
+        )
         return self.balanced(loss, output, labels)
 
     def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a training pass: with NEFTune's noise, and a request for the routers."""
-        alpha = self.settings.neftune_alpha
-        if not self.training or not (alpha or self.balance):
-            return given
-        if self.balance:
-            given = given | {"output_router_logits": True}
-        if alpha:
+        if self.training and self.balance:
+            given["output_router_logits"] = True
+        if self.training and self.settings.neftune_alpha:
             table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-            rows = given["inputs_embeds"] if "inputs_embeds" in given else table(given["input_ids"])
-            bound = alpha / math.sqrt(rows.shape[1] * rows.shape[2])
-            given = given | {"inputs_embeds": rows + torch.empty_like(rows).uniform_(-bound, bound)}
-            given.pop("input_ids", None)
+            ids = given.pop("input_ids", None)
+            rows = given["inputs_embeds"] if ids is None else table(ids)
+            bound = self.settings.neftune_alpha / math.sqrt(rows.shape[1] * rows.shape[2])
+            given["inputs_embeds"] = rows + torch.empty_like(rows).uniform_(-bound, bound)
         return given
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:

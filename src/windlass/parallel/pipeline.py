@@ -233,12 +233,11 @@ class StagedGPT(GPT):
         cache: list[LayerCache] | None = None,
         by_source: SourceSums | None = None,
         documents: Documents | None = None,
-        places: Tensor | None = None,
         hidden: Tensor | None = None,
         staged: bool = False,
     ) -> Tensor:
         if not staged:
-            return self.evaluate(tokens, labels, cache, by_source, documents, places)
+            return self.evaluate(tokens, labels, cache, by_source, documents)
         layers = self.pipeline.layers[self.pipeline.stage]
         here = self.prepare(tokens, labels, cache[layers.start].length if cache else 0, documents)
         x = self.begin(here)[0] if hidden is None else self.lowered(hidden)
@@ -246,10 +245,10 @@ class StagedGPT(GPT):
         if not self.pipeline.is_last:
             return x
         table = self.embedding.weight if self.settings.tie_head else None
-        return self.end(x, here, table, cache, by_source, places)
+        return self.end(x, here, table, cache, by_source)
 
     def evaluate(
-        self, tokens: Tensor, labels: Any, cache: Any, by_source: Any, documents: Any, places: Any
+        self, tokens: Tensor, labels: Any, cache: Any, by_source: Any, documents: Any
     ) -> Tensor:
         """The result of a batch that passes through the stages of all ranks, without a gradient."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
@@ -266,7 +265,7 @@ class StagedGPT(GPT):
 
         def work(task: Task, arrived: Tensor | None) -> Tensor:
             i = task.micro
-            given = cache, sums[i], apart[i], places, arrived, True
+            given = cache, sums[i], apart[i], arrived, True
             result = StagedGPT.forward(self, rows[i], marks[i], *given)
             if pipe.is_last:
                 results.append(result)
@@ -278,7 +277,6 @@ class StagedGPT(GPT):
             whole = whole.to(pipe.dtype).contiguous()
         else:
             logits = [len(tokens), 1 if cache else tokens.shape[1], self.vocab]
-            logits = logits if places is None else [len(places), self.vocab]
             shape = logits if labels is None else []
             whole = torch.empty(shape, dtype=pipe.dtype, device=pipe.device)
         dist.broadcast(whole, group=pipe.group, group_src=pipe.stages - 1)

@@ -9,7 +9,7 @@ from torch import nn
 
 from windlass.data.chat import stop_tokens
 from windlass.estimate.calendar import measures_all
-from windlass.evaluation.generate import Sampling, generate, prompt_ids, text_after
+from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
@@ -91,7 +91,7 @@ class Evaluator:
         nothing written, if a stop interrupted it."""
         settings, tokenizer = self.recipe.eval, self.suites.tokenizer
         recorder, step = self.recorder, self.state.step
-        prompt = prompt_ids(self.model, tokenizer, settings.prompt)
+        prompt = tokenizer.prompt(settings.prompt)
         ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
         sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
         how: dict[str, Any] = {"vocab": tokenizer.vocab, "poll": self.stop_requested}

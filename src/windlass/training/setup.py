@@ -26,7 +26,6 @@ from windlass.estimate.layouts import layout_on
 from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
-from windlass.model.convert import export_note
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
@@ -333,8 +332,7 @@ def report_start(
         facts["mixture"] = shares_of_run(mixture, horizon)
     console.header(header(recorder, network, batch, facts, launch), state.step)
     console.log(places)
-    export = "" if network.own else export_note(plan.recipe.model)
-    for text in (*warnings, export, *data_warnings(facts)):
+    for text in (*warnings, *data_warnings(facts)):
         if text:
             console.warning(text)
     sizes, branched = network.sizes, plan.branch_from
