@@ -255,7 +255,7 @@ def prepare(
             notify("data.eval_split does nothing: only sources hf:... have splits")
         if tokenizer is None:
             tokenizer, template = open_tokenizer(recipe, wanted, files, choice, describe, progress)
-        locate.check_tokenizer(recipe, tokenizer, notify)
+        locate.check_tokenizer(recipe, tokenizer)
         start = _Start(recipe, choice, tokenizer, template or Template(), files, describe, progress)
         members = list[Member[Corpus]]()
         for member in wanted:
