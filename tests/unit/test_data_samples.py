@@ -128,17 +128,18 @@ def test_shards_count_their_samples_past_held_out_documents(tmp_path, packing, o
     if packing == "best-fit":
         assert not hasattr(samples, "shard_samples")
         return
+    shards = samples._tokens.parts[0].corpus.index.shards
+    ends = np.cumsum([shard.tokens for shard in shards])
     shard_of, firsts, place = list[int](), list[int](), 0  # of tokens that train, of documents
     for text in texts:
         size = len(text.encode()) + 1
         if text_hash(text) >= 2**64 // 5:
-            firsts.append(place // 1024)
-            shard_of += [at // 1024 for at in range(place, place + size)]
+            firsts.append(int(np.searchsorted(ends, place, "right")))
+            shard_of += np.searchsorted(ends, range(place, place + size), "right").tolist()
         place += size
-    shards = -(-place // 1024)
     if packing == "packed":
         firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
-    assert list(samples.shard_samples) == np.bincount(firsts, minlength=shards).tolist()
+    assert list(samples.shard_samples) == np.bincount(firsts, minlength=len(shards)).tolist()
 
 
 # -- sets of less than a row
