@@ -236,7 +236,7 @@ def test_extended_it_has_the_bytes_of_one_that_was_prepared_at_once(tmp_path, ki
 
 def test_a_directory_is_extended_while_another_process_reads_it(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(600, longest=60))
-    small = recipe_for(source, tmp_path / "data", max_tokens=9000, packing="documents")
+    small = recipe_for(source, tmp_path / "data", max_tokens=9000)
     data = open_data(small)  # opens no shard yet
     reader = find_prepared(small)
     wanted = open_data(recipe_for(source, tmp_path / "other", max_tokens=9000)).division
@@ -355,7 +355,7 @@ def test_recipes_of_one_source_share_its_directory(tmp_path):
     assert find_prepared(recipe) is None and unprepared(recipe) == data_dirs(recipe)
     assert not root.exists()
     prepare(recipe)
-    changes = ["val_fraction=0.3", "max_tokens=900", "packing=documents"]
+    changes = ["val_fraction=0.3", "max_tokens=900"]
     changes += [
         "order=sequential",
         "workers=3",

@@ -116,29 +116,21 @@ def test_conversations_in_any_order_over_the_held_out_ones(tmp_path):
     assert sorted(order[np.arange(len(train))].tolist()) == list(range(len(train)))
 
 
-@pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])
 @pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
-def test_shards_count_their_samples_past_held_out_documents(tmp_path, packing, order):
+def test_shards_count_their_samples_past_held_out_documents(tmp_path, order):
     """A sample belongs to the shard where its first token is."""
-    if packing == "best-fit" and order != "shuffled":
-        return
     texts = [text for text in documents(400, longest=90) if text]
-    how = {"packing": packing, "order": order, "val_fraction": 0.2}
+    how = {"order": order, "val_fraction": 0.2}
     samples = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "d", **how)).train
-    if packing == "best-fit":
-        assert not hasattr(samples, "shard_samples")
-        return
     shards = samples._tokens.parts[0].corpus.index.shards
     ends = np.cumsum([shard.tokens for shard in shards])
-    shard_of, firsts, place = list[int](), list[int](), 0  # of tokens that train, of documents
+    shard_of, place = list[int](), 0  # of tokens that train
     for text in texts:
         size = len(text.encode()) + 1
         if text_hash(text) >= 2**64 // 5:
-            firsts.append(int(np.searchsorted(ends, place, "right")))
             shard_of += np.searchsorted(ends, range(place, place + size), "right").tolist()
         place += size
-    if packing == "packed":
-        firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
+    firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
     assert list(samples.shard_samples) == np.bincount(firsts, minlength=len(shards)).tolist()
 
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_fixtures import documents, jsonl, recipe_for
+from data_fixtures import conversations, documents, jsonl, recipe_for
 from helpers import refused
 from windlass.data import shards
 from windlass.data.corpus import Corpus, Stream
 from windlass.data.locate import SourceSpec, byte_tokenizer, char_tokenizer, train_bpe
 from windlass.data.open import open_data
-from windlass.data.samples import PackedSamples, TextSamples, Tokens
+from windlass.data.samples import PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.data.tokenizer import Description
@@ -168,26 +168,6 @@ def test_packed_rows(tmp_path_factory, lengths, shard_tokens, context, ragged, d
     assert samples.shard_samples == wanted
 
 
-@given(PIECES, st.integers(3, 40), st.integers(1, 35))
-def test_one_document_a_row(tmp_path_factory, lengths, shard_tokens, context):
-    eot, count, folder = 60_000, iter(range(10**6)), tmp_path_factory.mktemp("x")
-    pieces = [[eot] + [next(count) for _ in range(n)] for n in lengths]
-    index = write(folder, [Row(i, np.array(p)) for i, p in enumerate(pieces)], shard_tokens)
-    first = len(pieces) // 3
-    starts = np.cumsum([0, *map(len, pieces)])[first:]
-    ranges, numbers = [[starts[0], starts[-1]]], np.arange(first, len(pieces))
-    part = part_of(folder, index, ranges, starts - starts[0], numbers)
-    samples = TextSamples(Tokens([part]), context, following=eot)
-    assert len(samples) == sum(samples.shard_samples) == len(pieces) - first
-    tokens, labels, *_ = samples.read(np.arange(len(samples)))
-    for i, piece in enumerate(pieces[first:]):
-        length, whole = min(len(piece), context), [*piece, eot]
-        assert samples.length(i) == length
-        assert tokens[i].tolist() == whole[:length] + [0] * (context - length)
-        assert labels[i].tolist() == whole[1 : length + 1] + [-100] * (context - length)
-    assert samples.valid_tokens == (labels != -100).sum()
-
-
 @pytest.fixture
 def prepared(tmp_path):
     source = jsonl(tmp_path / "x.jsonl", documents(30))
@@ -269,15 +249,15 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
     assert all("shard-00001.bin is damaged" in str(e) for e in open_on_two_ranks(recipe))
 
 
-def test_rows_of_documents_are_opened_without_reading_a_shard(tmp_path, monkeypatch):
-    recipe = recipe_for(jsonl(tmp_path / "y.jsonl", documents(150)), tmp_path / "data")
+def test_rows_of_examples_are_opened_without_reading_a_shard(tmp_path, monkeypatch):
+    recipe = recipe_for(conversations(tmp_path / "y.jsonl", 150), tmp_path / "data", format="chat")
     open_data(recipe)
     opened, real = [], np.fromfile
     monkeypatch.setattr(
         np, "fromfile", lambda path, *how: opened.append(path.suffix) or real(path, *how)
     )
     monkeypatch.setattr("windlass.data.corpus.os.pread", None)
-    rows = open_data(recipe.replace("data.packing=documents"))
+    rows = open_data(recipe)
     assert len(rows.train) > 10 and set(opened) == {".documents"}
 
 
