@@ -53,13 +53,12 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     assert samples.real_tokens == sum(len(tokens) - 1 for _, (tokens, _) in kept)
     over = [len(one.tokens) - context - 1 for one, _ in kept if len(one.tokens) > context + 1]
     assert (samples.cut, samples.cut_tokens) == (len(over), sum(over))
-    begins, shards = np.cumsum([0, *(len(one.tokens) for one in rows)]), []
-    for first in range(0, int(begins[-1]), shard_tokens):
-        inside = [
-            o for o, at in zip(rows, begins[:-1], strict=True) if first <= at < first + shard_tokens
-        ]
-        shards.append(sum(cut(one, context) is not None for one in inside))
-    assert list(samples.shard_samples) == shards
+    begins = np.cumsum([0, *(len(one.tokens) for one in rows)])[:-1]
+    ends = np.cumsum([s.tokens for s in samples._tokens.parts[0].corpus.index.shards])
+    shard_of = np.searchsorted(ends, begins, "right")
+    learns = np.array([cut(one, context) is not None for one in rows])
+    expected = np.bincount(shard_of[learns], minlength=len(ends))
+    assert list(samples.shard_samples) == expected.tolist()
 
 
 def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
