@@ -250,7 +250,8 @@ def test_ranks_of_host_divide_files_of_directory_that_cannot_be_written(
 
 
 def test_rows_of_examples_are_opened_without_reading_a_shard(tmp_path, monkeypatch):
-    recipe = recipe_for(conversations(tmp_path / "y.jsonl", 150), tmp_path / "data", format="chat")
+    talk = conversations(tmp_path / "y.jsonl", 150)
+    recipe = recipe_for(talk, tmp_path / "data", format="chat", context=512)
     open_data(recipe)
     opened, real = [], np.fromfile
     monkeypatch.setattr(
