@@ -69,7 +69,7 @@ def open_tokenizer(
 ) -> tuple[Tokenizer, Template]:
     """The tokenizer and the chat template of a recipe's sources.
 
-    Windlass prefers those beside prepared data, because their origin may have changed. If
+    Windlass prefers the copies beside prepared data, because their origin may have changed. If
     `data.changed` (`choice`) is "prepare", it opens the origin again.
     """
     data, specs = recipe.data, [spec for member in wanted for spec in member.sources]

@@ -62,7 +62,7 @@ class Shard(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What tells its tokens from others, in any directory."""
+        """Differs for other tokens, and is equal in any directory."""
         return f"{self.file} {self.sha256}" if "://" in self.file else self.sha256
 
     def beside(self, ending: str) -> str:
