@@ -85,12 +85,6 @@ RECIPES: dict[str, tuple[str, int, str]] = {
     "hybrid_shard": ("parallel.strategy=hybrid_shard parallel.shard_size=1", 2, ""),
     "accumulation": ("train.micro_batch=2", 1, ""),
     "dropout": ("model.dropout=0.1", 1, ""),
-    "padding": ("data.source=documents.jsonl data.packing=documents train.micro_batch=2", 1, ""),
-    "dropout_padding_ddp": (
-        "model.dropout=0.1 data.source=documents.jsonl data.packing=documents train.micro_batch=2",
-        2,
-        "",
-    ),
     "old_parts": (
         "model.activation=gelu_tanh model.ff_width=96 data.order=sequential",
         1,

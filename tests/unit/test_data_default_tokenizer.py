@@ -71,7 +71,7 @@ def test_weights_of_a_run_take_its_tokenizer_alone(tmp_path, kind):
         assert with_own.fingerprint == open_data(recipe).tokenizer.fingerprint
 
 
-def test_another_one_than_the_models_is_refused_or_said(tmp_path, capsys):
+def test_another_one_than_the_models_is_refused(tmp_path):
     text = write_corpus(tmp_path / "text.txt").read_text()
     own, added, same_size, small = (
         hf_fixtures.save_tokenizer([learned], tmp_path / f"{number}", vocab)
@@ -91,7 +91,6 @@ def test_another_one_than_the_models_is_refused_or_said(tmp_path, capsys):
 
     assert ids("auto") == ids(f"hf:{own / 'tokenizer.json'}") == 320
     assert ids(f"hf:{added}") == 321
-    assert "not the tokenizer" not in capsys.readouterr().err
     with refused("data.tokenizer = byte", "257", "320", f"hf:{own}"):
         ids("byte")
     with refused("data.tokenizer", "300"):
@@ -99,7 +98,6 @@ def test_another_one_than_the_models_is_refused_or_said(tmp_path, capsys):
     with refused("data.tokenizer", "300"):
         ids(f"hf:{small}", kind="gpt", name="", init_from=str(own))
     assert ids(f"hf:{small}", from_scratch=True) == 300
-    assert "may be intended" in capsys.readouterr().err
     with refused("data.tokenizer", "320", "leave data.tokenizer out"):
         ids(f"hf:{same_size}")
 

@@ -11,7 +11,6 @@ from data_fixtures import (
     documents,
     jsonl,
     recipe_for,
-    reference_split,
 )
 from helpers import windlass
 from windlass.data.open import Data, describe, lines, open_data, warnings
@@ -36,12 +35,6 @@ def test_facts_of_texts(tmp_path) -> None:
     expected = {"source": str(source), "files": 1, "items": "documents", "tokenizer": "byte"}
     assert facts == facts | expected | {"vocab": 257}
     assert json.loads(json.dumps(facts)) == facts
-    options = {"val_fraction": 0.2, "packing": "documents", "context": 64}
-    train = describe(open_data(recipe_for(source, tmp_path / "data", **options)))["train"]
-    sizes = [len(text.encode()) + 1 for text in reference_split(texts, 0.2)[0]]
-    assert train["cut"] == sum(size > 64 for size in sizes)
-    assert train["cut_tokens"] == sum(max(0, size - 64) for size in sizes)
-    assert train["tokens"] == sum(min(size, 64) for size in sizes)
 
 
 def test_facts_of_conversations_are_what_prepare_prints(tmp_path) -> None:

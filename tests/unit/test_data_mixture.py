@@ -281,7 +281,7 @@ def test_the_fingerprint_covers_every_source_and_no_weight(texts, tmp_path):
     assert find_prepared(recipe_of([("a", a), ("b", a.parent)], tmp_path / "data")) is None
 
 
-@pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])
+@pytest.mark.parametrize("packing", ["packed", "best-fit"])
 def test_conversations_beside_text(texts, tmp_path, packing):
     """Each source as if alone, and each row in a batch as in its source's."""
     talk = conversations(tmp_path / "talk.jsonl", 150)
@@ -291,10 +291,9 @@ def test_conversations_beside_text(texts, tmp_path, packing):
     data = open_data(recipe)
     assert data.template is not None
     for number, (name, path, *own) in enumerate(sources):
-        form = "chat" if own else "text"
-        one = open_data(
-            recipe.replace({"data.mix": [], "data.source": str(path), "data.format": form})
-        )
+        alone = {"data.mix": [], "data.source": str(path)}
+        alone |= {"data.format": "chat"} if own else {"data.packing": "packed"}
+        one = open_data(recipe.replace(alone))
         for mixed, single in ((data.train, one.train), (data.val, one.val)):
             assert mixed.names[number] == name
             numbers = np.arange(len(single))

@@ -2,8 +2,6 @@
 across two items, and the same rows whatever reads them.
 """
 
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_fixtures import examples, opened
 
-from data_fixtures import conversations, documents, jsonl, recipe_for, text_hash
+from data_fixtures import conversations, recipe_for
 from helpers import refused, windlass
 from windlass.data.open import describe, lines, open_data
 from windlass.data.samples import BestFitSamples, best_fit, positions_of, real_tokens
@@ -81,27 +79,6 @@ def test_positions_restart_in_each_document():
     assert positions_of(numbers).tolist() == [[0, 1, 2, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
 
 
-def test_documents_longer_than_a_row_are_split_and_lose_nothing(tmp_path):
-    texts = [text for text in documents(150) if text]
-    options = {"val_fraction": 0.2, "context": 64}
-    recipe = recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "data", **options)
-    packed, plain = open_data(recipe.replace("data.packing=best-fit")), open_data(recipe)
-    assert packed.fingerprint == plain.fingerprint
-    for name in ("train", "val"):
-        samples = getattr(packed, name)
-        batch = samples.read(np.arange(len(samples)))
-        valid = batch.labels != -100
-        assert valid.sum() == samples.real_tokens == describe(plain)[name]["tokens"]
-        own = [t for t in texts if (text_hash(t) < 2**64 // 5) is (name == "val")]
-        whole = [list(t.encode()) for t in own]
-        pairs = Counter(pair for ids in whole for pair in pairwise([256, *ids, 256]))
-        found = zip(batch.tokens[valid].tolist(), batch.labels[valid].tolist(), strict=True)
-        assert Counter(found) == pairs
-    facts = describe(packed)["train"]
-    assert (facts["cut"], facts["cut_tokens"]) == (0, 0)
-    assert facts["items"] == describe(plain)["train"]["items"]
-
-
 def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
     source = conversations(tmp_path / "talk.jsonl", 600)
     recipe = recipe_for(source, tmp_path / "data", format="chat", packing="best-fit", context=512)
@@ -120,10 +97,8 @@ def test_prepare_shows_how_full_the_rows_are(tmp_path: Path) -> None:
     assert "% filled" in out and "example" in out
 
 
-def test_rows_without_file_order_or_documents_are_refused(tmp_path):
+def test_rows_without_file_order_or_of_texts_are_refused():
     with refused("data.order", '"shuffled"'):
-        recipe_for("x", packing="best-fit").replace("data.order=sequential")
-    (tmp_path / "one.txt").write_text("one text " * 200)
-    recipe = recipe_for(tmp_path / "one.txt", tmp_path / "one", packing="best-fit")
-    with refused("best-fit", '"packed"'):
-        open_data(recipe)
+        recipe_for("x", packing="best-fit", format="chat").replace("data.order=sequential")
+    with refused("data.packing", '"packed"'):
+        recipe_for("x").replace("data.packing=best-fit")

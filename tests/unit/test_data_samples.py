@@ -53,13 +53,12 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     assert samples.real_tokens == sum(len(tokens) - 1 for _, (tokens, _) in kept)
     over = [len(one.tokens) - context - 1 for one, _ in kept if len(one.tokens) > context + 1]
     assert (samples.cut, samples.cut_tokens) == (len(over), sum(over))
-    begins, shards = np.cumsum([0, *(len(one.tokens) for one in rows)]), []
-    for first in range(0, int(begins[-1]), shard_tokens):
-        inside = [
-            o for o, at in zip(rows, begins[:-1], strict=True) if first <= at < first + shard_tokens
-        ]
-        shards.append(sum(cut(one, context) is not None for one in inside))
-    assert list(samples.shard_samples) == shards
+    begins = np.cumsum([0, *(len(one.tokens) for one in rows)])[:-1]
+    ends = np.cumsum([s.tokens for s in samples._tokens.parts[0].corpus.index.shards])
+    shard_of = np.searchsorted(ends, begins, "right")
+    learns = np.array([cut(one, context) is not None for one in rows])
+    expected = np.bincount(shard_of[learns], minlength=len(ends))
+    assert list(samples.shard_samples) == expected.tolist()
 
 
 def test_a_batch_is_as_wide_as_its_longest_row(tmp_path):
@@ -116,29 +115,22 @@ def test_conversations_in_any_order_over_the_held_out_ones(tmp_path):
     assert sorted(order[np.arange(len(train))].tolist()) == list(range(len(train)))
 
 
-@pytest.mark.parametrize("packing", ["packed", "documents", "best-fit"])
 @pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
-def test_shards_count_their_samples_past_held_out_documents(tmp_path, packing, order):
+def test_shards_count_their_samples_past_held_out_documents(tmp_path, order):
     """A sample belongs to the shard where its first token is."""
-    if packing == "best-fit" and order != "shuffled":
-        return
     texts = [text for text in documents(400, longest=90) if text]
-    how = {"packing": packing, "order": order, "val_fraction": 0.2}
+    how = {"order": order, "val_fraction": 0.2}
     samples = open_data(recipe_for(jsonl(tmp_path / "x.jsonl", texts), tmp_path / "d", **how)).train
-    if packing == "best-fit":
-        assert not hasattr(samples, "shard_samples")
-        return
-    shard_of, firsts, place = list[int](), list[int](), 0  # of tokens that train, of documents
+    shards = samples._tokens.parts[0].corpus.index.shards
+    ends = np.cumsum([shard.tokens for shard in shards])
+    shard_of, place = list[int](), 0  # of tokens that train
     for text in texts:
         size = len(text.encode()) + 1
         if text_hash(text) >= 2**64 // 5:
-            firsts.append(place // 1024)
-            shard_of += [at // 1024 for at in range(place, place + size)]
+            shard_of += np.searchsorted(ends, range(place, place + size), "right").tolist()
         place += size
-    shards = -(-place // 1024)
-    if packing == "packed":
-        firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
-    assert list(samples.shard_samples) == np.bincount(firsts, minlength=shards).tolist()
+    firsts = shard_of[: (len(shard_of) - 1) // 16 * 16 : 16]
+    assert list(samples.shard_samples) == np.bincount(firsts, minlength=len(shards)).tolist()
 
 
 # -- sets of less than a row

@@ -84,7 +84,7 @@ def test_names_that_are_not_utf_8_or_too_long(tmp_path):
     with refused("caf\\xe9.txt", "not UTF-8", "rename"):
         read(os.fsdecode(name))
     for pattern in ("x" * 300, "x" * 300 + "*"):
-        with refused("data.source", "there is no file"):
+        with refused("data.source", "no file matches"):
             read(pattern)
 
 
@@ -297,5 +297,5 @@ def test_the_form_of_the_first_item(tmp_path):
     with refused("--data", "squad:"):
         form_of(str(tmp_path / "q.json"), "--data")
     for source in (f"{tmp_path}/none.txt", f"shards:{tmp_path}/none.bin"):
-        with refused("--data", "there is no file"):
+        with refused("--data", "no file matches"):
             form_of(source, "--data")

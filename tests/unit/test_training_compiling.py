@@ -59,7 +59,7 @@ class Own(torch.nn.Module):
     [
         ("documents", {"data__document_mask": True}),  # the start checks a mask of 8 tokens
         ("own", {}),
-        ("ragged", {"data__packing": "documents", "train__micro_batch": 2}),
+        ("ragged", {"data__format": "chat", "train__micro_batch": 2}),
     ],
 )
 def test_a_fresh_and_a_resumed_run_train_on_the_same_graphs(
@@ -69,7 +69,9 @@ def test_a_fresh_and_a_resumed_run_train_on_the_same_graphs(
     warnings.simplefilter("ignore")
     texts = ["a word", "three more words", "b", "and here are six words again"] * 60
     corpus, real, made = tmp_path / "text.jsonl", torch.compile, list[list[list[str]]]()
-    lines = [json.dumps({"text": f"{text} {n}"}) + "\n" for n, text in enumerate(texts)]
+    keys = ("prompt", "completion") if kind == "ragged" else ("text", "n")
+    rows = [dict(zip(keys, (f"{text} {n}", str(n)), strict=True)) for n, text in enumerate(texts)]
+    lines = [json.dumps(row) + "\n" for row in rows]
     corpus.write_text("".join(lines))
     monkeypatch.setitem(CHUNK_BYTES, "cpu", 0)  # of fewer logits the loss is not compiled
     how = {"train__steps": 4, "train__compile": True, "data__tokenizer": "byte", **settings}

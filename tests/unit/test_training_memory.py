@@ -100,16 +100,16 @@ def test_a_model_of_transformers_has_the_micro_batch_of_its_size(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("packing", "variable", "device", "grows"),
+    ("format", "variable", "device", "grows"),
     [
-        ("documents", "", "cuda", True),
-        ("packed", "", "cuda", False),
-        ("documents", "PYTORCH_ALLOC_CONF", "cuda", False),
-        ("documents", "PYTORCH_CUDA_ALLOC_CONF", "cuda", False),
-        ("documents", "", "cpu", False),
+        ("chat", "", "cuda", True),
+        ("text", "", "cuda", False),
+        ("chat", "PYTORCH_ALLOC_CONF", "cuda", False),
+        ("chat", "PYTORCH_CUDA_ALLOC_CONF", "cuda", False),
+        ("chat", "", "cpu", False),
     ],
 )
-def test_segments_grow_for_ragged_rows(monkeypatch, packing, variable, device, grows):
+def test_segments_grow_for_ragged_rows(monkeypatch, format, variable, device, grows):
     settings = list[str]()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
@@ -120,14 +120,14 @@ def test_segments_grow_for_ragged_rows(monkeypatch, packing, variable, device, g
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     with ExitStack() as stack:
-        prepare_device(Recipe().replace({"data.packing": packing}), torch.device(device), stack)
+        prepare_device(Recipe().replace({"data.format": format}), torch.device(device), stack)
         # cuDNN's attention would plan anew for each length
-        assert torch.backends.cuda.cudnn_sdp_enabled() == (before and packing == "packed")
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (before and format == "text")
     assert settings == ["expandable_segments:True"] * grows
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
 def test_which_rows_are_ragged():
     squad, packed = Recipe.load("gpt-squad"), Recipe.load("gpt2-124m")
-    assert squad.data.ragged_ and packed.replace({"data.packing": "documents"}).data.ragged_
-    assert not packed.data.ragged_ and not squad.replace({"data.packing": "best-fit"}).data.ragged_
+    assert squad.data.ragged_ and not packed.data.ragged_
+    assert not squad.replace({"data.packing": "best-fit"}).data.ragged_

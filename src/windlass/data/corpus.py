@@ -166,8 +166,6 @@ class Table:
         self._directory, self._index = directory, index
         ends = self.rows("more") == 0
         self.last = np.flatnonzero(ends)
-        if index.is_cut and len(index.full_shards) == len(index.shards) and ends[-1]:
-            self.last = self.last[:-1]  # a preparation was killed in this row
         self.first = np.flatnonzero(np.append(True, ends)[:-1])[: len(self.last)]
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -81,10 +81,10 @@ def with_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
     return Tokenizer(tokenizer.kind, inner, tokenizer.eot, tokenizer.ends, tokenizer.start)
 
 
-def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str], None]) -> None:
+def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Reject a tokenizer with other ids than the one that the model's weights were trained with."""
     model, own, wanted = recipe.model, own_tokenizer(recipe.model, ""), recipe.data.tokenizer
-    if own in (wanted, ""):
+    if own in (wanted, "") or model.from_scratch:
         return
     revision = f"@{model.revision}" if model.revision and own == f"hf:{model.name}" else ""
     try:
@@ -98,9 +98,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer, notify: Callable[[str]
     other = f"the tokenizer of {model.init_from or model.name} ({trained.vocab:,} ids)"
     text = f"data.tokenizer = {wanted} ({tokenizer.vocab:,} ids) is not {other}"
     remedy = f"which its weights were trained with; leave data.tokenizer out, or write {own}"
-    if not model.from_scratch:
-        raise UserError(f"{text}, {remedy}")
-    notify(f"{text}; its weights are not used, so this may be intended")
+    raise UserError(f"{text}, {remedy}")
 
 
 def tokenizer_files(recipe: Recipe) -> list[str]:

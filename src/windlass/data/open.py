@@ -19,11 +19,9 @@ from windlass.data.prepare import Prepared, prepare
 from windlass.data.samples import (
     Batch,
     BestFitSamples,
-    DocumentSamples,
     ExampleSamples,
     PackedSamples,
     Samples,
-    TextSamples,
     Tokens,
     masks_documents,
     real_tokens,
@@ -85,7 +83,7 @@ def open_samples(recipe: Recipe, prepared: Prepared) -> Data:
             elif samples is not None and not (data.mix and is_val):
                 which = ", ".join(filter(None, ("val" if is_val else "train", member.name)))
                 problem = f"{getattr(samples, 'tokens', 0):,} tokens ({which}) are too few"
-                if isinstance(samples, DocumentSamples) and samples.left_out:
+                if isinstance(samples, ExampleSamples) and samples.left_out:
                     problem = f"no item ({which}) fits, {samples.left_out:,} are left out: too few"
                 places, size = ", ".join(map(str, prepared.directories)), recipe.model.context + 1
                 raise UserError(f"{places}: {problem} for a sample of model.context + 1 = {size:,}")
@@ -110,26 +108,20 @@ def _samples(
 ) -> Samples | None:
     if not parts:
         return None
-    tokens, following = Tokens(parts), (*tokenizer.first, 0)[0]
-    is_text, best_fit = data.format == "text", data.packing == "best-fit"
+    tokens = Tokens(parts)
+    if data.format != "text":
+        examples = ExampleSamples(tokens, context, pad=tokenizer.eot or 0)
+        is_packed = data.packing == "best-fit" and len(examples)
+        return BestFitSamples(examples, context) if is_packed else examples
     problem = ""  # the reason why documents cannot be apart
     if len(parts) == 1 and parts[0].corpus.index.single_text:
         problem = "the corpus is one text"
     elif any(part.tokens and not part.documents for part in parts):
         problem = "the shards do not name documents"
-    if is_text and data.packing == "packed":
-        if data.document_mask is True and problem:
-            raise UserError(f'data.document_mask: {problem}: write "auto", or false')
-        apart = data.document_mask is not False and not problem
-        return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
-    if is_text and problem:
-        raise UserError(f'data.packing = "{data.packing}": {problem}; write "packed"')
-    documents: DocumentSamples
-    if is_text:
-        documents = TextSamples(tokens, context, following=following, split=best_fit)
-    else:
-        documents = ExampleSamples(tokens, context, pad=tokenizer.eot or 0)
-    return BestFitSamples(documents, context) if best_fit and len(documents) else documents
+    if data.document_mask is True and problem:
+        raise UserError(f'data.document_mask: {problem}: write "auto", or false')
+    apart, following = data.document_mask is not False and not problem, (*tokenizer.first, 0)[0]
+    return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
 
 
 class DatasetSamples:
@@ -200,7 +192,7 @@ def describe(data: Data) -> Facts:
       loss; for `val` `text`, a hash of its text that is equal for every tokenizer.
     - `shared`: training items left out, because the validation data has them; `unreadable`: items
       that `data.on_bad_item` left out; `unused`: sources without training data.
-    - A document a row: `cut` (items longer than the context), `cut_tokens` (lost by them),
+    - Examples: `cut` (items longer than the context), `cut_tokens` (lost by them),
       `left_out` (nothing left to learn).
     - Documents apart: `attended`, the mean length of the part of a token's document in its row.
     - Best-fit packing: `fill` (the part of all rows that is tokens) and `items_per_sample`.
@@ -262,10 +254,9 @@ def _split(name: str, samples: Samples, data: Data) -> Facts:
         is_one = len(parts) == 1
         split["text"] = joined if is_one else hashlib.sha256(joined.encode()).hexdigest()[:16]
     documents = sum(part.documents for part in parts)
-    if isinstance(items, DocumentSamples):
-        split |= {"items": items.documents, "cut": items.cut, "cut_tokens": items.cut_tokens}
-        if isinstance(items, ExampleSamples):
-            split |= {"items": len(items), "left_out": items.left_out}
+    if isinstance(items, ExampleSamples):
+        split |= {"items": len(items), "left_out": items.left_out}
+        split |= {"cut": items.cut, "cut_tokens": items.cut_tokens}
     elif documents > 1:  # the count of a single text says nothing
         split["items"] = documents
     return split

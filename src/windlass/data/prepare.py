@@ -69,7 +69,7 @@ def open_tokenizer(
 ) -> tuple[Tokenizer, Template]:
     """The tokenizer and the chat template of a recipe's sources.
 
-    Windlass prefers those beside prepared data, because their origin may have changed. If
+    Windlass prefers the copies beside prepared data, because their origin may have changed. If
     `data.changed` (`choice`) is "prepare", it opens the origin again.
     """
     data, specs = recipe.data, [spec for member in wanted for spec in member.sources]
@@ -255,7 +255,7 @@ def prepare(
             notify("data.eval_split does nothing: only sources hf:... have splits")
         if tokenizer is None:
             tokenizer, template = open_tokenizer(recipe, wanted, files, choice, describe, progress)
-        locate.check_tokenizer(recipe, tokenizer, notify)
+        locate.check_tokenizer(recipe, tokenizer)
         start = _Start(recipe, choice, tokenizer, template or Template(), files, describe, progress)
         members = list[Member[Corpus]]()
         for member in wanted:

@@ -12,7 +12,6 @@ import io
 import json
 import lzma
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -81,9 +80,9 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
             elif is_text(path, spec):
                 if spec.on_bad_item == "skip":  # then a text with an error is left out whole
                     with path.open("rb") as checked:
-                        for _ in _decoded(unpacked(path, checked), place):
+                        for _ in _decoded(unpacked(path, checked)):
                             pass
-                items = _texts(_decoded(stream, place), place, spec.separator)
+                items = _texts(_decoded(stream), place, spec.separator)
             elif spec.format == "squad":
                 items = _questions(stream, place)
             elif ending in (".csv", ".tsv"):
@@ -97,9 +96,10 @@ def _file_items(path: Path, size: int, spec: SourceSpec, skip: int) -> Iterator[
     except DAMAGE as error:
         if isinstance(error, OSError) and error.errno:  # of the disk, not of the content
             raise UserError(f"{place} cannot be read: {error.strerror}") from None
-        remedy = f"; {TO_UTF8}" if isinstance(error, UnicodeDecodeError) else ""
         problem = f"is damaged, cut short or cannot be read: {first_line(error)}"
-        yield Item(place, UserError(f"{place} {problem}{remedy}")), size
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"has the byte 0x{error.object[error.start]:02x}, not UTF-8; {TO_UTF8}"
+        yield Item(place, UserError(f"{place} {problem}")), size
 
 
 def suffixes(path: Path) -> tuple[str, str]:
@@ -128,21 +128,11 @@ def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, opens[codec](raw)) if codec else raw
 
 
-def _decoded(stream: BinaryIO, place: str) -> Iterator[str]:
-    """A UTF-8 text in pieces, without a byte order mark; UserError for another encoding."""
-    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
-    while True:
-        raw, pending = stream.read(READ), len(decoder.getstate()[0])
-        try:
-            text = decoder.decode(raw, not raw)
-        except UnicodeDecodeError as error:
-            byte, at = error.object[error.start], position - pending + error.start
-            problem = f"byte 0x{byte:02x} in position {at:,} is not UTF-8"
-            raise UserError(f"{place}: {problem}; {TO_UTF8}") from None
-        yield text if position else text.removeprefix("\ufeff")
-        if not raw:
-            return
-        position += len(raw)
+def _decoded(stream: BinaryIO) -> Iterator[str]:
+    """A UTF-8 text in pieces, without a byte order mark."""
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as reader:
+        while text := reader.read(READ):
+            yield text
 
 
 def _texts(pieces: Iterable[str], place: str, separator: str) -> Iterator[Item]:
@@ -175,30 +165,15 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
 
 
 def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
-    """The items of a JSON array, or values one after another, such as JSON lines."""
-    reader, decode = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder().raw_decode
-    gap, text, number, is_end = re.compile(r"[\s,]*"), reader.read(READ).lstrip(), 0, False
-    is_array = text.startswith("[")
-    at = int(is_array)
-    while True:
-        start = end = cast(re.Match[str], gap.match(text, at)).end()
-        if text.startswith("]", start) if is_array else is_end and start == len(text):
-            return
-        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array does not end", True
-        if start < len(text):
-            try:
-                value, end = decode(text, start)
-            except (ValueError, RecursionError) as error:
-                problem, broken = getattr(error, "msg", first_line(error)), getattr(error, "pos", 0)
-                is_cut = problem.startswith("Unterminated") or broken > len(text) - 16
-        if is_cut and not is_end and end in (start, len(text)):
-            more = reader.read(max(READ, len(text) - start))
-            text, at, is_end = text[start:] + more, 0, not more
-        elif end == start:
-            raise UserError(f"{where} is not JSON: {problem}; {TO_JSON}")
-        else:
-            yield Item(where, value)
-            number, at = number + 1, end
+    """The items of a JSON array, which is read whole; else a single one, or JSON lines."""
+    content = stream.read().removeprefix(codecs.BOM_UTF8)
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        yield from _lines(content.splitlines(), place)
+        return
+    for number, item in enumerate(value if isinstance(value, list) else [value], 1):
+        yield Item(f"{place}, item {number:,}", item)
 
 
 def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:

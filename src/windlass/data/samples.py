@@ -1,5 +1,5 @@
 """Data as samples: rows of tokens with their labels, which a model reads in batches. A packed row
-is a part of the documents of a set, end to end; other rows have whole documents or examples.
+is a part of the documents of a set, end to end; other rows have whole examples.
 """
 
 from __future__ import annotations
@@ -210,81 +210,17 @@ def real_tokens(samples: Samples) -> int | None:
     return getattr(samples, "valid_tokens", None)
 
 
-class DocumentSamples:
-    """One document a row, with masked padding: `TextSamples` or `ExampleSamples`.
-
-    - `sizes`: the positions of each row, int64 [samples];
-    - `documents`: the number of documents, also of documents that give no sample;
-    - `cut` and `cut_tokens`: documents longer than a row, and the tokens that these lose;
-    - `left_out`: examples that nothing is learned from.
-    """
-
-    context: int
-    pad = left_out = 0
-
-    def __init__(self, tokens: Tokens, starts: np.ndarray, sizes: np.ndarray, lost: np.ndarray):
-        """`starts`: the first token of each sample; `lost`: the tokens that each loses, or less
-        than 0."""
-        self._tokens, self._starts = tokens, starts
-        self.sizes, self.documents = sizes, len(tokens.documents) - 1
-        self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
-        self.real_tokens = int(sizes.sum())
-        shards = np.searchsorted(starts, tokens.shards)
-        self.shard_samples: Sequence[int] = np.diff(shards).tolist()
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def length(self, sample: int) -> int:
-        return int(self.sizes[sample])
-
-    @property
-    def valid_tokens(self) -> int:
-        return self.real_tokens
-
-    def width(self, samples: np.ndarray) -> int:
-        """The positions of a batch with these samples."""
-        return self.context
-
-    def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        """Write a sample into `tokens` and `labels`, int64 [size]."""
-        raise NotImplementedError
-
-    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
-        shape = len(indices), self.width(indices)
-        tokens, labels = np.full(shape, self.pad), np.full(shape, IGNORE_INDEX)
-        for at, sample in enumerate(indices.tolist()):
-            size = self.sizes[sample]
-            self.fill(sample, tokens[at, :size], labels[at, :size])
-        return Batch(tokens, labels)
-
-
-class TextSamples(DocumentSamples):
-    """Documents of text; one over `context` loses its end, or (`split`) makes several samples."""
-
-    def __init__(self, tokens: Tokens, context: int, *, following: int, split: bool = False):
-        edges = tokens.documents
-        starts, rest = edges[:-1], np.diff(edges)  # `rest`: tokens up to the document's end
-        lost = rest[:0] if split else rest - context
-        if split:
-            pieces = -(-rest // context)
-            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-            begin = context * (np.arange(len(first)) - first)  # of a piece in its document
-            starts, rest = np.repeat(starts, pieces) + begin, np.repeat(rest, pieces) - begin
-        super().__init__(tokens, starts, np.minimum(rest, context), lost)
-        self.context, self._rest, self._following = context, rest, following
-
-    def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
-        row = np.full(len(tokens) + 1, self._following, dtype=np.int64)
-        self._tokens.read_into(int(self._starts[sample]), row[: int(self._rest[sample])])
-        tokens[:], labels[:] = row[:-1], row[1:]
-
-
-class ExampleSamples(DocumentSamples):
-    """Questions or conversations: n tokens give n - 1 positions, which count if they are marked.
+class ExampleSamples:
+    """One question or conversation a row, with masked padding: n tokens give n - 1 positions, which
+    count if they are marked.
 
     An example over `context` + 1 loses the tokens before its last `tail`. It is left out if nothing
     can be learned from the rest (`reach`).
+
+    - `sizes`: the positions of each row, int64 [samples];
+    - `documents`: the number of examples, also of examples that give no sample;
+    - `cut` and `cut_tokens`: examples longer than a row, and the tokens that these lose;
+    - `left_out`: examples that nothing is learned from.
     """
 
     def __init__(self, tokens: Tokens, context: int, *, pad: int = 0):
@@ -293,11 +229,21 @@ class ExampleSamples(DocumentSamples):
         whole, tails, reach = np.diff(edges), self._field("tail"), self._field("reach")
         first = np.where(whole > room, room - tails, whole)  # the tokens before the tail
         learns = (reach <= first) & (whole > 1) & (tails < room)
-        self.left_out = int((~learns).sum())
-        self._whole, self._tails = whole[learns], tails[learns]
+        self.documents, self.left_out = len(whole), int((~learns).sum())
+        self._starts, self._whole, self._tails = edges[:-1][learns], whole[learns], tails[learns]
         self._marked = self._field("marked")[learns]
-        sizes = np.minimum(self._whole - 1, context)
-        super().__init__(tokens, edges[:-1][learns], sizes, self._whole - room)
+        self.sizes = np.minimum(self._whole - 1, context)
+        lost = self._whole - room
+        self.cut, self.cut_tokens = int((lost > 0).sum()), int(lost[lost > 0].sum())
+        self.real_tokens = int(self.sizes.sum())
+        shards = np.searchsorted(self._starts, tokens.shards)
+        self.shard_samples: Sequence[int] = np.diff(shards).tolist()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def length(self, sample: int) -> int:
+        return int(self.sizes[sample])
 
     def _field(self, name: str) -> np.ndarray:
         """A field of the table for each document, int64 [documents]."""
@@ -307,13 +253,10 @@ class ExampleSamples(DocumentSamples):
 
     @cached_property
     def valid_tokens(self) -> int:
-        """As for texts, but marked; it reads the examples that are cut."""
+        """The marked tokens; it reads the examples that are cut."""
         is_cut = self._whole > self.context + 1
         cut = sum(int(self.row(i)[1].sum()) for i in np.flatnonzero(is_cut).tolist())
         return int(self._marked[~is_cut].sum()) + cut
-
-    def width(self, samples: np.ndarray) -> int:
-        return int(max(self.sizes[samples], default=1))
 
     def mean_width(
         self, batch: int, micro_batch: int, order: str, seed: int, length_buckets: bool
@@ -337,8 +280,17 @@ class ExampleSamples(DocumentSamples):
         return tokens, marks
 
     def fill(self, sample: int, tokens: np.ndarray, labels: np.ndarray) -> None:
+        """Write a sample into `tokens` and `labels`, int64 [size]."""
         row, marks = self.row(sample)
         tokens[:], labels[:] = row[:-1], np.where(marks[1:], row[1:], IGNORE_INDEX)
+
+    def read(self, indices: np.ndarray) -> Batch[np.ndarray]:
+        shape = len(indices), int(max(self.sizes[indices], default=1))
+        tokens, labels = np.full(shape, self.pad), np.full(shape, IGNORE_INDEX)
+        for at, sample in enumerate(indices.tolist()):
+            size = self.sizes[sample]
+            self.fill(sample, tokens[at, :size], labels[at, :size])
+        return Batch(tokens, labels)
 
 
 def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
@@ -392,11 +344,11 @@ def best_fit(sizes: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class BestFitSamples:
-    """Rows of whole items; `documents` of a batch numbers them, and the padding is one more."""
+    """Rows of whole examples; `documents` of a batch numbers them, and the padding is one more."""
 
     document_mask = True
 
-    def __init__(self, items: DocumentSamples, context: int):
+    def __init__(self, items: ExampleSamples, context: int):
         self.items, self.context = items, context
         self.real_tokens = items.real_tokens
         self._order, self._edges = best_fit(items.sizes, context)

@@ -35,7 +35,7 @@ from windlass.fileio import (
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-FORMAT = 6
+FORMAT = 7
 INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
@@ -62,7 +62,7 @@ class Shard(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What tells its tokens from others, in any directory."""
+        """Differs for other tokens, and is equal in any directory."""
         return f"{self.file} {self.sha256}" if "://" in self.file else self.sha256
 
     def beside(self, ending: str) -> str:
@@ -91,10 +91,9 @@ class Index(BaseModel):
     masked: bool = False  # questions or conversations
     shard_tokens: int
     shards: list[Shard] = []
-    # Where the shard after the last full one begins: the number of its item, the item's tokens in
-    # the shards before, and the items left out before.
+    # Where the shard after the last full one begins: the number of its item, the item's rows in the
+    # shards before, and the items left out before.
     resume: tuple[int, int, int] = (0, 0, 0)
-    is_cut: bool = False  # it begins inside a row
     items: int = 0  # that are read, empty ones and those left out included
     left_out: int = 0  # items that could not be read (`data.on_bad_item`)
     complete: bool = False  # False: the source has more
@@ -117,7 +116,7 @@ class Index(BaseModel):
     @property
     def full_shards(self) -> list[Shard]:
         """The shards that more text of the source does not change."""
-        return [shard for shard in self.shards if shard.tokens == self.shard_tokens]
+        return [shard for shard in self.shards if shard.tokens >= self.shard_tokens]
 
     def _checksum(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"checksum"}).encode()).hexdigest()
@@ -189,8 +188,8 @@ class Row(NamedTuple):
 
 
 class ShardWriter:
-    """Writes rows as shards of equal size, and the index after each one; an error in its `with`
-    block removes the shard that is not complete."""
+    """Writes rows as shards, each full after the row that reaches `shard_tokens`, and the index after
+    each one; an error in its `with` block removes the shard that is not complete."""
 
     def __init__(self, directory: Path, index: Index, dtype: str):
         self.directory, self.dtype = directory, dtype
@@ -198,9 +197,9 @@ class ShardWriter:
         parts = {"shards": index.full_shards, "complete": False, "left_out": index.resume[2]}
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
-        # of the item being written: its number, and its tokens in the full shards, which come again
+        # of the item being written: its number, and its rows in the full shards, which come again
         self._item, self._skip, _ = index.resume
-        self._written = self._skip
+        self._rows = 0  # that have come
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
@@ -216,36 +215,29 @@ class ShardWriter:
         """Append a row. After a resume the first rows come again: from the start of the item that
         the next shard begins with."""
         if row.item != self._item:
-            self._item, self._written, self._skip = row.item, 0, 0
-        size, done = self.index.shard_tokens, min(self._skip, len(row.tokens))
-        if self._skip:  # the table has the row
-            self._skip -= done
-        else:  # a row without tokens may end a document
-            line = [self.tokens, row.text, row.characters, row.more]
-            if row.marks is not None:
-                line += [row.group, row.tail, row.reach, int(row.marks.sum())]
-            self._outputs()[1].write(np.array(tuple(line), self.index.row).tobytes())
-            self._documents += not self._goes_on
-        self._goes_on = row.more
-        while done < len(row.tokens):
-            raw, _, *mask = self._outputs()
-            part = row.tokens[done:][: size - self.tokens % size]
-            raw.write(part.astype(on_disk(self.dtype)).tobytes())
-            if row.marks is not None:
-                self._bits = np.concatenate([self._bits, row.marks[done : done + len(part)]])
-                whole = len(self._bits) // 8 * 8
-                mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
-                self._bits = self._bits[whole:]
-            done += len(part)
-            self._written += len(part)
-            self.tokens += len(part)
-            if self.tokens % size == 0:
-                is_end = done == len(row.tokens) and row.marks is None and not row.more
-                self._commit()
-                place = (row.item + 1, 0) if is_end else (row.item, self._written)
-                self.index.resume = (*place, self.index.left_out)
-                self.index.is_cut = done < len(row.tokens)
-                self.index = self.index.save(self.directory)
+            self._item, self._rows, self._skip = row.item, 0, 0
+        self._rows += 1
+        begins, self._goes_on = not self._goes_on, row.more
+        if self._rows <= self._skip:  # a full shard has the row
+            return
+        raw, table, *mask = self._outputs()
+        line = [self.tokens, row.text, row.characters, row.more]
+        if row.marks is not None:
+            line += [row.group, row.tail, row.reach, int(row.marks.sum())]
+            self._bits = np.concatenate([self._bits, row.marks])
+            whole = len(self._bits) // 8 * 8
+            mask[0].write(np.packbits(self._bits[:whole], bitorder="little").tobytes())
+            self._bits = self._bits[whole:]
+        table.write(np.array(tuple(line), self.index.row).tobytes())
+        raw.write(row.tokens.astype(on_disk(self.dtype)).tobytes())
+        self._documents += begins
+        self.tokens += len(row.tokens)
+        if raw.bytes >= self.index.shard_tokens * on_disk(self.dtype).itemsize:
+            self._commit()
+            is_end = row.marks is None and not row.more
+            place = (row.item + 1, 0) if is_end else (row.item, self._rows)
+            self.index.resume = (*place, self.index.left_out)
+            self.index = self.index.save(self.directory)
 
     def _outputs(self) -> list[HashedFile]:
         """The files of the shard being filled: tokens, table, and the mask."""

@@ -79,7 +79,7 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note
     raise UserError(
-        f"{setting}: there is no file {spec.path} (of a directory: {', '.join(endings)}); "
+        f"{setting}: no file matches {spec.path} (of a directory: {', '.join(endings)}); "
         f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB; "
         f'several are a list, as \'{setting}=["a","b"]\'{note}'
     )

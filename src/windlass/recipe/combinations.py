@@ -102,10 +102,10 @@ def sources(r: Any) -> Problems:
         yield "data.revision", "only a source hf:NAME has revisions: drop it"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
-    if d.packing != "packed" and any(shards):
-        yield "data.packing", 'shards of other tools are streams of tokens: write "packed"'
     if d.document_mask is True and any(shards):
         yield "data.document_mask", 'shards of other tools lack it: write "auto", or false'
+    if d.packing == "best-fit" and {d.format, *(part.format for part in d.mix)} <= {"text", None}:
+        yield "data.packing", 'best-fit rows have conversations or questions: write "packed"'
     if d.packing == "best-fit" and d.order != "shuffled":
         yield "data.order", 'best-fit packing changes the order of a file: write "shuffled"'
 

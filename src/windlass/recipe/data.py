@@ -113,12 +113,12 @@ class DataSettings(Section):
     """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens per shard."""
-    packing: Literal["packed", "documents", "best-fit"] = "packed"
-    """`packed`: documents end to end, cut into rows; `documents`: one per row, masked padding;
-    `best-fit`: whole documents, questions or conversations in rows, hardly any padding, and each
-    attends to itself alone (arXiv 2404.10830). `squad` and `chat` are one per row without it."""
+    packing: Literal["packed", "best-fit"] = "packed"
+    """Documents lie end to end, cut into rows. With `squad` and `chat`: `packed`: one item a row,
+    masked padding; `best-fit`: whole items in each row, hardly any padding, and each attends to
+    itself alone (arXiv 2404.10830)."""
     document_mask: bool | Literal["auto"] = "auto"
-    """With text and `packed`: each document of a row attends to itself alone, from position 0
+    """With text: each document of a row attends to itself alone, from position 0
     (arXiv 2407.21783, section 3.2). `auto`: true for prepared documents, false for one text and for
     shards of other tools, which do not say where documents begin."""
     order: Literal["shuffled", "shards-shuffled", "sequential"] = "shuffled"
@@ -157,7 +157,7 @@ class DataSettings(Section):
     @property
     def ragged_(self) -> bool:
         """Whether the rows of one step are longer than the rows of another."""
-        return self.packing == "documents" or (self.format != "text" and self.packing == "packed")
+        return self.format != "text" and self.packing == "packed"
 
     @property
     def unused(self) -> list[str]:

@@ -126,10 +126,7 @@ def check_documents(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     if problem:
         key, advice = "data.document_mask", "write data.document_mask=false for whole rows"
         if recipe.data.packing == "best-fit":
-            key, advice = (
-                'data.packing = "best-fit"',
-                'leave it out, or write "documents" for texts',
-            )
+            key, advice = 'data.packing = "best-fit"', "leave it out"
         raise UserError(f"{key}: {problem}: {advice}")
 
 
