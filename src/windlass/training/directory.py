@@ -32,7 +32,7 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
+from windlass.training.start import StartPlan, candidate_checkpoints, job_id
 
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
@@ -58,8 +58,6 @@ class RunDirectory:
             self.checkpoint = choose()
         if self.checkpoint is not None:
             self.warnings += self.checkpoint.notes
-            if ranks.main:
-                self.warnings += describe_extension(plan, self.checkpoint.step, horizon)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""

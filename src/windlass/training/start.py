@@ -247,14 +247,3 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
         return None
     before = phases(schedule, old)
     return None if before == phases(schedule, horizon) else before[1]
-
-
-def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """A warning about the steps that an extended WSD run repeats after `step`, if any."""
-    if (decay := old_decay(plan, horizon)) is None:
-        return []
-    done = max(int(line.get("step", 0)) for line in plan.run.ledger())
-    if step >= done:
-        return []
-    why = f"the extension continues before the old decay, which began at step {decay:,}"
-    return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]
