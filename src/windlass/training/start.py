@@ -63,15 +63,6 @@ class StartPlan:
         """The changed settings, as `eval.every 100 -> 50`."""
         return ", ".join(f"{k} {typed(a)} -> {typed(b)}" for k, (a, b) in self.changes.items())
 
-    @property
-    def why_finished(self) -> str:
-        """Why the run is finished, and which changed settings are ignored."""
-        why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
-        resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
-        if resume != "latest":
-            without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
-        return why + (f"; without effect: {', '.join(without)}" if without else "")
-
 
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
