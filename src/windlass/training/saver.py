@@ -62,7 +62,6 @@ class Saver(Writer):
         self.average, self.trained, self.meta, self.own = average, trained, meta, own
         if start is not None:
             self.resume_from(self.state.step)
-        self._warned = False  # of a save that takes longer than the grace
 
     @property
     def due(self) -> bool:
@@ -122,15 +121,7 @@ class Saver(Writer):
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
-                seconds = save.write_s + save.staged_s
-                report_saved(seconds)  # to a batch job
-                if seconds > self.grace and not self._warned:
-                    self._warned = True
-                    self.recorder.console.warning(
-                        f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s: a "
-                        "stop loses the steps since the last save; raise checkpoint.grace_seconds "
-                        "(in a batch job --time)"
-                    )
+                report_saved(save.write_s + save.staged_s)  # to a batch job
                 self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
 
