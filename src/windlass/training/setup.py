@@ -224,10 +224,16 @@ def open_trainer(
         run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    trained, size = network.sizes.trained, batch.micro_batch
-    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, trained, own)
+    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, own)
     suites = Suites(
-        recipe, data.tokenizer, ranks, data.val, size, callbacks.suites(), data.train, data.template
+        recipe,
+        data.tokenizer,
+        ranks,
+        data.val,
+        batch.micro_batch,
+        callbacks.suites(),
+        data.train,
+        data.template,
     )
     evaluator = Evaluator(recorder, suites, model, average, stop)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
@@ -251,7 +257,7 @@ def open_trainer(
         stop=stop,
         stop_at=stop_at,
     )
-    warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
+    warnings = [*directory.warnings, *network.warnings]
     report_start(recorder, plan, network, data, batch, mixture, checkpoint, warnings)
     if plan.changes:
         directory.write_settings()
