@@ -33,7 +33,6 @@ from windlass.optim.build import build_optimizer, describe_groups
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
-from windlass.preflight.findings import code_for
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.load import MEASURED_ON
@@ -281,14 +280,8 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
 
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """Configure the device until `stack` ends; UserError if torch lacks kernels for it."""
+    """Configure the device until `stack` ends."""
     use_deterministic(recipe.train.deterministic)
-    if device.type == "cuda":
-        about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
-        capability, compiled = (about.major, about.minor), torch.cuda.get_arch_list()
-        text, wheel = code_for(about.name, capability, compiled, torch.__version__, cuda)
-        if wheel and cuda:
-            raise UserError(f"{text}: {wheel}")
     if recipe.data.ragged_:
         stack.enter_context(attention_without_plans())
         # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
