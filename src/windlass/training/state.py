@@ -202,14 +202,9 @@ class Buffers:
 
     def share(self) -> None:
         """Take the first data rank's values; every rank calls it after the same step."""
-        if not self.owners:
-            return
-        buffers = [module._buffers[name] for module, name in self.owners]  # may be replaced
-        tensors = [buffer.detach() for buffer in buffers if buffer is not None]
-        # A view of bytes must begin at a multiple of its type's size.
-        tensors.sort(key=lambda tensor: -tensor.element_size())
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group
-        dist.broadcast(flat, group=group, group_src=0)
-        for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+        for module, name in self.owners:
+            buffer = module._buffers[name]  # may have been replaced
+            assert buffer is not None
+            on_cpu = buffer.device.type == "cpu"
+            group = self.mesh.loss_ranks if on_cpu else self.mesh.loss_group
+            dist.broadcast(buffer.detach(), group=group, group_src=0)
