@@ -17,13 +17,11 @@ from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data, Facts, describe, lines, open_data
 from windlass.data.open import warnings as data_warnings
 from windlass.data.samples import documents_per_row, real_tokens
-from windlass.data.split import eval_questions
 from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import evaluations, resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
-from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.convert import export_note
@@ -36,7 +34,6 @@ from windlass.parallel.parallelize import attention_without_plans, resolve_preci
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.recipe.load import MEASURED_ON
-from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.console import Console
@@ -187,7 +184,7 @@ def open_trainer(
     # The model without values, so that bad input is found before the directory changes.
     origin = None if plan.fresh else run.path
     network = Network(recipe, ranks, data, horizon, stack, module, origin)
-    check_evaluations(recipe, data, network.model)
+    check_prompt(recipe, data, network.model)
 
     # The directory, its lock, and the checkpoint to start from.
     console = Console(horizon.steps, ranks.rank)
@@ -263,14 +260,9 @@ def open_trainer(
     return trainer
 
 
-def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
-    """Raise UserError, at the start, for what evaluations and samples cannot read."""
+def check_prompt(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Raise UserError, at the start, for a prompt that the tokenizer cannot read."""
     settings = recipe.eval
-    if settings.every and data.val is not None:
-        if SQUAD_SUITE in settings.suites:
-            eval_questions(recipe)
-        if HELLASWAG_SUITE in settings.suites:
-            read_items(settings.hellaswag_file, settings.hellaswag_items)
     if settings.sample_every and settings.prompt and can_sample(model, data.tokenizer):
         try:
             data.tokenizer.prompt(settings.prompt)
