@@ -20,7 +20,7 @@ from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import Mixture
 from windlass.data.samples import Samples
-from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
+from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.build import scalar
 from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
@@ -299,20 +299,12 @@ class Trainer:
                 batch = loader.poll(DATA_WAIT_SECONDS)
             if batch is not None:
                 return batch
-            step = self.state.step
             if self.ranks.status.phase != "data":  # the mark has the time since which it is late
-                self.ranks.mark(step + 1, "data")
+                self.ranks.mark(self.state.step + 1, "data")
             self.recorder.beat()
             if self.stop.requested and self.ranks.world == 1:
                 self.bad_steps.decide()
                 self.saver.stop_run(self.stop)
-            if self.stop.seconds_since() > self.saver.grace:
-                self.saver.finish(FAILING_SAVE_SECONDS)
-                lost = plural(step - self.saver.committed, "step")
-                raise RunFailed(
-                    f"stopped by {self.stop.name} at step {step}: rank {self.ranks.rank} has no "
-                    f"data within checkpoint.grace_seconds; {lost} lost"
-                )
 
     def evaluate(self) -> bool:
         """Measure the suites, and save the model if it is the best so far; False, with nothing
