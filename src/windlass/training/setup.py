@@ -33,7 +33,6 @@ from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.recipe.load import MEASURED_ON
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.console import Console
@@ -363,9 +362,6 @@ def report_start(
     if plan.changes:
         text = f"settings changed: {plan.changed}"
         recorder.emit("settings_changed", text, settings=plan.changes)
-    if any(key.startswith(MEASURED_ON) for key in plan.changes):
-        why = "later evaluations have other items"
-        console.warning(f"{why}, so the best checkpoint is chosen from them alone")
 
 
 def header(
