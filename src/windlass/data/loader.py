@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.data.mixture import Mixture
-from windlass.data.order import sample_indices, step_samples
+from windlass.data.order import sample_indices
 from windlass.data.samples import Batch, Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
@@ -56,7 +56,6 @@ class Loader(Iterator[StepBatch]):
         device: torch.device | str = "cpu",  # to CUDA from pinned memory, without waiting
         prefetch: int = 2,  # steps read ahead; 0: read when asked
         first_step: int = 0,  # steps already done
-        skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of sample numbers to omit
         length_buckets: bool = False,  # sort a step's samples by length: less padding
         mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
@@ -67,10 +66,9 @@ class Loader(Iterator[StepBatch]):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.data_rank = samples, batch, data_rank
         self.seed, self.kind, self.mixture = seed, kind, mixture
-        self.skipped = tuple(skipped)
         self.length_buckets = length_buckets and hasattr(samples, "length")
         self._next, self._stop = first_step + 1, threading.Event()
-        self._order: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._order: dict[int, np.ndarray] = {}
         self._error: BaseException | None = None
         self._ready, self._prefetch = deque[StepBatch | BaseException](), prefetch
         self._changed = threading.Condition()  # of `_ready`, or closed
@@ -128,19 +126,15 @@ class Loader(Iterator[StepBatch]):
         if step not in self._order:
             # Several small steps take as long as one. A mixture may end after this one.
             more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
-            steps = range(step, step + max(1, more))
-            all_numbers = [
-                step_samples(s - 1, self.batch.global_batch, self.skipped) for s in steps
-            ]
-            joined, n = np.concatenate(all_numbers), len(self.samples)
+            count, per_step, n = max(1, more), self.batch.global_batch, len(self.samples)
+            numbers = np.arange((step - 1) * per_step, (step - 1 + count) * per_step)
             shards = getattr(self.samples, "shard_samples", None)
             if self.mixture:
-                order = self.mixture.indices(joined)
+                order = self.mixture.indices(numbers)
             else:
-                order = sample_indices(joined, n, self.kind, self.seed, shards)
-            parts = np.split(order, np.cumsum([len(part) for part in all_numbers[:-1]]))
-            self._order = dict(zip(steps, zip(all_numbers, parts, strict=True), strict=True))
-        numbers, indices = self._order.pop(step)  # of the step's samples
+                order = sample_indices(numbers, n, self.kind, self.seed, shards)
+            self._order = dict(zip(range(step, step + count), np.split(order, count), strict=True))
+        indices = self._order.pop(step)
         length: Any = getattr(self.samples, "length", None)
         if self.length_buckets:
             lengths = list(map(length, indices.tolist()))
@@ -157,7 +151,7 @@ class Loader(Iterator[StepBatch]):
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, int(numbers[0]), micro, valid, real)
+        return StepBatch(step, (step - 1) * self.batch.global_batch, micro, valid, real)
 
     def _read_ahead(self, step: int) -> None:
         try:

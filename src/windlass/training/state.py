@@ -21,7 +21,6 @@ from windlass.data.mixture import (
     Mixture,
     Stage,
     continue_stages,
-    next_sample,
     stages_of,
 )
 from windlass.data.samples import Samples
@@ -121,9 +120,8 @@ def mixture_of(
     if not isinstance(samples, MixedSamples):
         return None
     planned = stages_of(recipe.data, horizon, list(map(len, samples.parts)))
-    at = next_sample(state.step, horizon.samples_per_step)
     past = [Stage(start, tuple(weights), tuple(limits)) for start, weights, limits in state.mixture]
-    stages = continue_stages(past, planned, at)
+    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
     mixture = Mixture(samples, stages, recipe.run.seed, recipe.data.order)
     mixture.check(horizon.steps, horizon.samples_per_step)
     state.mixture = [list(stage) for stage in stages]
@@ -132,7 +130,7 @@ def mixture_of(
 
 def source_counts(mixture: Mixture, step: int, global_batch: int) -> dict[str, float]:
     """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    counts = mixture.read(step, global_batch).tolist()
+    counts = mixture.counts(step * global_batch).tolist()
     fields = dict[str, float]()
     samples = mixture.samples
     for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
