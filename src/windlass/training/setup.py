@@ -199,7 +199,7 @@ def open_trainer(
     bare, seed = unwrap(model), recipe.run.seed
     zero, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
     optimizer = build_optimizer(bare, recipe.optim, ranks.device.type, replicas, zero, seed)
-    average = Average(bare, recipe.train.average, seed)
+    average = Average(bare, recipe.train.average)
     facts, state = network.facts(data, batch.micro_batch), TrainState()
     if checkpoint is not None:
         console.begin(f"reading {checkpoint.path}")

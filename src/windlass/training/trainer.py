@@ -269,7 +269,7 @@ class Trainer:
                 collectives.scale_gradients(self.parameters, 1 / divisor)
             set_lr(self.optimizer, lr_multiplier, step)
             self.optimizer.step()
-            self.average.update(step, bad)
+            self.average.update(bad)
         self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
