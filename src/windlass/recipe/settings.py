@@ -116,7 +116,7 @@ class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up."""
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay after the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1

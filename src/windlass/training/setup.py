@@ -32,7 +32,7 @@ from windlass.parallel.dist import Ranks, init_process_group, init_store, use_de
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
 from windlass.processes import usable_cores
-from windlass.recipe import BatchPlan, Horizon, Recipe
+from windlass.recipe import BatchPlan, Horizon, Recipe, typed
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.console import Console
@@ -360,7 +360,8 @@ def report_start(
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
     if plan.changes:
-        text = f"settings changed: {plan.changed}"
+        changes = [f"{k} {typed(old)} -> {typed(new)}" for k, (old, new) in plan.changes.items()]
+        text = f"settings changed: {', '.join(changes)}"
         recorder.emit("settings_changed", text, settings=plan.changes)
 
 

@@ -18,7 +18,7 @@ from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
-from windlass.recipe import Horizon, Recipe, typed
+from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
@@ -27,8 +27,16 @@ from windlass.run import LOCK, Run, last_start
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
-    *("optim.", "data.mix", "data.stages", "train.steps", "train.average", "train.on_"),
-    *("train.max_skips", "train.grad_clip", "train.z_loss", "train.label_smoothing"),
+    "optim.",
+    "data.mix",
+    "data.stages",
+    "train.steps",
+    "train.average",
+    "train.on_nonfinite",
+    "train.max_skips",
+    "train.grad_clip",
+    "train.z_loss",
+    "train.label_smoothing",
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
@@ -57,11 +65,6 @@ class StartPlan:
         """Whether the start continues a training, whose prepared data it needs as they were."""
         resumes = self.resuming and bool(checkpoints_in(self.run.checkpoints_dir))
         return resumes or self.branch_from is not None
-
-    @property
-    def changed(self) -> str:
-        """The changed settings, as `eval.every 100 -> 50`."""
-        return ", ".join(f"{k} {typed(a)} -> {typed(b)}" for k, (a, b) in self.changes.items())
 
 
 def resolve_start(
@@ -223,7 +226,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} lacks a checkpoint from before step {decay_begins}, where it decays"
+            problem = f"{run} lacks a checkpoint from before step {decay_begins}, when it decays"
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths

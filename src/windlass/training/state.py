@@ -128,11 +128,12 @@ def mixture_of(
     return mixture
 
 
-def source_counts(mixture: Mixture, step: int, global_batch: int) -> dict[str, float]:
+def source_counts(mixture: Mixture | None, step: int, global_batch: int) -> dict[str, float]:
     """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    counts = mixture.counts(step * global_batch).tolist()
     fields = dict[str, float]()
-    samples = mixture.samples
+    if mixture is None:
+        return fields
+    counts, samples = mixture.counts(step * global_batch).tolist(), mixture.samples
     for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
         fields[f"source.{name}.samples"] = count
         fields[f"source.{name}.epochs"] = count / len(part)
