@@ -125,14 +125,14 @@ class Loader(Iterator[StepBatch]):
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
         if step not in self._order:
             # Several small steps take as long as one. A mixture may end after this one.
-            more = 0 if self.mixture else ORDER_SAMPLES // self.batch.global_batch
-            count, per_step, n = max(1, more), self.batch.global_batch, len(self.samples)
+            per_step = self.batch.global_batch
+            count = 1 if self.mixture else max(1, ORDER_SAMPLES // per_step)
             numbers = np.arange((step - 1) * per_step, (step - 1 + count) * per_step)
             shards = getattr(self.samples, "shard_samples", None)
             if self.mixture:
                 order = self.mixture.indices(numbers)
             else:
-                order = sample_indices(numbers, n, self.kind, self.seed, shards)
+                order = sample_indices(numbers, len(self.samples), self.kind, self.seed, shards)
             self._order = dict(zip(range(step, step + count), np.split(order, count), strict=True))
         indices = self._order.pop(step)
         length: Any = getattr(self.samples, "length", None)

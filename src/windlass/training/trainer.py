@@ -182,8 +182,7 @@ class Trainer:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            step = state.step + 1
-            raise out_of_memory(recipe, self.recorder.run, ranks, self.batch, step) from None
+            raise out_of_memory(recipe, recorder.run, ranks, self.batch, state.step + 1) from None
         finally:
             loader.close()
         return True
