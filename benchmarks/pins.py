@@ -430,7 +430,7 @@ def batch_indices(work: Path, name: str) -> dict[str, Any]:
     """
     import numpy as np
 
-    from windlass.data.order import Order, step_samples
+    from windlass.data.order import Order
 
     shards, pins = [40, 0, 7, 90, 33, 1, 80], {}
     for kind in ("shuffled", "sequential", "shards-shuffled"):
@@ -439,10 +439,6 @@ def batch_indices(work: Path, name: str) -> dict[str, Any]:
             pins[f"{kind} seed {seed} epoch {epoch}"] = np.asarray(order[np.arange(251)]).tolist()
     for n in (1, 2, 1000, 10**9):
         pins[f"shuffled of {n}"] = [int(Order("shuffled", 7, 3, n)[i]) for i in range(min(n, 20))]
-    for skipped in ((), ((8, 16),), ((30, 34), (0, 3), (32, 40))):
-        pins[f"steps without {skipped}"] = [
-            np.asarray(step_samples(s, 8, skipped)).tolist() for s in range(8)
-        ]
     return pins
 
 

@@ -30,7 +30,6 @@ OPTIONS = {
     "optim.schedule.kind": "wsd",
     "optim.schedule.warmup": 2,
     "optim.schedule.decay": 6,
-    "optim.schedule.decay_shape": "1-sqrt",
     "checkpoint.keep_last": 10,
 }
 """Options of the schedule."""

@@ -78,11 +78,9 @@ def test_the_sequence_is_global(world, micro, n, kind):
     assert flat(found) == [Order(kind, 5, i // n, n, shards)[i % n] for i in range(60)]
 
 
-def test_a_resume_is_the_rest_and_skipped_samples_are_left_out():
+def test_a_resume_is_the_rest():
     whole = run(Numbers(50), 12)
     assert all(run(Numbers(50), 5, first_step=7, world=n) == whole[7:] for n in (1, 4))
-    numbers = flat(whole)
-    assert flat(run(Numbers(50), 6, skipped=[(24, 36)])) == (numbers[:24] + numbers[36:])[:72]
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(0, 3))

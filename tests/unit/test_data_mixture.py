@@ -163,16 +163,6 @@ def test_a_longer_run_moves_only_stages_to_come():
     ]
 
 
-def test_samples_that_a_rewind_left_out_are_not_counted():
-    mixed = mixture(Stage(0, (0.7, 0.2, 0.1)))
-    sources, _ = mixed.places(np.arange(4000))
-    left_out = [(1000, 1600), (1500, 1700)]
-    kept = np.concatenate([sources[:1000], sources[1700:]])
-    for step in (10, 124, 125, 126, 200):
-        expected = np.bincount(kept[: step * 8], minlength=3)
-        assert mixed.read(step, 8, left_out).tolist() == expected.tolist()
-
-
 def test_every_world_and_micro_batch_reads_the_same_samples():
     stages = [Stage(0, (0.7, 0.2, 0.1)), Stage(100, (0.1, 0.2, 0.7))]
     expected = mixture(*stages).indices(np.arange(10 * 24)).reshape(10, 24)

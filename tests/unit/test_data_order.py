@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.data.order import Order, step_samples
+from windlass.data.order import Order
 
 SIZES = st.integers(1, 3000)
 SEEDS = st.integers(0, 2**63 - 1)
@@ -73,17 +73,3 @@ def test_every_sample_comes_at_every_place_equally_often(n):
     chi = ((counts - trials / n) ** 2 / (trials / n)).sum()
     freedom = (n - 1) ** 2
     assert chi < freedom + 6 * np.sqrt(2 * freedom) + 12
-
-
-RANGES = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda r: (r[0], r[0] + r[1])),
-    max_size=5,
-)
-
-
-@given(st.integers(1, 16), RANGES)
-def test_skipped_ranges_are_left_out_and_nothing_else(global_batch, skipped):
-    left_out = {n for start, stop in skipped for n in range(start, stop)}
-    wanted = [n for n in range(1000) if n not in left_out]
-    found = np.concatenate([step_samples(step, global_batch, skipped) for step in range(20)])
-    assert found.tolist() == wanted[: len(found)]

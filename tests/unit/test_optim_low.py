@@ -14,7 +14,6 @@ from windlass.estimate import tensors as planned
 from windlass.model.share import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
-from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, set_lr
 from windlass.recipe.settings import OptimSettings
 
@@ -170,23 +169,6 @@ def test_chunks_of_rows_change_nothing(monkeypatch):
     assert torch.equal(*results)
 
 
-def test_an_average_of_bf16_weights_keeps_small_changes():
-    model = Matrix(64, 128, torch.bfloat16)
-    average = Average(model, 0.999, seed=3)
-    zero = torch.tensor(0.0)
-    average.update(1, zero)
-    start = model.weight.detach().float().clone()
-    with torch.no_grad():
-        model.weight.mul_(1.0625)
-    exact = start.clone()
-    for step in range(2, 200):
-        average.update(step, zero)
-        exact.lerp_(model.weight.float(), 1 - min(0.999, step / (step + 9)))
-    moved = average.tensors["weight"].float() - start
-    true = (exact - start).detach()
-    assert float((moved * true).sum() / true.square().sum()) == pytest.approx(1, abs=0.02)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "text.txt", words=2000)
@@ -195,7 +177,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "how",
     [
-        BF16 | {"train__average": 0.999},
+        BF16,
         BF16 | {"optim__kind": "muon"},
         {"optim__kind": "adamw8bit"},
         BF16 | {"optim__kind": "adamw8bit", "train__stream": "bf16"},

@@ -40,8 +40,8 @@ LOSSES = {
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize(
     "labels",
-    [(8, 8), (0, 8), (0, 0, 0, 5), (3, 8), (6,), (*[0] * 100, 9, 4)],
-    ids=["full", "first masked", "three masked", "ragged", "single", "late"],
+    [(8, 8), (0, 8), (3, 8), (6,)],
+    ids=["full", "first masked", "ragged", "single"],
 )
 def test_only_a_sum_over_labels_passes(kind, labels):
     class Model(torch.nn.Embedding):

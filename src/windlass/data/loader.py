@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.data.mixture import Mixture
-from windlass.data.order import sample_indices, step_samples
+from windlass.data.order import sample_indices
 from windlass.data.samples import Batch, Samples
 from windlass.recipe import BatchPlan
 from windlass.recipe.settings import IGNORE_INDEX
@@ -55,7 +55,6 @@ class Loader(Iterator[StepBatch]):
         kind: str = "shuffled",  # `data.order`
         device: torch.device | str = "cpu",  # to CUDA from pinned memory, without waiting
         first_step: int = 0,  # steps already done
-        skipped: Sequence[tuple[int, int]] = (),  # ranges [start, stop) of sample numbers to omit
         length_buckets: bool = False,  # sort a step's samples by length: less padding
         mixture: Mixture | None = None,  # which of the samples of several sources come next
     ):
@@ -66,7 +65,6 @@ class Loader(Iterator[StepBatch]):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.samples, self.batch, self.data_rank = samples, batch, data_rank
         self.seed, self.kind, self.mixture = seed, kind, mixture
-        self.skipped = tuple(skipped)
         self.length_buckets = length_buckets and hasattr(samples, "length")
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -115,7 +113,8 @@ class Loader(Iterator[StepBatch]):
 
     def _read(self, step: int) -> StepBatch | None:
         """This rank's micro-batches of a step (from 1), in host memory; None if it is closed."""
-        numbers = step_samples(step - 1, self.batch.global_batch, self.skipped)
+        per_step = self.batch.global_batch
+        numbers = np.arange((step - 1) * per_step, step * per_step)
         if self.mixture:
             indices = self.mixture.indices(numbers)
         else:
@@ -137,7 +136,7 @@ class Loader(Iterator[StepBatch]):
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, int(numbers[0]), micro, valid, real)
+        return StepBatch(step, (step - 1) * self.batch.global_batch, micro, valid, real)
 
     def _read_ahead(self, step: int) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from windlass.data.order import permute, sample_indices, step_samples
+from windlass.data.order import permute, sample_indices
 from windlass.data.samples import Batch, Samples, masks_documents, positions_of, real_tokens
 from windlass.recipe import DataSettings, Horizon
 from windlass.recipe.settings import IGNORE_INDEX
@@ -174,23 +174,12 @@ class Mixture:
         inside = sources[: stop - block.start]
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
 
-    def read(
-        self, step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
-    ) -> np.ndarray:
-        """The samples of each source in the first steps without `skipped` ones, int64 [sources]."""
-        end = next_sample(step, global_batch, skipped)
-        ranges = [np.arange(start, min(stop, end)) for start, stop in skipped]
-        left_out = np.unique(np.concatenate([np.zeros(0, np.int64), *ranges]))
-        sources, _ = self.places(left_out)
-        return self.counts(end) - np.bincount(sources, minlength=len(self.samples.parts))
 
 
-def shares_of_run(
-    mixture: Mixture, horizon: Horizon, skipped: Sequence[tuple[int, int]] = ()
-) -> list[dict[str, Any]]:
+def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     """What a whole run reads of each source; `weights` are the shares in each stage."""
     samples, rows = mixture.samples, list[dict[str, Any]]()
-    counts = mixture.read(horizon.steps, horizon.samples_per_step, skipped).tolist()
+    counts = mixture.counts(horizon.steps * horizon.samples_per_step).tolist()
     for i, (name, part) in enumerate(zip(samples.names, samples.parts, strict=True)):
         count, size, tokens = counts[i], len(part), real_tokens(part)
         read = None if tokens is None else round(count * tokens / size)
@@ -198,11 +187,6 @@ def shares_of_run(
         row = {"name": name, "weights": weights, "samples": count, "tokens": read}
         rows.append({**row, "epochs": count / size})
     return rows
-
-
-def next_sample(step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
-    """The number of the first sample after `step` steps."""
-    return int(step_samples(step, global_batch, skipped)[0])
 
 
 class MixedSamples:

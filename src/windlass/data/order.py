@@ -89,16 +89,3 @@ def sample_indices(
         here = epochs == epoch
         indices[here] = Order(kind, seed, epoch, n, shards)[places[here]]
     return indices
-
-
-def step_samples(
-    step: int, global_batch: int, skipped: Sequence[tuple[int, int]] = ()
-) -> np.ndarray:
-    """The global sample numbers of a step (from 0), without the `skipped` ranges [start, stop)."""
-    numbers = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
-    reached = 0
-    for begin, end in sorted(skipped):
-        start, stop = max(begin, reached), max(end, reached)  # ranges may overlap
-        numbers[numbers >= start] += stop - start
-        reached = stop
-    return numbers

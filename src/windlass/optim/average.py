@@ -14,17 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
-from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded
 
 
 class Average:
     """The average of a model's trained parameters, on each rank of the part that it holds, as
     `tensors` by parameter, in its precision, layout and device; empty without an average."""
 
-    def __init__(self, model: nn.Module, beta: float, seed: int = 0):
-        """`model`: parallelized, not wrapped (see `unwrap`); `beta`: the decay, 0 for no average;
-        `seed`: of bf16 averages' rounding."""
-        self.beta, self.model, self.seed = beta, model, seed
+    def __init__(self, model: nn.Module, beta: float):
+        """`model`: parallelized, not wrapped (see `unwrap`); `beta`: the decay, 0: no average."""
+        self.beta, self.model = beta, model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         named = trained if beta else {}
         self.parameters = list(named.values())
@@ -33,8 +31,8 @@ class Average:
         self.count = torch.zeros((), dtype=torch.float64, device=device)  # of averaged weights
 
     @torch.no_grad()
-    def update(self, step: int, skipped: Tensor) -> None:
-        """After the update of `step`; `skipped` is 1.0 if the device did not make it."""
+    def update(self, skipped: Tensor) -> None:
+        """After the update of a step; `skipped` is 1.0 if the device did not make it."""
         if not self.tensors:
             return
         enters = 1 - skipped.to(self.count)
@@ -44,16 +42,8 @@ class Average:
         weight = torch.where(self.count == 0, 1.0, enters * weight)
         self.count.copy_(n)
         averages, parameters = self._pairs()
-        if not all(p.dtype == torch.bfloat16 for p in parameters):
-            weights = {p.dtype: weight.to(p.dtype) for p in parameters}
-            torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
-            return
-        weight = weight.float()  # bf16 would lose small changes to rounding to the nearest
-        for name, p, average in zip(self.tensors, self.parameters, averages, strict=True):
-            new = average.float().lerp_(local_part(p).float(), weight)
-            key = f"{self.seed}/average/{name}/{step}"
-            bits = random_bits(key, *places(p)).view(average.shape)
-            average.copy_(rounded(new, bits, BF16_DROPPED))
+        weights = {p.dtype: weight.to(p.dtype) for p in parameters}
+        torch._foreach_lerp_(averages, parameters, [weights[p.dtype] for p in parameters])
 
     @torch.no_grad()
     def load(self, count: int) -> None:

@@ -6,13 +6,12 @@ updates 0 to N - 1 and keeps its last value after them. With a warm-up of w step
 
     rise:   (i + 1) / w                                 for i < w: update w - 1 is first at the peak
     peak:   1
-    fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear)
+    fall:   1 - (1 - final) * x,  x = (i - s) / (N - s)     (linear, wsd)
             final + (1 - final) * (1 + cos(pi x)) / 2       (cosine)
-            final + (1 - final) * (1 - sqrt(x))             (1-sqrt; arXiv 2405.18392)
 
 The fall begins at update s: at the end of the warm-up for `linear` and `cosine`, `decay` steps
-before the end for `wsd` (arXiv 2404.06395), whose shape is `decay_shape`. `final` is the value one update after the last: no update has a learning rate of
-0. build-nanogpt does the same; nanoGPT divides by w + 1.
+before the end for `wsd` (arXiv 2404.06395). `final` is the value one update after the last: no
+update has a learning rate of 0. build-nanogpt does the same; nanoGPT divides by w + 1.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> fl
     if step < fall or fall == steps:
         return 1.0
     x = min(1.0, (step - fall) / (steps - fall))
-    shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
-    if shape == "linear":
-        return 1 - (1 - schedule.final) * x
-    left = (1 + math.cos(math.pi * x)) / 2 if shape == "cosine" else 1 - math.sqrt(x)
-    return schedule.final + (1 - schedule.final) * left
+    if schedule.kind == "cosine":
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * x)) / 2
+    return 1 - (1 - schedule.final) * x

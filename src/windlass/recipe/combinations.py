@@ -168,6 +168,8 @@ def mixture(r: Any) -> Problems:
 def average(r: Any) -> Problems:
     if not r.train.average and r.checkpoint.best == "loss.average_loss":
         yield "checkpoint.best", 'nothing is averaged: write train.average=0.999, or "loss"'
+    if r.train.average and r.train.master == "bf16":
+        yield "train.average", 'bf16 is too coarse for an average: write 0, or train.master="fp32"'
 
 
 def evaluations(r: Any) -> Problems:

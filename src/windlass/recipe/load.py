@@ -44,8 +44,6 @@ NON_SEMANTIC = (
     *("train.compile", "train.deterministic"),
     *("parallel.", "checkpoint.", "eval.", "telemetry."),
 )
-# Settings that choose an evaluation's items: a change on resume makes scores incomparable.
-MEASURED_ON = ("eval.batches", "eval.hellaswag_", "eval.squad_")
 # Settings that belong to one start. A resume writes all other changes into the run's recipe.
 UNRECORDED = ("preset", "run.dir", "data.dir", "data.changed", "checkpoint.resume")
 

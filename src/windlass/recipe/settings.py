@@ -110,13 +110,11 @@ class ScheduleSettings(Section):
     """The learning rate as a function of the step."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay from the end of the warm-up."""
+    """`wsd`: warm-up, stable, decay (arXiv 2404.06395); others decay after the warm-up."""
     warmup: Duration = 0.01
     """Steps of the linear rise from 0 to `lr`; a fraction is a share of the schedule."""
     decay: Duration = 0.1
-    """With `wsd`: steps of the decay at the schedule's end."""
-    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
-    """With `wsd`: shape of the decay; `1-sqrt` (arXiv 2405.18392) falls steeply at first."""
+    """With `wsd`: steps of the linear decay at the schedule's end."""
     steps: Duration = 0
     """Length of the schedule, as nanoGPT's `lr_decay_iters`; 0: the run's. A longer run keeps the
     final learning rate. `--extend-to` does not change a length in steps or epochs."""
@@ -149,7 +147,7 @@ class OptimSettings(Section):
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """With `muon`: momentum."""
     schedule: ScheduleSettings = ScheduleSettings()
-    """`optim.schedule.kind`, `.warmup`, `.decay`, `.decay_shape`, `.steps`, `.final`."""
+    """`optim.schedule.kind`, `.warmup`, `.decay`, `.steps`, `.final`."""
 
     @field_validator("kind")
     @classmethod

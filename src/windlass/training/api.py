@@ -21,6 +21,7 @@ from windlass.errors import (
     Stopped,
     UserError,
     argument,
+    plural,
 )
 from windlass.launch.local import launch
 from windlass.parallel.env import detect_env
@@ -131,7 +132,8 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
 def finished_run(plan: StartPlan) -> Run:
     """Print why the run is finished; returns it."""
     if detect_env().rank == 0:
-        text = f"{plan.run.path} is finished: {plan.why_finished}; extend it to train on"
+        done = plural(plan.run.summary.get("steps", 0), "step")
+        text = f"{plan.run.path} is finished: the run has done its {done}; extend it to train on"
         print(message(text, sys.stdout))
     return plan.run
 

@@ -31,7 +31,7 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import StartPlan, candidate_checkpoints, describe_extension, job_id
+from windlass.training.start import StartPlan, candidate_checkpoints, job_id
 
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
@@ -48,17 +48,21 @@ class RunDirectory:
         console.begin("looking for a checkpoint, and verifying it")
         # The checkpoint of a new run (a branch) is verified before anything changes, the
         # checkpoint of a resumed run under the lock.
-        choose = partial(choose_undamaged, ranks, lambda: candidate_checkpoints(plan, horizon))
-        self.checkpoint = None if plan.resuming else choose()
+        self.checkpoint = None if plan.resuming else self._choose(horizon)
         locked = ranks.decide("lock", partial(self._lock, stack))
         self.attempt, self.attempt_name, self.warnings = locked
         console.open_log(plan.run.log_path)
         if plan.resuming:
-            self.checkpoint = choose()
+            self.checkpoint = self._choose(horizon)
         if self.checkpoint is not None:
             self.warnings += self.checkpoint.notes
-            if ranks.main:
-                self.warnings += describe_extension(plan, self.checkpoint.step, horizon)
+
+    def _choose(self, horizon: Horizon) -> Checkpoint | None:
+        """The first undamaged checkpoint to start from; the ranks share the hashing."""
+        paths = self.ranks.decide(
+            "candidates", lambda: list(map(str, candidate_checkpoints(self.plan, horizon)))
+        )
+        return first_undamaged(list(map(Path, paths)), self.ranks)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""
@@ -119,12 +123,6 @@ class RunDirectory:
         self.ranks.decide(
             "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
         )
-
-
-def choose_undamaged(ranks: Ranks, candidates: Callable[[], list[Path]]) -> Checkpoint | None:
-    """The first undamaged checkpoint in rank 0's list; the ranks share the hashing."""
-    paths = ranks.decide("candidates", lambda: list(map(str, candidates())))
-    return first_undamaged([Path(path) for path in paths], ranks)
 
 
 def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:

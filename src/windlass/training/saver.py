@@ -9,10 +9,9 @@ from typing import Any
 from windlass import processes
 from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
-from windlass.checkpoint.save import Save, Writer, shortage
+from windlass.checkpoint.save import Save, Writer
 from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
-from windlass.estimate.calendar import checkpoints_to_come
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import unwrap
@@ -38,13 +37,12 @@ class Saver(Writer):
         scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
-        trained: int,
         own: bool,
     ):
         """Prepare to save; the state that is saved stays in the objects given here.
 
-        `meta`: facts in every checkpoint, beside its reason. `trained`: parameters. `own`: the
-        module is the user's, whose forward pass may change weights.
+        `meta`: facts in every checkpoint, beside its reason. `own`: the module is the user's, whose
+        forward pass may change weights.
         """
         plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
         self.model, self.optimizer = callbacks.model, callbacks.optimizer
@@ -60,27 +58,15 @@ class Saver(Writer):
         self.while_waiting = recorder.beat
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
-        self.average, self.trained, self.meta, self.own = average, trained, meta, own
+        self.average, self.meta, self.own = average, meta, own
         if start is not None:
             self.resume_from(self.state.step)
-        self._warned = False  # of a save that takes longer than the grace
 
     @property
     def due(self) -> bool:
         """Whether a save is due at this step."""
         periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
-
-    def disk_shortage(self) -> str:
-        """Rank 0's warning if the disk is too full for the run's checkpoints; else empty."""
-        if not self.ranks.main:
-            return ""
-        size = self.shard().nbytes * self.world  # the ranks write about as much as each other
-        # torch's optimizers lack their state before the first step.
-        size += 0 if self.optimizer.state else 8 * self.trained
-        present, horizon = len(list(self.directory.glob("step-????????"))), self.recorder.horizon
-        count = checkpoints_to_come(self.recipe, horizon, self.state.step, present)
-        return shortage(self.directory.parent, count * size, "the run") if count else ""
 
     def shard(self) -> Shard:
         """The part of model, optimizer and average that this rank writes."""
@@ -123,15 +109,7 @@ class Saver(Writer):
         for save in saves:
             self.recorder.saved(save)
             if not save.error and self.ranks.main:
-                seconds = save.write_s + save.staged_s
-                report_saved(seconds)  # to a batch job
-                if seconds > self.grace and not self._warned:
-                    self._warned = True
-                    self.recorder.console.warning(
-                        f"a save takes {seconds:.0f} s, but a signal leaves {self.grace:.0f} s: a "
-                        "stop loses the steps since the last save; raise checkpoint.grace_seconds "
-                        "(in a batch job --time)"
-                    )
+                report_saved(save.write_s + save.staged_s)  # to a batch job
                 self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
 

@@ -17,13 +17,11 @@ from windlass.data.mixture import Mixture, shares_of_run
 from windlass.data.open import Data, Facts, describe, lines, open_data
 from windlass.data.open import warnings as data_warnings
 from windlass.data.samples import real_tokens
-from windlass.data.split import eval_questions
 from windlass.errors import OutOfMemory, UserError, plural
 from windlass.estimate.activations import measure_peaks
 from windlass.estimate.calendar import resolve_steps
 from windlass.estimate.devices import USABLE, Device
 from windlass.estimate.layouts import layout_on
-from windlass.evaluation.likelihood import read_items
 from windlass.evaluation.suites import Suites
 from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.size import describe_sizes
@@ -32,11 +30,8 @@ from windlass.optim.build import build_optimizer, describe_groups
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
-from windlass.preflight.findings import code_for
 from windlass.processes import usable_cores
-from windlass.recipe import BatchPlan, Horizon, Recipe
-from windlass.recipe.load import MEASURED_ON
-from windlass.recipe.settings import HELLASWAG_SUITE, SQUAD_SUITE
+from windlass.recipe import BatchPlan, Horizon, Recipe, typed
 from windlass.run import Run
 from windlass.telemetry import environment
 from windlass.telemetry.console import Console
@@ -185,7 +180,7 @@ def open_trainer(
     # The model without values, so that bad input is found before the directory changes.
     origin = None if plan.fresh else run.path
     network = Network(recipe, ranks, data, horizon, stack, module, origin)
-    check_evaluations(recipe, data, network.model)
+    check_prompt(recipe, data, network.model)
 
     # The directory, its lock, and the checkpoint to start from.
     console = Console(horizon.steps, ranks.rank)
@@ -201,7 +196,7 @@ def open_trainer(
     bare, seed = unwrap(model), recipe.run.seed
     zero, replicas = ranks.strategy.shards_optimizer, ranks.mesh.replicas
     optimizer = build_optimizer(bare, recipe.optim, ranks.device.type, replicas, zero, seed)
-    average = Average(bare, recipe.train.average, seed)
+    average = Average(bare, recipe.train.average)
     facts, state = network.facts(data, batch.micro_batch), TrainState()
     if checkpoint is not None:
         console.begin(f"reading {checkpoint.path}")
@@ -221,10 +216,16 @@ def open_trainer(
         run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    trained, size = network.sizes.trained, batch.micro_batch
-    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, trained, own)
+    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, own)
     suites = Suites(
-        recipe, data.tokenizer, ranks, data.val, size, callbacks.suites(), data.train, data.template
+        recipe,
+        data.tokenizer,
+        ranks,
+        data.val,
+        batch.micro_batch,
+        callbacks.suites(),
+        data.train,
+        data.template,
     )
     evaluator = Evaluator(recorder, suites, model, average, stop)
     deferred = check_is_deferred(ranks.device, optimizer, recipe.parallel.offload)
@@ -248,21 +249,16 @@ def open_trainer(
         stop=stop,
         stop_at=stop_at,
     )
-    warnings = [*directory.warnings, *network.warnings, saver.disk_shortage()]
+    warnings = [*directory.warnings, *network.warnings]
     report_start(recorder, plan, network, data, batch, mixture, checkpoint, warnings)
     if plan.changes:
         directory.write_settings()
     return trainer
 
 
-def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
-    """Raise UserError, at the start, for what evaluations and samples cannot read."""
+def check_prompt(recipe: Recipe, data: Data, model: nn.Module) -> None:
+    """Raise UserError, at the start, for a prompt that the tokenizer cannot read."""
     settings = recipe.eval
-    if settings.every and data.val is not None:
-        if SQUAD_SUITE in settings.suites:
-            eval_questions(recipe)
-        if HELLASWAG_SUITE in settings.suites:
-            read_items(settings.hellaswag_file, settings.hellaswag_items)
     if settings.sample_every and settings.prompt and can_sample(model, data.tokenizer):
         try:
             data.tokenizer.prompt(settings.prompt)
@@ -272,14 +268,8 @@ def check_evaluations(recipe: Recipe, data: Data, model: nn.Module) -> None:
 
 
 def prepare_device(recipe: Recipe, device: torch.device, stack: ExitStack) -> None:
-    """Configure the device until `stack` ends; UserError if torch lacks kernels for it."""
+    """Configure the device until `stack` ends."""
     use_deterministic(recipe.train.deterministic)
-    if device.type == "cuda":
-        about, cuda = torch.cuda.get_device_properties(device), torch.version.cuda or ""
-        capability, compiled = (about.major, about.minor), torch.cuda.get_arch_list()
-        text, wheel = code_for(about.name, capability, compiled, torch.__version__, cuda)
-        if wheel and cuda:
-            raise UserError(f"{text}: {wheel}")
     if recipe.data.ragged_:
         stack.enter_context(attention_without_plans())
         # Rows of varying length leave gaps between blocks of fixed sizes; segments that grow leave
@@ -364,11 +354,9 @@ def report_start(
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
     if plan.changes:
-        text = f"settings changed: {plan.changed}"
+        changes = [f"{k} {typed(old)} -> {typed(new)}" for k, (old, new) in plan.changes.items()]
+        text = f"settings changed: {', '.join(changes)}"
         recorder.emit("settings_changed", text, settings=plan.changes)
-    if any(key.startswith(MEASURED_ON) for key in plan.changes):
-        why = "later evaluations have other items"
-        console.warning(f"{why}, so the best checkpoint is chosen from them alone")
 
 
 def header(

@@ -18,7 +18,7 @@ from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
 from windlass.parallel.env import detect_env
-from windlass.recipe import Horizon, Recipe, typed
+from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE
 from windlass.recipe.load import UNRECORDED
 from windlass.recipe.units import EPOCHS
@@ -27,8 +27,14 @@ from windlass.run import LOCK, Run, last_start
 # A branch may change settings with these prefixes; model, data, seed and batch stay. The
 # fingerprint of the data rejects other sources in a mixture.
 BRANCHES = (
-    *("optim.", "data.mix", "data.stages", "train.steps", "train.average", "train.on_"),
-    *("train.max_skips", "train.grad_clip"),
+    "optim.",
+    "data.mix",
+    "data.stages",
+    "train.steps",
+    "train.average",
+    "train.on_nonfinite",
+    "train.max_skips",
+    "train.grad_clip",
 )
 LEFT_OVER = re.compile(
     rf"{LOCK}|\.?{LINEAGE}(\.new)?|heartbeat|log\.txt|tokenizer|\.recipe\.toml\.(new|partial)"
@@ -57,20 +63,6 @@ class StartPlan:
         """Whether the start continues a training, whose prepared data it needs as they were."""
         resumes = self.resuming and bool(checkpoints_in(self.run.checkpoints_dir))
         return resumes or self.branch_from is not None
-
-    @property
-    def changed(self) -> str:
-        """The changed settings, as `eval.every 100 -> 50`."""
-        return ", ".join(f"{k} {typed(a)} -> {typed(b)}" for k, (a, b) in self.changes.items())
-
-    @property
-    def why_finished(self) -> str:
-        """Why the run is finished, and which changed settings are ignored."""
-        why = f"the run has done its {plural(self.run.summary.get('steps', 0), 'step')}"
-        resume, without = self.recipe.checkpoint.resume, [self.changed] * bool(self.changes)
-        if resume != "latest":
-            without.append(f"checkpoint.resume={resume} (branch from {self.run.path}@{resume})")
-        return why + (f"; without effect: {', '.join(without)}" if without else "")
 
 
 def resolve_start(
@@ -232,7 +224,7 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
     if (decay_begins := old_decay(plan, horizon)) is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
-            problem = f"{run} lacks a checkpoint from before step {decay_begins}, where it decays"
+            problem = f"{run} lacks a checkpoint from before step {decay_begins}, when it decays"
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths
@@ -247,14 +239,3 @@ def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
         return None
     before = phases(schedule, old)
     return None if before == phases(schedule, horizon) else before[1]
-
-
-def describe_extension(plan: StartPlan, step: int, horizon: Horizon) -> list[str]:
-    """A warning about the steps that an extended WSD run repeats after `step`, if any."""
-    if (decay := old_decay(plan, horizon)) is None:
-        return []
-    done = max(int(line.get("step", 0)) for line in plan.run.ledger())
-    if step >= done:
-        return []
-    why = f"the extension continues before the old decay, which began at step {decay:,}"
-    return [f"{why}: it starts at step {step:,} and repeats steps {step + 1:,} to {done:,}"]

@@ -21,7 +21,6 @@ from windlass.data.mixture import (
     Mixture,
     Stage,
     continue_stages,
-    next_sample,
     stages_of,
 )
 from windlass.data.samples import Samples
@@ -121,18 +120,18 @@ def mixture_of(
     if not isinstance(samples, MixedSamples):
         return None
     planned = stages_of(recipe.data, horizon)
-    at = next_sample(state.step, horizon.samples_per_step)
     past = [Stage(start, tuple(weights)) for start, weights in state.mixture]
-    stages = continue_stages(past, planned, at)
+    stages = continue_stages(past, planned, state.step * horizon.samples_per_step)
     state.mixture = [list(stage) for stage in stages]
     return Mixture(samples, stages, recipe.run.seed, recipe.data.order)
 
 
-def source_counts(mixture: Mixture, step: int, global_batch: int) -> dict[str, float]:
+def source_counts(mixture: Mixture | None, step: int, global_batch: int) -> dict[str, float]:
     """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    counts = mixture.read(step, global_batch).tolist()
     fields = dict[str, float]()
-    samples = mixture.samples
+    if mixture is None:
+        return fields
+    counts, samples = mixture.counts(step * global_batch).tolist(), mixture.samples
     for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
         fields[f"source.{name}.samples"] = count
         fields[f"source.{name}.epochs"] = count / len(part)
@@ -200,14 +199,9 @@ class Buffers:
 
     def share(self) -> None:
         """Take the first data rank's values; every rank calls it after the same step."""
-        if not self.owners:
-            return
-        buffers = [module._buffers[name] for module, name in self.owners]  # may be replaced
-        tensors = [buffer.detach() for buffer in buffers if buffer is not None]
-        # A view of bytes must begin at a multiple of its type's size.
-        tensors.sort(key=lambda tensor: -tensor.element_size())
-        flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        group = self.mesh.loss_ranks if flat.device.type == "cpu" else self.mesh.loss_group
-        dist.broadcast(flat, group=group, group_src=0)
-        for tensor, part in zip(tensors, flat.split([t.nbytes for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.dtype).view_as(tensor))
+        for module, name in self.owners:
+            buffer = module._buffers[name]  # may have been replaced
+            assert buffer is not None
+            on_cpu = buffer.device.type == "cpu"
+            group = self.mesh.loss_ranks if on_cpu else self.mesh.loss_group
+            dist.broadcast(buffer.detach(), group=group, group_src=0)

@@ -20,7 +20,7 @@ from windlass.checkpoint.choose import BEST, FINAL
 from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import Mixture
 from windlass.data.samples import Samples
-from windlass.errors import RunFailed, Stopped, UserError, first_line, plural
+from windlass.errors import RunFailed, Stopped, UserError, first_line
 from windlass.model.build import scalar
 from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
@@ -48,7 +48,6 @@ from windlass.training.state import (
 from windlass.training.stop import StopSignals
 
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
-GC_STEPS = 100  # between two collections of garbage, at the same steps on every rank
 # If another rank may be gone, wait this long for a save, or twice the last save's time if longer.
 FAILING_SAVE_SECONDS = 5.0
 
@@ -123,8 +122,9 @@ class Trainer:
         state, horizon, recipe = self.state, self.horizon, self.recipe
         ranks, recorder, evaluator = self.ranks, self.recorder, self.evaluator
         first_step, loader = state.step + 1, self.open_loader()
-        if owns_collector := not gc.isenabled():  # `windlass train` has turned it off
+        if not gc.isenabled():  # `windlass train` has turned it off
             gc.freeze()  # imported modules stay, so a collection need not look at them
+            gc.enable()
         try:
             while state.step < horizon.steps:
                 recorder.log(self.callbacks.take_logged())
@@ -144,8 +144,6 @@ class Trainer:
                 state.tokens += result.tokens
                 state.label_tokens += result.label_tokens
                 self.losses.add(result.loss)
-                if owns_collector and state.step % GC_STEPS == 0:
-                    gc.collect()  # else one rank collects in a step, and the others wait
                 recorder.stepped(result)
                 if state.step == first_step:  # later collectives need not wait for compilation
                     ranks.set_timeout(recipe.parallel.timeout_seconds)
@@ -184,21 +182,16 @@ class Trainer:
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            step = state.step + 1
-            raise out_of_memory(recipe, self.recorder.run, ranks, self.batch, step) from None
+            raise out_of_memory(recipe, recorder.run, ranks, self.batch, state.step + 1) from None
         finally:
             loader.close()
-            if owns_collector:
-                gc.enable()
         return True
 
     def log(self, result: StepResult, lr: float) -> None:
         """A `train` line, for which the host waits for the device."""
         self.losses.read()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
-        sources, mixture = dict[str, float](), self.mixture
-        if mixture is not None:
-            sources = source_counts(mixture, self.state.step, self.horizon.samples_per_step)
+        sources = source_counts(self.mixture, self.state.step, self.horizon.samples_per_step)
         self.recorder.train(loss, lr, grad_norm, self.scaler.scale, sources)
 
     def step(self, batch: StepBatch, lr_multiplier: float) -> StepResult:
@@ -269,7 +262,7 @@ class Trainer:
                 collectives.scale_gradients(self.parameters, 1 / divisor)
             set_lr(self.optimizer, lr_multiplier, step)
             self.optimizer.step()
-            self.average.update(step, bad)
+            self.average.update(bad)
         self.scaler.update(bad)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
@@ -298,20 +291,12 @@ class Trainer:
                 batch = loader.poll(DATA_WAIT_SECONDS)
             if batch is not None:
                 return batch
-            step = self.state.step
             if self.ranks.status.phase != "data":  # the mark has the time since which it is late
-                self.ranks.mark(step + 1, "data")
+                self.ranks.mark(self.state.step + 1, "data")
             self.recorder.beat()
             if self.stop.requested and self.ranks.world == 1:
                 self.bad_steps.decide()
                 self.saver.stop_run(self.stop)
-            if self.stop.seconds_since() > self.saver.grace:
-                self.saver.finish(FAILING_SAVE_SECONDS)
-                lost = plural(step - self.saver.committed, "step")
-                raise RunFailed(
-                    f"stopped by {self.stop.name} at step {step}: rank {self.ranks.rank} has no "
-                    f"data within checkpoint.grace_seconds; {lost} lost"
-                )
 
     def evaluate(self) -> bool:
         """Measure the suites, and save the model if it is the best so far; False, with nothing
