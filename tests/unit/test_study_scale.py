@@ -225,7 +225,7 @@ def test_a_preset_of_studies_is_changed_on_the_way():
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):
         load_study("quickstart-scaling", "sweep")
-    with refused("did you mean quickstart-scaling"):
+    with refused("quickstart-scalign"):
         load_study("quickstart-scalign", "scale")
     with refused("quickstart-scaling", "scale"):
         Recipe.load("quickstart-scaling")

@@ -90,7 +90,7 @@ def _row(path: Path, top: Path) -> RunRow:
 
 def _cell_row(result: CellResult) -> RunRow:
     name, state = result.cell.directory, result.state
-    if not result.begun:
+    if not result.run.exists:
         return RunRow(name, state, steps=result.steps)
     row = _row(result.run.path, result.run.path)._replace(run=name)
     ended_early = state == "finished" and row.state == "ended early"

@@ -140,10 +140,6 @@ class CellResult:
     device_hours: float | None = None
     left_s: float | None = None  # seconds to the last step, while it runs
 
-    @property
-    def begun(self) -> bool:
-        return self.run.exists
-
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
         left_out = {"cell", "run", "measure", "lower", "validation"}
