@@ -144,8 +144,7 @@ def sweep(
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        options = (workers, retry_failed, launch)
-        Sweep(study, cells, *options, progress=shown).start()
+        Sweep(study, cells, workers, retry_failed, launch, progress=shown).start()
     return study
 
 
@@ -159,10 +158,9 @@ def create_sweep(
     """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    target = Path(path) if path else place
-    if target is None or not Study.is_study(target):
-        world = world or options.get("world", 0)
-    return Study.create(base, axes or options.get("axes", ()), target, world=world)
+    axes = axes or options.get("axes", ())
+    world = world or options.get("world", 0)
+    return Study.create(base, axes, Path(path) if path else place, world=world)
 
 
 def train_command(study: Study, cell: Cell) -> list[str]:
@@ -302,8 +300,9 @@ class Sweep:
                 command = [*WINDLASS, "launch", *part, "--", *command]
             else:
                 command = [*command, "--world", str(world)]
-            how = (threads, free if len(free) == world else [])
-            self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
+            devices = free if len(free) == world else []
+            directory = self.study.run_of(cell).path
+            self.running.append(CellProcess(cell, command, directory, threads, devices))
 
 
 def submit_study(

@@ -188,8 +188,8 @@ class Study:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        options = given.world or self.world, given.scaling or self.scaling
-        return Study(self.path, recipe, list(cells.values()), self.kind, *options)
+        world, scaling = given.world or self.world, given.scaling or self.scaling
+        return Study(self.path, recipe, list(cells.values()), self.kind, world, scaling)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
