@@ -28,7 +28,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROBLEMS = {
     "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a "
     "token of that account",
-    "RevisionNotFoundError": "has no such revision on the Hub: name another commit, tag or branch",
+    "RevisionNotFoundError": "lacks this revision on the Hub: name another commit, tag or branch",
     "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set "
     "HF_TOKEN to a token that may read it",
 }

@@ -115,7 +115,7 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
     tokenizer = named_tokenizer(recipe.tokenizer)
     assert (tokenizer.vocab, tokenizer.eot) == (2, 0) and any(COMMIT in path for path in asked)
     assert not any("/revision/main" in path or "/resolve/main/" in path for path in asked)
-    with refused("data.tokenizer: some/open@v9 has no such revision"):
+    with refused("data.tokenizer: some/open@v9 lacks this revision"):
         named_tokenizer(recipe.replace("model.revision=v9").tokenizer)
 
 

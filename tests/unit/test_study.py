@@ -207,7 +207,7 @@ def test_tokenizers_are_compared_in_bits_per_byte(create):
     for other, word in (
         (second._replace(bytes=None), "bits per byte"),
         (second._replace(text="bad"), "00c0ffee, bad"),
-        (second._replace(text=""), "unknown"),
+        (second._replace(text=""), "hash"),
         (second._replace(bytes=9e3), "eval.batches"),
         (first._replace(text="bad"), "00c0ffee, bad"),
         (first._replace(tokens=320), "eval.batches"),
