@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     if name not in _MODULES:
-        raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+        raise AttributeError(f"module 'windlass' lacks the attribute {name!r}")
     return getattr(importlib.import_module(f"windlass.{_MODULES[name]}"), name)
 
 

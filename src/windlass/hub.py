@@ -10,7 +10,7 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from windlass.errors import UserError, argument, first_line, needs, require
 from windlass.fileio import read_json
 
-PROBE_SECONDS = (3.0, 6.0)  # two attempts to reach the Hub; its libraries would retry for 50 s
+PROBE_SECONDS = 6.0  # to reach the Hub; its libraries would retry for 50 s
 HUB = "https://huggingface.co"
 UNREACHABLE = "the Hub is out of reach (or HF_HUB_OFFLINE is set)"
 PROXIES = ("HTTPS_PROXY", "ALL_PROXY")
@@ -28,7 +28,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PROBLEMS = {
     "GatedRepoError": "is gated: accept its licence on its page on the Hub, and set HF_TOKEN to a "
     "token of that account",
-    "RevisionNotFoundError": "has no such revision on the Hub: name another commit, tag or branch",
+    "RevisionNotFoundError": "lacks this revision on the Hub: name another commit, tag or branch",
     "RepositoryNotFoundError": "is not on the Hub, or is private: check the spelling, or set "
     "HF_TOKEN to a token that may read it",
 }
@@ -40,14 +40,9 @@ def prepare() -> None:
     proxy = any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXIES)
     if "HF_HUB_OFFLINE" in os.environ or proxy:
         return
-    for seconds in PROBE_SECONDS:
-        try:
-            connect(os.environ.get("HF_ENDPOINT") or HUB, seconds)
-            return
-        except TimeoutError:
-            continue  # the network may be slow
-        except OSError:
-            break
+    with suppress(OSError):
+        connect(os.environ.get("HF_ENDPOINT") or HUB, PROBE_SECONDS)
+        return
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub.constants" in sys.modules:  # it has read its environment already
         sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

@@ -26,7 +26,6 @@ QUIET_END = "WINDLASS_QUIET_END"  # set if another process shows the end of this
 STORE_FD = "WINDLASS_STORE_FD"
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
-FAILURE_BYTES = 4096  # reserved for the failure of a rank
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
 IN_STEP = ("data", "forward", "backward", "optimizer")  # the phases in which a step is not done
 # How a child runs a module: without -P Python would import files of the working directory, such as
@@ -67,15 +66,11 @@ def visible_gpus() -> list[str]:
 
 
 def nvml_handle(nvml: Any, name: str) -> Any:
-    """NVML's handle by index, or by UUID: whole, its beginning, or as torch gives it."""
+    """NVML's handle by index, or by UUID, also as torch gives it: without `GPU-`."""
     if name.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(name))
-    for uuid in (name,) if name.startswith(("GPU-", "MIG-")) else (f"GPU-{name}", f"MIG-{name}"):
-        with contextlib.suppress(Exception):
-            return nvml.nvmlDeviceGetHandleByUUID(uuid)
-    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-    uuids = ((handle, nvml.nvmlDeviceGetUUID(handle)) for handle in handles)
-    return next(handle for handle, uuid in uuids if name and uuid.startswith(name))
+    is_whole = name.startswith(("GPU-", "MIG-"))
+    return nvml.nvmlDeviceGetHandleByUUID(name if is_whole else f"GPU-{name}")
 
 
 def exit_with_parent(default: int = 0) -> None:
@@ -166,8 +161,6 @@ class RankStatus:
             path = Path(directory, f"status-{rank}.json")
             with contextlib.suppress(OSError):  # a full disk costs the launcher's message only
                 self._file = os.open(path, os.O_WRONLY | os.O_CREAT)
-                # Room for the failure, which may be that the disk is full.
-                Path(directory, f"failure-{rank}.json").write_text(" " * FAILURE_BYTES)
         self.mark(0, "start")
 
     def mark(self, step: int, phase: str) -> None:
@@ -190,8 +183,7 @@ class RankStatus:
         for directory in filter(None, (self.directory, os.environ.get(REPORTS))):
             with contextlib.suppress(OSError):
                 path = Path(directory, f"failure-{self.rank}.json")
-                with path.open("r+" if path.exists() else "w") as file:  # in its reserved room
-                    file.write(json.dumps(asdict(failure)).ljust(FAILURE_BYTES))
+                path.write_text(json.dumps(asdict(failure)))
                 for name in (host_name(os.environ) or self.host, self.host.partition(".")[0]):
                     Path(directory, f"host-{name}").touch()
 

@@ -166,14 +166,8 @@ class Run:
 
     def __repr__(self) -> str:
         lines = self.ledger()
-        ends = [x["steps"] for x in lines if x["kind"] == "event" and "steps" in x]
-        steps = ends[-1] if ends else "?"
-        text = [f"{self.state}, step {lines[-1]['step']} of {steps}" if lines else self.state]
-        losses = [x for x in lines if "loss" in x and x.get("suite", "loss") == "loss"]
-        last = {x["kind"]: x["loss"] for x in losses}
-        words = {"train": "loss", "eval": "val loss"}
-        text += [f"{words[kind]} {last[kind]:.4f}" for kind in words if kind in last]
-        return f"Run({self.path}: {', '.join(text)})"
+        step = f", step {lines[-1]['step']}" if lines else ""
+        return f"Run({self.path}: {self.state}{step})"
 
     @property
     def summary(self) -> Line:

@@ -19,8 +19,11 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
     """
     path = tmp_path / "study"
     words = [*settings(None, **DDP), "parallel.device=cpu", "train.global_batch=8"]
-    words += ["--nodes", "1,1,2", "--worlds", "1,2,4"]
-    command = [sys.executable, "-m", "windlass", "scale", "quickstart", *words, "--dir", str(path)]
+    words += ["train.threads=1", "--nodes", "1,1,2", "--worlds", "1,2,4", "--dir", str(path)]
+    windlass = [sys.executable, "-m", "windlass"]
+    created = cluster.call(*windlass, "scale", "quickstart", *words, cwd=tmp_path)
+    assert created.returncode == 0, created.stdout
+    command = [*windlass, "submit", str(path)]
     done = cluster.call(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     jobs = [read_json(path / "jobs" / str(nodes) / "job.json")["job"] for nodes in (1, 2)]
@@ -40,5 +43,5 @@ def test_strong_scaling_over_two_hosts(cluster: Cluster, settings, tmp_path):
         # the ranks of one host
         assert [run.name for run in sorted(probe.glob("*")) if run.is_dir()] == ["0", "1"]
     assert "nothing to submit" in cluster.call(*command, cwd=tmp_path).stdout
-    shown = cluster.call(sys.executable, "-m", "windlass", "scale", str(path), cwd=tmp_path)
+    shown = cluster.call(*windlass, "scale", str(path), cwd=tmp_path)
     assert shown.returncode == 0 and shown.stdout.count("finished") >= 3, shown.stdout

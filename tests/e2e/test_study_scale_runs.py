@@ -1,15 +1,12 @@
-"""Scaling studies of real trainings on this machine: killed and given again, probes, the Python
-API.
-"""
+"""Scaling studies of real trainings on this machine: killed and given again, and probes."""
 
 import json
 
 import pytest
 
 from helpers import TINY, kill_when, overrides, windlass
-from windlass import Study, scale
+from windlass import Study
 from windlass.fileio import read_json
-from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.setups import read_setups
 
@@ -72,16 +69,3 @@ def test_killed_in_the_middle_of_a_probe_it_is_measured_anew(words, tmp_path):
     assert (one["world"], two["world"], one["efficiency"]) == (1, 2, 1.0) and two["step_ms"] > 0
     parts = ("compute_ms", "exposed_ms", "data_ms", "host_ms")
     assert sum(two[part] for part in parts) == pytest.approx(two["step_ms"], rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
-def test_strategies_by_the_api(corpus, tmp_path):
-    recipe = Recipe.load("quickstart", small_cells(corpus, tmp_path))
-    path = tmp_path / "study"
-    study = scale(recipe, [2], mode="strategies", path=path, probes=False)
-    table = read_setups(study)
-    assert [row.state for row in table] == ["finished"] * len(table), [row.reason for row in table]
-    assert len({row.name for row in table}) == len(table) >= 10
-    assert len([row for row in table if row.values["recommended"]]) == 1
-    assert scale(path, probes=False).results() == study.results()

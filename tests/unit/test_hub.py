@@ -115,7 +115,7 @@ def test_the_tokenizer_that_comes_with_the_model_is_of_the_models_revision(asked
     tokenizer = named_tokenizer(recipe.tokenizer)
     assert (tokenizer.vocab, tokenizer.eot) == (2, 0) and any(COMMIT in path for path in asked)
     assert not any("/revision/main" in path or "/resolve/main/" in path for path in asked)
-    with refused("data.tokenizer: some/open@v9 has no such revision"):
+    with refused("data.tokenizer: some/open@v9 lacks this revision"):
         named_tokenizer(recipe.replace("model.revision=v9").tokenizer)
 
 
@@ -149,12 +149,11 @@ def undecided(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ("outcomes", "offline"),
     [
         ([None], False),
-        ([TimeoutError, None], False),
-        ([TimeoutError] * 2, True),
+        ([TimeoutError], True),
         ([ConnectionRefusedError], True),
     ],
 )
-def test_one_slow_answer_does_not_put_the_process_offline(outcomes, offline, undecided):
+def test_a_hub_out_of_reach_puts_the_process_offline(outcomes, offline, undecided):
     asked = iter(outcomes)
 
     def connect(address: Any, timeout: float) -> socket.socket:

@@ -2,8 +2,6 @@
 readable.
 """
 
-import errno
-import os
 import subprocess
 import sys
 import time
@@ -13,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from helpers import TINY, gone, overrides, wait_for, write_corpus
-from windlass import processes
 from windlass.fileio import read_json
-from windlass.processes import REPORTS, first_to_show, nvml_handle, visible_gpus
+from windlass.processes import REPORTS, first_to_show, visible_gpus
 
 STEPS = """
 import resource, sys
@@ -124,7 +121,6 @@ def test_the_gpus_that_cuda_gives_a_process(monkeypatch, variable, seen) -> None
     [
         ("2,0", "NVIDIA 2"),
         ("GPU-dddd", "NVIDIA 3"),
-        ("GPU-bc", "NVIDIA 2"),
         ("MIG-2", "NVIDIA MIG-2"),
         ("-1", "CPU"),
     ],
@@ -136,29 +132,6 @@ def test_a_plan_is_for_the_first_gpu_that_is_visible(monkeypatch, variable, name
     monkeypatch.setitem(sys.modules, "pynvml", nvml(FOUR, ["MIG-1", "MIG-2"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert this_device().name == name
-
-
-def test_a_device_without_a_uuid_is_not_taken_for_another_one() -> None:
-    with pytest.raises(StopIteration):
-        nvml_handle(nvml(FOUR), "")
-    assert nvml_handle(nvml(FOUR, ["MIG-cccc"]), "cccc") == "MIG-cccc"
-
-
-def test_a_full_disk_ends_no_rank_and_its_reason_is_told(tmp_path, monkeypatch) -> None:
-    """As with a full TMPDIR: no file grows, and none is made."""
-    status = processes.RankStatus(0, str(tmp_path))
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
-        patch.setattr(Path, "write_text", full)
-        status.mark(3, "forward")
-        status.write(status.failure("no space left for the checkpoint"))
-    assert read_json(tmp_path / "failure-0.json")["error"] == "no space left for the checkpoint"
-    monkeypatch.setattr(os, "open", full)
-    processes.RankStatus(1, str(tmp_path)).mark(1, "start")
 
 
 def test_no_process_imports_files_of_the_working_directory(tmp_path):

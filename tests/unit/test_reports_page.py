@@ -215,7 +215,8 @@ def test_runs_of_several_tokenizers_are_drawn_in_bits_per_byte_and_others_have_n
 
 def test_a_study_is_written_with_its_cells_seeds_settings_and_pictures(study, tmp_path):
     made = report(study.study.path, tmp_path)
-    command = "windlass train quickstart optim.lr=0.001 optim.schedule.kind=cosine"
+    folder = study.study.path.as_posix()
+    command = f"windlass train {folder}/recipe.toml optim.lr=0.001 optim.schedule.kind=cosine"
     pictures = {"loss-against-lr", "loss-against-kind", "loss", "loss-late"}
     assert pictures <= set(made.plots)
     assert command in made.markdown.read_text()

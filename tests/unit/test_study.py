@@ -207,7 +207,7 @@ def test_tokenizers_are_compared_in_bits_per_byte(create):
     for other, word in (
         (second._replace(bytes=None), "bits per byte"),
         (second._replace(text="bad"), "00c0ffee, bad"),
-        (second._replace(text=""), "unknown"),
+        (second._replace(text=""), "hash"),
         (second._replace(bytes=9e3), "eval.batches"),
         (first._replace(text="bad"), "00c0ffee, bad"),
         (first._replace(tokens=320), "eval.batches"),
@@ -247,15 +247,6 @@ def test_of_a_runs_evaluations_those_on_other_samples_do_not_count(study):
 def test_a_study_with_other_cells_or_damage_is_one_error(study, name, before, after):
     (study.path / name).write_text((study.path / name).read_text().replace(before, after))
     with pytest.raises(UserError, match=name):
-        Study.open(study.path)
-
-
-@pytest.mark.parametrize("run", ["../../../evil", "/etc", "runs/../../evil"])
-def test_a_study_has_its_runs_inside_its_directory(study, run):
-    stored = json.loads((study.path / "study.json").read_text())
-    stored["cells"][0]["run"] = run
-    (study.path / "study.json").write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=f"{run}, outside of the study"):
         Study.open(study.path)
 
 

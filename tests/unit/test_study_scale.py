@@ -211,7 +211,7 @@ def test_every_preset_of_studies_is_one(name):
     base, options, _ = load_study(name, verb)
     worlds = options.pop("worlds", [])
     if verb == "scale":
-        scaling = scaling_of(None, options, options.pop("preset"))
+        scaling = scaling_of(None, options.get("mode", ""), options.get("grow", ""))
         assert cells_of(base, assignments(base, scaling, worlds))
     else:
         assert expand(base, map(parse_axis, options["axes"]))
@@ -225,7 +225,7 @@ def test_a_preset_of_studies_is_changed_on_the_way():
     assert load_study("quickstart", "sweep") == (Recipe.load("quickstart"), {}, None)
     with refused("quickstart-scaling", "for scale"):
         load_study("quickstart-scaling", "sweep")
-    with refused("did you mean quickstart-scaling"):
+    with refused("quickstart-scalign"):
         load_study("quickstart-scalign", "scale")
     with refused("quickstart-scaling", "scale"):
         Recipe.load("quickstart-scaling")
@@ -238,41 +238,44 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
         output, _ = call(*words, "--scheduler", "slurm", "--dry-run")
         return output.split("#!/bin/bash")[1:]
 
-    gpus, words = ["--gpus-per-node", "2"], "scale quickstart --nodes 1,2 --min-busbw 5".split()
-    repeated = [*words, *gpus, "--repeats", "2", "--dir", "study"]
-    one, two = scripts(*repeated, "--time", "01:00:00")
+    resources = ["--gpus-per-node", "2", "--min-busbw", "5"]
+
+    def create(path, worlds, nodes, *settings, **options):
+        recipe = Recipe.load("quickstart", settings)
+        return create_study(recipe, worlds, nodes=nodes, path=tmp_path / path, **options)
+
+    study = create("study", [2, 4], [1, 2], repeats=2)
+    one, two = scripts("submit", "study", *resources, "--time", "01:00:00")
     for text, nodes, arrays in ((one, 1, ["0,3"]), (two, 2, ["1-2", "1,2"])):
         lines = {f"#SBATCH --{x}" for x in (f"nodes={nodes}", "ntasks-per-node=2", "time=01:00:00")}
         assert lines <= set(text.splitlines())
         assert any(f"--array={array}" in text for array in arrays)
         assert f"jobs/{nodes}" in text and "--min-busbw 5" in text
         assert f'sweep {tmp_path}/study --only "$task" --launch &' in text
-    path = tmp_path / "study"
-    assert not path.exists()
-    there = create_study(Recipe.load("quickstart"), [2, 4], nodes=[1, 2], path=path, repeats=2)
-    there.set_failure(there.cells[0], "bad input")
-    one, two = scripts(*repeated)
+    study.set_failure(study.cells[0], "bad input")
+    one, two = scripts("submit", "study", *resources)
     assert "--array=3" in one and "--retry-failed" not in one
-    one, two = scripts(*repeated, "--retry-failed")
+    one, two = scripts("submit", "study", *resources, "--retry-failed")
     assert "--array=0,3" in one and '--only "$task" --launch --retry-failed &' in one
-    one, two = scripts("submit", "study", *gpus)
-    assert "/jobs/1/" in one and "/jobs/2/" in two
-    one, two = scripts(*words, "parallel.device=cpu")
+    create("cpu", [1, 2], [1, 2], "parallel.device=cpu")
+    one, two = scripts("submit", "cpu", *resources)
     assert "--min-busbw" not in one and "--min-busbw 5" in two  # one rank has no bandwidth
-    (one,) = scripts("scale", "quickstart", "--nodes", "1,1", "--worlds", "1,2", *gpus)
+    create("same", [1, 2], [1, 1])
+    (one,) = scripts("submit", "same", *resources)
     assert "--ntasks-per-node=2" in one and ("--array=0-1" in one or "--array=0,1" in one)
-    few = scripts("scale", "quickstart", "--nodes", "1,1,2", "--worlds", "1,2,4", *gpus)
+    create("few", [1, 2, 4], [1, 1, 2])
+    few = scripts("submit", "few", *resources)
     assert ["nodes=2" in text for text in few] == [False, True]
-    slurm = ["--scheduler", "slurm", "--dry-run"]
     for nodes, worlds, message in (
-        ("1,2", "1,8", "2 hosts with 2 GPUs each cannot have 8 ranks"),
-        ("1,2", "1,3", "cannot have 3 ranks"),
+        ("1,2", "1,3", "2 hosts cannot share 3 ranks"),
         ("1", "1,2", "one number of hosts for each of --worlds"),
-        ("0", "2", "--nodes 0: numbers of hosts are 1 and more"),
+        ("0", "2", "numbers of ranks and hosts are 1 and more"),
     ):
-        more = ["--nodes", nodes, "--worlds", worlds, *gpus, *slurm]
+        more = ["--nodes", nodes, "--worlds", worlds, "--dir", "none"]
         assert message in call("scale", "quickstart", *more, code=2)[1]
-    assert "--gpus-per-node" in call("scale", "quickstart", "--nodes", "2", *slurm, code=2)[1]
-    local = call("scale", "quickstart", "--worlds", "1,2", *gpus, "--dry-run", code=2)[1]
-    assert "--dry-run" in local and "--nodes" in local  # nothing was trained
-    assert "--no-probe" in call(*words, *gpus, *slurm, "--no-probe", code=2)[1]
+    words = ["--worlds", "2,4", "--nodes", "1,2", "--repeats", "2"]
+    shown, _ = call("scale", "quickstart", *words, "--dir", "typed")
+    assert "waiting" in shown and "`windlass submit typed`" in shown
+    assert [cell.assignment for cell in Study.open("typed").cells] == [
+        cell.assignment for cell in study.cells
+    ]

@@ -6,7 +6,6 @@ import pytest
 from report_fixtures import edit
 from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
-from windlass.estimate.rank import Layout, Work
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
 from windlass.reports.study import scaling_charts, sentences
@@ -208,41 +207,6 @@ def test_what_a_cpu_does_not_measure_has_one_reason(build):
     table = read_setups(study)
     (line,) = [text for text in sentences(study, table) if text.startswith("No ")]
     assert "No MFU: not measured on a CPU." in line
-
-
-def test_ring_formulas_of_the_collectives():
-    def collectives(layout, unit=1, **rest):
-        sizes = {"total": 1000 * unit, "trained": 1000 * unit, "block": 300 * unit}
-        return Work(layout, **sizes, blocks=3, **rest).collectives
-
-    layout = Layout("ddp", 4)
-    assert collectives(Layout("single")) == []
-    [one] = collectives(layout)
-    assert one[:4] == ("all_reduce", 4000, 1, 4)
-    assert one.bus_bytes == pytest.approx(2 * 3 / 4 * 4000)
-    assert len(collectives(layout, bucket_mb=1e-3)) == 1
-    assert collectives(layout, bucket_mb=1e-3)[0].calls == 4
-
-    def sent(strategy, unit=10**4, **rest):
-        """Bytes over the bus: gathered, reduced and scattered, reduced."""
-        bytes_of = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
-        layout = Layout(strategy, 4, **{"shard": 4, "precision": "bf16"} | rest)
-        for one in collectives(layout, unit):
-            bytes_of[one.name] += one.bus_bytes / unit
-        return list(bytes_of.values())
-
-    # 900 parameters in blocks, gathered in bf16 forward and, except the last block's, backward; 100
-    # beside them, gathered once. Small blocks are one unit.
-    gathered = 3 / 4 * (2 * (900 + 600) + 200)
-    assert sent("full_shard", unit=1) == pytest.approx([3 / 4 * (2 * 900 + 200), 3000, 0])
-    assert sent("full_shard") == pytest.approx([gathered, 3000, 0])
-    assert sent("full_shard", accumulation=2) == pytest.approx([2 * gathered, 6000, 0])
-    assert sent("full_shard", accumulation=2, reduce_each=False)[1] == 3000
-    assert sent("shard_grad_op")[0] == pytest.approx(3 / 4 * (2 * 900 + 200))
-    assert sent("shard_grad_op", accumulation=2)[1] == 3000
-    reduced = 2 * 1 / 2 * 2000
-    assert sent("hybrid_shard", shard=2) == pytest.approx([1 / 2 * 3200, 1 / 2 * 4000, reduced])
-    assert sent("hybrid_shard", shard=2, accumulation=2)[2] == reduced
 
 
 def test_the_ideal_line_and_the_efficiency_have_one_baseline(build):

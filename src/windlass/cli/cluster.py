@@ -26,16 +26,6 @@ if TYPE_CHECKING:
 MinBusbw = Annotated[
     float, Option(min=0, metavar="GB/S", help="Least bus bandwidth of the largest all-reduce.")
 ]
-GpusPerNode = Annotated[
-    int,
-    Option(min=-1, metavar="G", help="GPUs of a host; default: the site's.", show_default=False),
-]
-SchedulerName = Annotated[
-    str, Option(metavar="slurm|pbs", help="Default: the installed one.", show_default=False)
-]
-SiteFile = Annotated[
-    Path | None, Option(metavar="FILE", help="Default: ~/.config/windlass/site.toml.")
-]
 
 
 def launch(
@@ -126,12 +116,14 @@ def submit(
         typer.Argument(metavar="RECIPE|STUDY|RUN", help="What to train; a study: its open cells."),
     ],
     overrides: Overrides,
-    scheduler: SchedulerName = "",
+    scheduler: str = Option("", metavar="slurm|pbs", help="Default: the installed one."),
     nodes: int = Option(1, min=1, help="Hosts (of each cell of a study)."),
-    gpus_per_node: GpusPerNode = -1,
+    gpus_per_node: int = Option(
+        -1, min=-1, metavar="G", help="GPUs of a host; default: the site's.", show_default=False
+    ),
     per_host: int = Option(0, min=0, help="Ranks of each host; default: one per GPU."),
     time: str = Option("", metavar="HH:MM:SS", help="Time limit; default: the site's."),
-    site: SiteFile = None,
+    site: Path | None = Option(None, metavar="FILE", help="Default: ~/.config/windlass/site.toml."),
     max_restarts: int = Option(3, min=0, help="Most restarts after lost hosts."),
     min_busbw: MinBusbw = 0.0,
     retry_failed: bool = Option(False, "--retry-failed", help="Failed cells, too."),

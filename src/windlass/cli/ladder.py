@@ -50,7 +50,7 @@ def ladder(
     """
     from windlass.run import Run
     from windlass.study import ladder as ladders
-    from windlass.study.runner import Progress
+    from windlass.study.runner import Progress, sweep
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")
@@ -62,15 +62,14 @@ def ladder(
         ratios = [float(word) for word in tokens.split(",") if word.strip()]
     if tokens and min(ratios, default=0) <= 0:
         raise UserError(f"--tokens {tokens}: write tokens per parameter with commas, as 5,10,20")
-    words = [word.strip() for word in sizes.split(",") if word.strip()]
-    study = ladders.create_ladder(recipe, words, ratios, overrides, dir_)
+    names = [name.strip() for name in sizes.split(",") if name.strip()]
+    study = ladders.create_ladder(recipe, names, ratios, overrides, dir_)
     if create:
         return show_created(study)
     if hours or money:
         flops = (hours or money / price) * ladders.flops_per_hour(study.recipe, device)
     progress = Progress(sys.stderr if json_ else sys.stdout)
-    options: dict[str, Any] = {"world": world, "workers": workers, "retry_failed": retry_failed}
-    ladders.ladder(study, progress=progress, **options)
+    sweep(study, world=world, workers=workers, retry_failed=retry_failed, progress=progress)
     seen = ladders.open_ladder(study, added)
     if json_:
         print_json(_as_json(seen, flops))

@@ -5,19 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import typer
 from typer import Option
 
-from windlass.cli import Json, Overrides, print_json, say
-from windlass.cli.cluster import GpusPerNode, MinBusbw, SchedulerName, SiteFile
+from windlass.cli import Json, Overrides, print_json
 from windlass.cli.runs import show_study
-from windlass.cli.sweep import RetryFailed, Settings, StudyName, exit_code
+from windlass.cli.sweep import RetryFailed, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
-    from windlass.launch.submit import Submitted
     from windlass.study.runner import Progress
     from windlass.study.study import Study
 
@@ -42,7 +39,6 @@ The smallest of --worlds is the baseline.
 def scale(
     recipe: StudyName,
     overrides: Overrides,
-    set_: Settings,
     mode: str = Option("", help="strong (default), fixed-data, weak or strategies."),
     worlds: str = Option("", metavar="N,N,...", help="Numbers of ranks, as 1,2,4,8."),
     grow: str = Option("", help="With --mode weak: batch (default) or model."),
@@ -50,51 +46,43 @@ def scale(
     no_probe: bool = Option(False, "--no-probe", help="Only train; measure nothing beside it."),
     dir_: Path | None = Option(None, "--dir", help="Default: studies/PRESET-MODE-HASH."),
     retry_failed: RetryFailed = False,
-    nodes: str = Option("", metavar="N,N,...", help="Hosts (of each of --worlds): submits jobs."),
-    gpus_per_node: GpusPerNode = -1,
-    scheduler: SchedulerName = "",
-    time: str = Option("", metavar="HH:MM:SS", help="Limit of a cell; default: the site's."),
-    min_busbw: MinBusbw = 0.0,
-    site: SiteFile = None,
-    dry_run: bool = Option(False, "--dry-run", help="Print the scripts and write nothing."),
+    nodes: str = Option("", metavar="N,N,...", help="Hosts of each of --worlds, for jobs."),
     json_: Json = False,
 ) -> int:
     """Train on several numbers of ranks, and compare.
 
     Or compare strategies. Cells run one at a time; the same command resumes a killed
-    study. Windlass also measures steps without communication. With --nodes, jobs train the cells.
+    study. Windlass also measures steps without communication. With --nodes it only creates the
+    study, and `windlass submit STUDY` trains the cells.
 
     Exit codes: 0 all cells done, 1 some failed, 2 bad input, 75 stopped by a signal, all is saved.
 
     Example: `windlass scale quickstart --worlds 1,2 --mode strong train.steps=60`
     """
-    from windlass.launch.submit import Resources, read_site
     from windlass.study import scale as studies
     from windlass.study.runner import Progress
     from windlass.study.study import Study
 
-    overrides = [*overrides, *set_]
     if Study.is_study(recipe) and overrides and not worlds:
         remedy = f"leave {' '.join(overrides)} out, or add --worlds"
         raise UserError(f"{recipe} is a study, whose cells have their settings: {remedy}")
-    options: dict[str, Any] = {"mode": mode, "grow": grow, "repeats": repeats}
-    options |= {"path": dir_, "retry_failed": retry_failed}
-    if nodes:
-        if no_probe:
-            raise UserError("--no-probe is for cells on this machine: leave it or --nodes out")
-        asked = Resources(1, 0, gpus_per_node, time, min_busbw=min_busbw)
-        options |= {"site": read_site(site), "asked": asked, "scheduler": scheduler}
-        options["worlds"] = whole_numbers("worlds", worlds)
-        options |= {"dry_run": dry_run, "notify": typer.echo}
-        hosts = whole_numbers("nodes", nodes)
-        return _show_jobs(*studies.submit_scale(recipe, hosts, overrides, **options), dry_run)
-    if any((dry_run, time, scheduler, site, gpus_per_node >= 0, min_busbw)):
-        raise UserError("--dry-run and the options of jobs need --nodes; without it, this trains")
     progress = Progress(sys.stderr if json_ else sys.stdout)
-    options |= {"probes": not no_probe, "progress": progress}
-    study = studies.scale(recipe, whole_numbers("worlds", worlds), overrides, **options)
+    study = studies.scale(
+        recipe,
+        whole_numbers("worlds", worlds),
+        overrides,
+        mode=mode,
+        grow=grow,
+        nodes=whole_numbers("nodes", nodes),
+        repeats=repeats,
+        path=dir_,
+        probes=not no_probe,
+        retry_failed=retry_failed,
+        progress=progress,
+    )
     _show(study, progress, json_)
     if study.over_hosts:  # jobs train its cells
+        progress.notify(f"`windlass submit {shlex.quote(str(study.path))}` trains the open cells")
         return FAILED if any(result.state == "failed" for result in study.results()) else DONE
     return exit_code(study)
 
@@ -114,19 +102,6 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
     for part in terminal(study, table, console.width):
         console.print(part)
     console.out(f"report: windlass report {shlex.quote(str(study.path))}")
-
-
-def _show_jobs(study: Study, jobs: list[Submitted], dry_run: bool) -> int:
-    if dry_run:
-        sys.stdout.write("\n".join(one.script for one in jobs))
-        return DONE
-    for one in jobs:
-        cancel = f"`windlass submit --cancel {shlex.quote(str(one.directory))}` ends it"
-        say(f"submitted job {one.job}: its log is in {one.directory}; {cancel}")
-    if not jobs:
-        say("nothing to submit: no cell is open")
-    say(f"`windlass scale {shlex.quote(str(study.path))}` shows the table")
-    return DONE
 
 
 def whole_numbers(option: str, text: str) -> list[int]:

@@ -81,7 +81,7 @@ def _row(path: Path, name: str) -> RunRow:
 
 def _cell_row(result: CellResult) -> RunRow:
     name = result.cell.directory
-    if not result.begun:
+    if not result.run.exists:
         return RunRow(name, result.state, steps=result.steps)
     numbers = {key: getattr(result, key) for key in ("steps", "left_s", *NUMBERS)}
     return RunRow(name, result.state, **numbers, **_hours(result.run))

@@ -50,7 +50,7 @@ class StudyView:
         self.unit = "nats per token" if study.measure == LOSS else ""
         self.results = study.results()
         self.lower = any(result.lower for result in self.results)  # whether less is better
-        begun = [result for result in self.results if result.begun]
+        begun = [result for result in self.results if result.run.exists]
         varied = {key for key, values in study.values.items() if len(values) > 1}
         self.varied = [key for key in study.keys if key in varied] or study.keys
         assigned = [{key: r.cell.assignment[key] for key in self.varied} for r in begun]

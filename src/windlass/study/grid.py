@@ -138,24 +138,16 @@ def cells_of(base: Recipe, assignments: Iterable[Assignment]) -> list[Cell]:
 
 
 def read_axes(axes: str | Iterable[Any] | Mapping[str, Any]) -> list[Axis]:
-    """Axes as typed, or as a mapping of keys (`a+b` for a zip) to their values."""
+    """Axes as typed, or as a mapping of keys to lists of values."""
     if not isinstance(axes, Mapping):
         return [parse_axis(text) for text in ([axes] if isinstance(axes, str) else axes)]
     every = []
     for key, values in axes.items():
-        if isinstance(values, str):  # as on the command line
-            every.append(parse_axis(f"{key}={values}"))
-            continue
-        keys = tuple(part.strip() for part in key.split("+"))
-        rows = plain(list(values) if isinstance(values, Iterable) else values)
-        if not isinstance(rows, list) or not rows:
+        is_list = isinstance(values, Iterable) and not isinstance(values, str)
+        rows = plain(list(values)) if is_list else []
+        if not rows:
             raise UserError(f"{key}: {values!r} is not a list of values; write {{{key!r}: [...]}}")
-        if len(keys) == 1:
-            rows = [[value] for value in rows]
-        if odd := [row for row in rows if not isinstance(row, list) or len(row) != len(keys)]:
-            wanted = f"a list of {len(keys)} values, one for each key"
-            raise UserError(f"{key}: write {wanted}, in place of {odd[0]!r}")
-        every.append(Axis(keys, tuple(map(tuple, rows))))
+        every.append(Axis((key,), tuple((value,) for value in rows)))
     return every
 
 

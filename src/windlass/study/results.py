@@ -95,10 +95,8 @@ def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]
         problem = f"The runs were evaluated on different data ({', '.join(keys)})"
     elif len(texts) > 1:
         problem = f"The runs were evaluated on different texts (hashes {', '.join(texts)})"
-    elif several and len(sizes) < len(runs):
-        problem = f"{why}. Some runs lack their bits per byte"
-    elif several and not all(one.text for one in runs):
-        problem = f"{why}. It is unknown whether all runs have the same validation text"
+    elif several and not all(one.text and one.bytes for one in runs):
+        problem = f"{why}. Some runs lack bits per byte or the hash of their validation text"
     elif several and sizes[-1] > 1.01 * sizes[0]:
         amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
         problem = f"{why}. Bits per byte cover {amounts} of the validation text"
@@ -139,10 +137,6 @@ class CellResult:
     tokens_per_s: float | None = None  # tokens over time in steps
     device_hours: float | None = None
     left_s: float | None = None  # seconds to the last step, while it runs
-
-    @property
-    def begun(self) -> bool:
-        return self.run.exists
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""

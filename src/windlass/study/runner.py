@@ -40,8 +40,6 @@ from windlass.training.stop import StopSignals
 if TYPE_CHECKING:
     from rich.console import Group
 
-EVERY_SECONDS = 30.0  # between two lines of a cell that trains, without a table
-
 
 class Progress:
     """Shows cells on a stream, by default standard output; used as a context manager."""
@@ -51,7 +49,7 @@ class Progress:
 
         self.console = terminal.rich_console(stream or sys.stdout)
         self._live = Live(console=self.console, auto_refresh=False)
-        self._lines: dict[str, tuple[str, float]] = {}  # by cell its last line's state and time
+        self._states: dict[str, str] = {}  # by cell the state of its last line
 
     def __enter__(self) -> Progress:
         if self.console.is_interactive:
@@ -67,25 +65,18 @@ class Progress:
             self.console.out(terminal.message(text, self.console.file))
 
     def show(self, study: Study, results: Sequence[CellResult] = ()) -> None:
-        """Draw the table again, or print a line for each cell that changed or trains on."""
+        """Draw the table again, or print a line for each cell whose state changed."""
         results = results or study.results()
         if self.console.is_interactive:
             self.console.width = terminal.size(self.console.file).columns
             self._live.update(cells_table(study, results, self.console.width), refresh=True)
             return
         for number, result in enumerate(results, 1):
-            before, when = self._lines.get(result.cell.key, ("waiting", 0.0))
-            waited = time.monotonic() - when > EVERY_SECONDS
-            trains = result.state == "running" and result.step and waited
-            if result.state == before and not trains:
-                continue
-            self._lines[result.cell.key] = result.state, time.monotonic()
-            more = f" ({result.reason})" if result.reason else ""
-            if trains:
-                left = "" if result.left_s is None else f", {duration(result.left_s)} left"
-                more = f", step {result.step}/{result.steps}{left}"
-            place = f"[{number}/{len(results)}]"
-            self.console.out(f"{place} {result.cell.label}: {result.state}{more}")
+            if result.state != self._states.get(result.cell.key, "waiting"):
+                self._states[result.cell.key] = result.state
+                more = f" ({result.reason})" if result.reason else ""
+                place = f"[{number}/{len(results)}]"
+                self.console.out(f"{place} {result.cell.label}: {result.state}{more}")
 
     def show_end(self, study: Study) -> None:
         if not self.console.is_interactive:
@@ -153,8 +144,7 @@ def sweep(
         raise UserError(f"{study.path} is a scaling study over hosts: {how}")
     cells = study.cells if only is None else [study.cell(only)]
     with progress or Progress() as shown:
-        options = (workers, retry_failed, launch)
-        Sweep(study, cells, *options, progress=shown).start()
+        Sweep(study, cells, workers, retry_failed, launch, progress=shown).start()
     return study
 
 
@@ -168,10 +158,9 @@ def create_sweep(
     """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    target = Path(path) if path else place
-    if target is None or not Study.is_study(target):
-        world = world or options.get("world", 0)
-    return Study.create(base, axes or options.get("axes", ()), target, world=world)
+    axes = axes or options.get("axes", ())
+    world = world or options.get("world", 0)
+    return Study.create(base, axes, Path(path) if path else place, world=world)
 
 
 def train_command(study: Study, cell: Cell) -> list[str]:
@@ -311,8 +300,9 @@ class Sweep:
                 command = [*WINDLASS, "launch", *part, "--", *command]
             else:
                 command = [*command, "--world", str(world)]
-            how = (threads, free if len(free) == world else [])
-            self.running.append(CellProcess(cell, command, self.study.run_of(cell).path, *how))
+            devices = free if len(free) == world else []
+            directory = self.study.run_of(cell).path
+            self.running.append(CellProcess(cell, command, directory, threads, devices))
 
 
 def submit_study(

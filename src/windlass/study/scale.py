@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument, did_you_mean, plural
 from windlass.estimate.subject import subject_of
-from windlass.launch.job import Site
-from windlass.launch.submit import Resources, Submitted
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
-from windlass.study.runner import Progress, Sweep, submit_study
+from windlass.study.runner import Progress, Sweep
 from windlass.study.study import Scaling, Study, load_study
 
 MODES = ("strong", "fixed-data", "weak", "strategies")
@@ -43,7 +39,7 @@ def scale(
 ) -> Study:
     """Train every open cell of a scaling study on this machine, one at a time; returns the study.
 
-    A study over hosts is only created: jobs train its cells (`windlass scale --nodes`).
+    A study over hosts is only created: `windlass submit STUDY` trains its cells.
 
     Args:
         recipe: The settings to start from; or a preset of studies, with options of its own; or a
@@ -61,12 +57,9 @@ def scale(
 
     Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.
     """
-    given: dict[str, Any] = {"worlds": worlds, "nodes": nodes, "mode": mode, "grow": grow}
-    given |= {"repeats": repeats, "path": path}
-    base, options = merge_preset(recipe, overrides, **given)
-    if options.get("worlds") and not nodes:
-        prepare(base)  # the number of steps may depend on it
-    study = create_study(base, **options)
+    study = create_study(
+        recipe, worlds, overrides, nodes=nodes, mode=mode, grow=grow, repeats=repeats, path=path
+    )
     if study.over_hosts:
         return study
     with progress or Progress() as shown:
@@ -74,88 +67,42 @@ def scale(
     return study
 
 
-def submit_scale(
-    recipe: Recipe | Run | Study | str | Path,
-    nodes: Sequence[int],
+def create_study(
+    source: Recipe | Run | Study | str | Path,
+    worlds: Sequence[int] = (),
     overrides: Changes = (),
     *,
-    asked: Resources,
-    site: Site,
-    dry_run: bool = False,
-    scheduler: str = "",
-    retry_failed: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
-    **options: Any,
-) -> tuple[Study, list[Submitted]]:
-    """Create a scaling study over hosts and submit its open cells, a job for each of `nodes`.
-
-    Without `worlds` the ranks are the hosts' GPUs. UserError before anything is written.
-    """
-    if any(n < 1 for n in nodes):
-        raise UserError(f"{argument('nodes', list(nodes))}: numbers of hosts are 1 and more")
-    worlds = list(options.get("worlds") or ())  # a preset's are for one host
-    base, options = merge_preset(recipe, overrides, nodes=nodes, **options)
-    on_cpu = base.parallel.device == "cpu"
-    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
-    ranks = 1 if on_cpu else max(1, gpus)
-    for world, n in zip(worlds, nodes, strict=False):
-        if world % n or (world > n * ranks and not on_cpu):
-            hosts = f"{n} host{'s' * (n > 1)}"
-            each = "" if on_cpu else f" with {ranks} GPU{'s' * (ranks > 1)} each"
-            problem = f"{argument('worlds', worlds)}: {hosts}{each} cannot have {world} ranks"
-            raise UserError(f"{problem}, the same number on each host")
-    options["worlds"] = worlds or [n * ranks for n in nodes]
-    options["threads"] = site.cores(0) if on_cpu else 0
-    how: dict[str, Any] = {"scheduler": scheduler, "site": site, "asked": asked}
-    how["retry_failed"] = retry_failed
-    study = create_study(base, write=False, **options)
-    scripts = submit_study(study, dry_run=True, **how)
-    if dry_run:
-        return study, scripts
-    study = create_study(base, **options)
-    return study, submit_study(study, notify=notify, **how)
-
-
-def merge_preset(
-    recipe: Recipe | Run | Study | str | Path, overrides: Changes, **given: Any
-) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe, and the options of `create_study`: given ones go before a preset's."""
-    base, options, place = load_study(recipe, "scale", overrides)
-    options |= {name: v for name, v in given.items() if v not in ("", None, (), [])}
-    options.setdefault("path", place)
-    return base, options
-
-
-def create_study(
-    recipe: Recipe,
-    worlds: Sequence[int] = (),
-    *,
     nodes: Sequence[int] = (),
+    mode: str = "",
+    grow: str = "",
+    repeats: int | None = None,
     path: str | Path | None = None,
-    threads: int = 0,
-    preset: str = "",
-    write: bool = True,
-    **options: Any,
 ) -> Study:
-    """Create the scaling study of these options (fields of `Scaling`), or add its cells to one."""
+    """Create the scaling study of these options, or add its cells to one; a preset has defaults."""
+    recipe, preset, place = load_study(source, "scale", overrides)
+    worlds = worlds or preset.get("worlds", ())
+    mode, grow = mode or preset.get("mode", ""), grow or preset.get("grow", "")
+    path = path or place
     if path is None:
-        first = scaling_of(None, options, preset)
-        name = preset or "-".join(filter(None, (recipe.preset, first.mode, first.grow)))
+        first = scaling_of(None, mode, grow)
+        name = "-".join(filter(None, (recipe.preset, first.mode, first.grow)))
         path = Path("studies") / f"{name}-{recipe.config_hash[:8]}"
     path = Path(path)
     before = Study.open(path) if Study.is_study(path) else None
-    scaling = scaling_of(before.scaling if before else None, options, preset)
+    old = before.scaling if before else None
+    scaling = scaling_of(old, mode, grow, repeats, preset.get("preset", ""))
     if worlds:
         recipe.check_packages()
-        parallel = recipe.parallel.device
-        if parallel != "cuda" and not (parallel == "auto" and visible_gpus()):
+        device = recipe.parallel.device
+        on_cpu = device == "cpu" or (device == "auto" and not visible_gpus())
+        if on_cpu and not nodes:
             # Equal threads of a CPU rank in all cells, so that times compare ranks.
             asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
             if asked and fixed and asked != fixed:
                 equal = f"the study's cells have {fixed}, and only equal ones compare"
                 raise UserError(f"train.threads = {asked}: {equal}")
             share = max(1, usable_cores() // max(worlds))
-            recipe = recipe.replace({"train.threads": asked or fixed or threads or share})
+            recipe = recipe.replace({"train.threads": asked or fixed or share})
         smallest = min(worlds)
         if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
             cell, layers = before.cells[0], before.recipe.model.layers
@@ -171,26 +118,33 @@ def create_study(
     else:
         ranks = "give numbers of ranks to compare; the smallest is the baseline"
         raise UserError(f"{argument('worlds', [1, 2, 4])}: {ranks}")
-    return Study.create(recipe, listed, path, scaling=scaling, write=write)
+    return Study.create(recipe, listed, path, scaling=scaling)
 
 
-def scaling_of(before: Scaling | None, options: dict[str, Any], preset: str) -> Scaling:
+def scaling_of(
+    before: Scaling | None,
+    mode: str = "",
+    grow: str = "",
+    repeats: int | None = None,
+    preset: str = "",
+) -> Scaling:
     """A study's options: the given ones, else the existing study's, else the defaults."""
-    given = dict(options)
-    mode = given.get("mode", before.mode if before else "strong")
+    mode = mode or (before.mode if before else "strong")
     if mode not in MODES:
         raise UserError(f"{argument('mode', mode)}: {did_you_mean(mode, MODES)}")
-    if given.get("grow") and mode != "weak":
-        belongs = f"{argument('grow', given['grow'])} belongs to {argument('mode', 'weak')}"
-        raise UserError(f"{belongs}, and the mode is {mode}: leave it out")
     if mode == "weak":
-        given.setdefault("grow", before.grow if before else "batch")
-        if given["grow"] not in ("batch", "model"):
-            raise UserError(f"{argument('grow', given['grow'])}: write batch or model")
-    if before and (mode, given.get("grow", "")) != (before.mode, before.grow):
+        grow = grow or (before.grow if before else "batch")
+        if grow not in ("batch", "model"):
+            raise UserError(f"{argument('grow', grow)}: write batch or model")
+    elif grow:
+        belongs = f"{argument('grow', grow)} belongs to {argument('mode', 'weak')}"
+        raise UserError(f"{belongs}, and the mode is {mode}: leave it out")
+    if before is None:
+        return Scaling(mode, grow, repeats or 1, preset)
+    if (mode, grow) != (before.mode, before.grow):
         words = argument("mode", " ".join(filter(None, (before.mode, before.grow))))
         raise UserError(f"the existing study has {words}: give another {argument('path', 'DIR')}")
-    return replace(before or Scaling(mode, preset=preset), **given)
+    return replace(before, repeats=repeats or before.repeats)
 
 
 def assignments(
@@ -210,8 +164,12 @@ def assignments(
         one_each = f"give one number of hosts for each of {argument('worlds', worlds)}"
         raise UserError(f"{argument('nodes', list(nodes))}: {one_each}")
     given = argument("worlds", worlds)
-    if any(world < 1 for world in worlds):
-        raise UserError(f"{given}: numbers of ranks are 1 and more")
+    if any(number < 1 for number in (*worlds, *nodes)):
+        raise UserError(f"{given}: numbers of ranks and hosts are 1 and more")
+    for world, n in zip(worlds, nodes, strict=False):
+        if world % n:
+            problem = f"{plural(n, 'host')} cannot share {plural(world, 'rank')} equally"
+            raise UserError(f"{given}, {argument('nodes', list(nodes))}: {problem}")
     if scaling.mode == "strategies" and len(worlds) > 1:
         mode = argument("mode", scaling.mode)
         raise UserError(f"{given}: {mode} compares at one number of ranks; give one")

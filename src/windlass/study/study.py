@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from windlass.errors import UserError, argument, did_you_mean, plural, require
+from windlass.errors import UserError, argument, plural, require
 from windlass.fileio import locked, read_json, write_atomic
-from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, presets, typed
+from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
 from windlass.run import Run
 from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
@@ -155,10 +155,6 @@ class Study:
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
             raise UserError(f"{path}/{STUDY} is damaged at {place}: {remedy}") from None
-        for run in (Path(cell.run) for cell in stored.cells):
-            if run.is_absolute() or ".." in run.parts:
-                problem = f"{path}/{STUDY} names {run}, outside of the study"
-                raise UserError(f"{problem}: {remedy}")
         recipe = Recipe.load(path / "recipe.toml")
         cells = [Cell.of(recipe, cell.assignment, cell.run) for cell in stored.cells]
         if [cell.key for cell in cells] != [cell.key for cell in stored.cells]:
@@ -192,8 +188,8 @@ class Study:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
             cell = Cell.of(recipe, full, place)
             cells.setdefault(cell.key, cell)
-        options = given.world or self.world, given.scaling or self.scaling
-        return Study(self.path, recipe, list(cells.values()), self.kind, *options)
+        world, scaling = given.world or self.world, given.scaling or self.scaling
+        return Study(self.path, recipe, list(cells.values()), self.kind, world, scaling)
 
     @staticmethod
     def is_study(path: str | Path) -> bool:
@@ -322,10 +318,6 @@ def load_study(
         options = preset.model_dump(exclude={"verb", "recipe", "set"}, exclude_unset=True)
         path = Path("studies") / f"{text}-{recipe.config_hash[:8]}"
         return recipe, options | {"preset": text}, path
-    is_name = isinstance(source, str) and not Path(text).exists() and not set("/=.") & set(text)
-    if is_name and text not in presets():
-        near = did_you_mean(text, [*files, *presets()])
-        raise UserError(f"{text} is not a preset ({near}); or give a .toml or a directory")
     if isinstance(source, str | Path):
         recipe = Recipe.load(source, overrides)
     else:
