@@ -45,7 +45,7 @@ from windlass.errors import UserError, first_line
 from windlass.fileio import PIECE_BYTES, Files, to_json
 from windlass.telemetry.ledger import Scores
 
-PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
+PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
 POLL_SECONDS = 0.1
@@ -109,10 +109,7 @@ class Save:
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
-                reason = "rank 0 gave the save up"  # the error here follows from that
-                with contextlib.suppress(OSError):  # on a full disk the reason may be missing
-                    reason = (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
-                raise GivenUp(reason) from error
+                raise GivenUp("rank 0 gave the save up") from error  # the error follows from that
             raise
 
     def _write_part(self) -> None:
@@ -223,7 +220,7 @@ class Save:
     def _give_up(self, error: Exception) -> None:
         """Remove a failed save and tell the other ranks, if the disk allows it."""
         files = self.files
-        with contextlib.suppress(OSError):  # first, to make room for the message on a full disk
+        with contextlib.suppress(OSError):  # first, to make room on a full disk
             files.unlink(self.temporary / FILE.format(self.rank))
         if self.rank != 0:
             note = {"host": socket.gethostname(), "error": explain(error)}
@@ -242,10 +239,8 @@ class Save:
             with contextlib.suppress(OSError):
                 files.make_dir(self.temporary)  # may be missing, and is renamed below
             with contextlib.suppress(OSError):
-                files.write_bytes(self.temporary / REASON, explain(error).encode())
-            with contextlib.suppress(OSError):
                 files.rename(self.temporary, self.tombstone)
-            for name in set(names_in(self.tombstone)) - {REASON}:
+            for name in names_in(self.tombstone):
                 with contextlib.suppress(OSError):
                     files.unlink(self.tombstone / name)
 
