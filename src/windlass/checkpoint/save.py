@@ -300,7 +300,6 @@ class Writer:
         self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
-        self._warning = ""  # why memory for CUDA is not page-locked
         self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
         self._thread = threading.Thread()  # of the last save
 
@@ -333,9 +332,7 @@ class Writer:
         save = Save(self, step, save_id, shard.nbytes, shard.aliases, meta)
         try:
             save.counters = to_json(dict(counters))
-            warned = self._warning
             self._copy(save, shard)
-            save.warning = "" if warned else self._warning
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"
@@ -384,14 +381,11 @@ class Writer:
         if self._host.numel() >= size:
             return
         self._host = torch.empty(0, dtype=torch.uint8)  # frees the smaller memory first
-        if device is not None and not self._warning:
-            try:
-                with torch.cuda.device(device):
-                    self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if device is not None:
+            # Page-locked memory is scarce; without it the step waits longer for the copy.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
-            except RuntimeError as error:  # such memory is scarce; without it the save still works
-                why = explain(error)
-                self._warning = f"saves block the step longer: no page-locked memory: {why}"
         self._host = torch.empty(size, dtype=torch.uint8)
 
     def poll(self) -> list[Save]:
