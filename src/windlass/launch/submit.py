@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from windlass.data.prepare import unprepared
 from windlass.errors import UserError
 from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import write_atomic
@@ -142,7 +140,6 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
 ) -> Submitted:
     """Submit the training of a recipe.
 
@@ -156,7 +153,6 @@ def submit_run(
     if state:
         remedy = f"wait for it, or end it by `windlass submit --cancel {job.logs}`"
         raise UserError(f"job {job_id} of {job.logs} is {state}: {remedy}")
-    note_unprepared([recipe], job.directory, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
 
@@ -181,19 +177,6 @@ def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     return replace(job, directory=place, before=asked.check(snapshot)), recipe
-
-
-def note_unprepared(
-    recipes: Sequence[Recipe], directory: Path, notify: Callable[[str], None]
-) -> None:
-    """Say which data a job in `directory` would prepare inside its allocation."""
-    missing = dict[Path, None]()
-    for recipe in recipes:
-        with contextlib.suppress(UserError):  # the job says what is wrong with the source
-            missing |= dict.fromkeys(directory / place for place in unprepared(recipe))
-    for place in missing:
-        problem = f"{place} lacks prepared data, so the job would download and tokenize it"
-        notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
 
 
 def submit(
