@@ -3,7 +3,9 @@ job asks for.
 """
 
 import json
+import math
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -13,16 +15,18 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, write_ledger
+from helpers import programs, refused, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel, queued, render
 from windlass.launch.job import INDEX, Job, Site, job_grace, report_saved
 from windlass.launch.submit import Resources, find_scheduler, read_site, submit_run
+from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.runner import submit_study
 from windlass.study.study import Study
+from windlass.training.start import resolve_start
 
 SITE = Site(
     partition="gpu",
@@ -356,6 +360,113 @@ def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
     else:
         words = f"{image} train {tmp_path}/run/submit.toml"
         assert train == [f"{launched} --container-image=w.sqsh {words}", words]
+
+
+def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
+    check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
+    assert run_script("touch trained", before=check).wait(20) == 46
+    assert not (tmp_path / "trained").exists()
+    log, rates = (tmp_path / "logs" / "run_7.out").read_text(), tmp_path / "logs" / "check_7.out"
+    assert "rates" in rates.read_text() and "rates" not in log
+    assert "TOO SLOW" in log and str(rates) in log
+
+
+def test_the_memory_of_a_host(tmp_path, monkeypatch):
+    """A base for each rank, and twice the host's part of a checkpoint; on a CPU what trains as
+    well. A site may say it.
+    """
+    from windlass.estimate.memory import host_memory_gb
+
+    recipe = Recipe.load("c4-30m", ["model.vocab=50304"])
+    disk = checkpoint_bytes(recipe, 50304) / 1e9
+    assert host_memory_gb(recipe, 4, 4, on_cpu=False) == math.ceil(4 * 8 + 2 * disk)
+    sharded = recipe.replace("parallel.strategy=full_shard", "model.layers=100")
+    large = checkpoint_bytes(sharded, 50304) / 1e9
+    assert host_memory_gb(sharded, 8, 4, on_cpu=False) == math.ceil(4 * 8 + large)
+    assert host_memory_gb(recipe, 1, 1, on_cpu=True) > 3 + 2 * disk
+    monkeypatch.chdir(tmp_path)
+    for asked, line in ((5, "--mem=20G"), (0, "")):
+        options = header(script_of(recipe, Site(gpus_per_node=4, memory_per_rank=asked)))
+        assert [text for text in options if "--mem" in text] == [line] * bool(line)
+
+
+@pytest.fixture
+def submitted(monkeypatch):
+    """`windlass submit WORDS` in a folder, with a `qsub` of a PBS on which nothing runs."""
+
+    def submit(folder: Path, *words: str | Path, code: int = 0) -> subprocess.CompletedProcess:
+        over = "echo Unknown Job Id >&2; exit 153"
+        programs(folder / "bin", monkeypatch, qsub="echo 7.server", qstat=over)
+        cpu = ["parallel.device=cpu", "--scheduler", "pbs"]
+        return windlass("submit", *words, *cpu, cwd=folder, code=code)
+
+    return submit
+
+
+def trained_recipe(script: Path) -> Recipe:
+    line = next(line for line in script.read_text().splitlines() if " train " in line)
+    words = shlex.split(line.removesuffix(" &"))
+    return Recipe.load(words[words.index("train") + 1], words[words.index("train") + 2 :])
+
+
+def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mine, script = tmp_path / "mine.toml", tmp_path / "run" / "submit.sh"
+    mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.002\n')
+    submitted(tmp_path, "mine.toml", "train.steps=7", "run.dir=run")
+    mine.write_text('extends = "quickstart"\n[optim]\nlr = 0.9\n')
+    recipe = trained_recipe(script)
+    assert (recipe.optim.lr, recipe.train.steps, recipe.preset) == (0.002, 7, "mine")
+    assert recipe.run_dir == tmp_path / "run"
+    # what a job writes beside it does not keep a run from beginning
+    for name in (".open-run", "mine_7.out", "check_7.out", "7.server.OU", "job-0.json"):
+        (tmp_path / "run" / name).touch()
+    assert not resolve_start(recipe).resuming
+    submitted(tmp_path, "mine.toml", "run.dir=run")
+    assert trained_recipe(script).optim.lr == 0.9
+
+
+def test_files_are_found_from_the_sites_scratch_directory(submitted, tmp_path, monkeypatch):
+    """An existing file gets its whole path; names that are not files stay, and so do files that the
+    job will write.
+    """
+    scratch, site = tmp_path / "scratch", tmp_path / "site.toml"
+    scratch.mkdir()
+    site.write_text(f'scratch = "{scratch}"\n')
+    (tmp_path / "book.txt").write_text("text")
+    (tmp_path / "toks").mkdir()
+    sources = 'data.source=["book.txt", "hf:name/set", "b*.txt"]'
+    words = "data.tokenizer=hf:toks data.dir=data run.dir=run --site".split()
+    submitted(tmp_path, "quickstart", sources, *words, site)
+    script = scratch / "run" / "submit.sh"
+    assert f"cd {scratch} || exit 1" in script.read_text()
+    monkeypatch.chdir(scratch)
+    data = trained_recipe(script).data
+    assert data.source == [f"{tmp_path}/book.txt", "hf:name/set", f"{tmp_path}/b*.txt"]
+    assert (data.tokenizer, data.dir) == (f"hf:{tmp_path}/toks", "data")
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart", ["data.source=book.txt"])
+    study = Study.create(recipe, ["run.seed=1,2"], tmp_path / "study")
+    gpu = Site(scratch=str(scratch), gpus_per_node=1)
+    # a study's directory is where it is
+    [job] = submit_study(study, scheduler="slurm", site=gpu, dry_run=True)
+    assert f"cd {tmp_path} || exit 1" in job.script
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "words"),
+    [
+        ({}, 0, ["--gpus-per-node", "parallel.device=cpu"]),
+        ({"time": "4h", "gpus_per_node": 1}, 0, ["--time", "04:00:00"]),
+        ({"time": "00:03:00", "gpus_per_node": 1}, 0, ["--time 00:03:00", "00:10:00"]),
+        ({"gpus_per_node": 3}, 0, ["global_batch"]),
+        ({"gpus_per_node": 8}, 4, ["8", "4", "gpus_per_node"]),
+    ],
+)
+def test_what_is_refused(tmp_path, monkeypatch, asked, gpus, words):
+    monkeypatch.chdir(tmp_path)
+    with refused(*words):
+        script_of(Recipe.load("quickstart"), Site(gpus_per_node=gpus), "pbs", **asked)
 
 
 def test_the_site_file(tmp_path, monkeypatch):
