@@ -60,9 +60,6 @@ class Site(BaseModel):
     program: str = ""
     """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
     empty: the Python that submits."""
-    scratch: str = ""
-    """The working directory of jobs of runs, which also holds a relative run.dir; empty: the
-    directory of `submit`. Jobs of studies always work there."""
 
     def cores(self, gpus: int) -> int:
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)

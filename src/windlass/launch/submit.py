@@ -22,7 +22,6 @@ from windlass.launch.job import TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
-from windlass.recipe.layers import from_here
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
@@ -158,16 +157,8 @@ def submit_run(
 
 def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     """The job that trains a recipe, and the recipe that all its starts train."""
-    place = Path(site.scratch or Path.cwd())
     run = Run(recipe.run_dir.resolve())
-    if not run.exists:
-        run = Run((place / recipe.run_dir).resolve())
     recipe = recipe.replace({"run.dir": str(run.path)})
-    if recipe.home is None:
-        # Inputs are here. The data that the job prepares belong on the site's scratch disk.
-        places = ("data.dir", "run.base")
-        inputs = {key: value for key, value in recipe.flat().items() if key not in places}
-        recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     snapshot = str(run.path / SNAPSHOT)
     written = [e for e in run.events if e["event"] == "checkpoint"]
     # Without `checkpoint.background` the step also waits for the write.
@@ -176,7 +167,7 @@ def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
-    return replace(job, directory=place, before=asked.check(snapshot)), recipe
+    return replace(job, before=asked.check(snapshot)), recipe
 
 
 def submit(
