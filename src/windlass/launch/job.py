@@ -56,7 +56,7 @@ class Site(BaseModel):
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher_options: str = ""
-    """More options of what starts the ranks: srun under SLURM, mpiexec under PBS."""
+    """More options of the launcher: srun under SLURM, mpiexec under PBS."""
     program: str = ""
     """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
     empty: the Python that submits."""
