@@ -217,7 +217,8 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds one stage.
 
-    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it evaluates: every rank gets the result.
+    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it
+    evaluates: every rank gets the result.
     """
 
     shares_gradient = False  # lookup and head are in different stages
