@@ -182,13 +182,14 @@ def script(scheduler: str, page: str) -> str:
     assert site, "the page has no site.toml"
     asked = Resources(nodes=2, gpus_per_node=4, time="04:00:00", min_busbw=5)
     _, text, _ = submit_run(
-        Recipe.load("c4-30m", ["run.name=first", 'telemetry.trackers=["wandb"]']),
+        Recipe.load("c4-30m", ["run.dir=/scratch/me/runs/first", 'telemetry.trackers=["wandb"]']),
         scheduler=scheduler,
         site=Site.model_validate(tomllib.loads(site[1])),
         asked=asked,
         dry_run=True,
     )
-    return f"```bash\n{text.replace(sys.executable, '/home/me/venv/bin/python')}```\n"
+    text = text.replace(sys.executable, "/home/me/venv/bin/python")
+    return f"```bash\n{text.replace(str(Path.cwd()), '/home/me/project')}```\n"
 
 
 def site_table() -> str:

@@ -324,11 +324,11 @@ def test_a_save_without_room_fails_and_training_continues(corpus, tmp_path, monk
 
 
 def test_a_run_whose_saves_fail_again_and_again_ends(corpus, tmp_path, monkeypatch):
-    """`checkpoint.max_failed_saves`: it would continue for days with nothing to resume from."""
+    """It would continue for days with nothing to resume from."""
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
-    more = {"checkpoint.every": 2, "checkpoint.max_failed_saves": 3, "train.steps": 30}
+    more = {"checkpoint.every": 2, "train.steps": 30}
     more |= {"checkpoint.background": "false", "eval.every": 0}
-    with refused("3 saves in a row", "checkpoint.max_failed_saves", error=RunFailed):
+    with refused("3 saves in a row", error=RunFailed):
         train(recipe_of(corpus, tmp_path / "run", **more))
     run = Run(tmp_path / "run")
     assert [e["step"] for e in run.events if e["event"] == "save_failed"] == [2, 4, 6]

@@ -75,7 +75,8 @@ def test_one_of_two_ranks(scratch: Path, victim: int, every: int) -> None:
         assert bool(errors[0]) == bool(errors[1]), (k, errors)
         assert step_seen(run) == (1 if errors[0] else 2)
         if errors[0]:
-            assert "No space" in errors[0] and "No space" in errors[1]
+            assert "No space" in errors[0]
+            assert "No space" in errors[1] or "gave the save up" in errors[1]
             assert (victim == 1) == ("rank 1" in errors[0])
         assert all(name.startswith(".failed-") for name in hidden(directory)), hidden(directory)
         assert not save(directory, 3, attempt="1").error
@@ -89,7 +90,7 @@ def test_a_rank_that_does_not_deliver_and_comes_late(scratch: Path) -> None:
     outcome = save(run / "checkpoints", 2, None, 0, 2, deadline=0.05)
     assert "no part came from rank 1 within 0.05 s" in outcome.error and step_seen(run) == 1
     outcome = save(run / "checkpoints", 2, None, 1, 2, deadline=20)
-    assert "no part came from rank 1" in outcome.error
+    assert "gave the save up" in outcome.error
     assert not save(run / "checkpoints", 3, attempt="1").error
     assert not hidden(run / "checkpoints") and step_seen(run) == 3
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launch_fixtures import SAVES, header, job_of, run_job
 
-from helpers import programs, refused, windlass, write_corpus, write_ledger
+from helpers import programs, refused, windlass, write_ledger
 from windlass.errors import RunFailed
 from windlass.fileio import read_json
 from windlass.launch.batch import cancel, queued, render
@@ -362,15 +362,6 @@ def test_ranks_run_in_the_sites_container(tmp_path, monkeypatch, of_study):
         assert train == [f"{launched} --container-image=w.sqsh {words}", words]
 
 
-def test_a_job_that_would_tokenize_is_announced(submitted, tmp_path):
-    write_corpus(tmp_path / "corpus.txt", words=200)
-    words = ["quickstart", "data.source=corpus.txt", "run.dir=run"]
-    said = submitted(tmp_path, *words, "--dry-run").stderr
-    assert f"{tmp_path}/data/" in said and "windlass prepare" in said
-    windlass("prepare", *words, cwd=tmp_path)
-    assert submitted(tmp_path, *words, "--dry-run").stderr == ""
-
-
 def test_a_check_that_fails_ends_the_job(run_script, tmp_path):
     check = ["bash", "-c", "echo rates; echo the bandwidth; echo TOO SLOW; exit 46"]
     assert run_script("touch trained", before=check).wait(20) == 46
@@ -433,33 +424,6 @@ def test_a_job_trains_the_recipe_as_it_was_when_it_was_submitted(submitted, tmp_
     assert not resolve_start(recipe).resuming
     submitted(tmp_path, "mine.toml", "run.dir=run")
     assert trained_recipe(script).optim.lr == 0.9
-
-
-def test_files_are_found_from_the_sites_scratch_directory(submitted, tmp_path, monkeypatch):
-    """An existing file gets its whole path; names that are not files stay, and so do files that the
-    job will write.
-    """
-    scratch, site = tmp_path / "scratch", tmp_path / "site.toml"
-    scratch.mkdir()
-    site.write_text(f'scratch = "{scratch}"\n')
-    (tmp_path / "book.txt").write_text("text")
-    (tmp_path / "toks").mkdir()
-    sources = 'data.source=["book.txt", "hf:name/set", "b*.txt"]'
-    words = "data.tokenizer=hf:toks data.dir=data run.dir=run --site".split()
-    submitted(tmp_path, "quickstart", sources, *words, site)
-    script = scratch / "run" / "submit.sh"
-    assert f"cd {scratch} || exit 1" in script.read_text()
-    monkeypatch.chdir(scratch)
-    data = trained_recipe(script).data
-    assert data.source == [f"{tmp_path}/book.txt", "hf:name/set", f"{tmp_path}/b*.txt"]
-    assert (data.tokenizer, data.dir) == (f"hf:{tmp_path}/toks", "data")
-    monkeypatch.chdir(tmp_path)
-    recipe = Recipe.load("quickstart", ["data.source=book.txt"])
-    study = Study.create(recipe, ["run.seed=1,2"], tmp_path / "study")
-    gpu = Site(scratch=str(scratch), gpus_per_node=1)
-    # a study's directory is where it is
-    [job] = submit_study(study, scheduler="slurm", site=gpu, dry_run=True)
-    assert f"cd {tmp_path} || exit 1" in job.script
 
 
 @pytest.mark.parametrize(

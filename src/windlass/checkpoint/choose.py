@@ -277,14 +277,13 @@ class CheckpointList:
     measure: str  # the recipe's `checkpoint.best`
     bases: list[dict[str, Any]]  # to which the checkpoints refer
     checkpoints: list[dict[str, Any]]  # by step; `time` (UTC), `bytes`, `world`: None if damaged
-    temporary: list[str]  # directories of a save or removal that is in progress or interrupted
 
 
 def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointList:
     """The checkpoints of a run by step; `verify` hashes every byte. UserError: no such run."""
     run = Run.open(run_dir)
     recipe, ledger, directory = run.recipe, run.ledger(), run.checkpoints_dir
-    names, horizons = names_in(directory), list[Horizon]()
+    horizons = list[Horizon]()
     if began := last_start(ledger):
         horizons = [recipe.horizon(began["steps"], began["samples_per_epoch"])]
     policy = policy_of(recipe.checkpoint, horizons, read_lineage(run.path))
@@ -305,8 +304,6 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
         for c in sorted(saved, key=lambda c: c.step)
     ]
     bases = {c.content.base.title: c.content.base for c in saved if c.content and c.content.base}
-    cut_off = {n for n in names if STEP_DIR.match(n) and not is_whole(directory / n)}
-    temporary = [n for n in names if n.startswith(".saving-") or n in cut_off]
     listed = list[dict[str, Any]]()
     for title, base in bases.items():
         listed.append({"name": title, "files": len(base.files), "bytes": base.bytes, "problem": ""})
@@ -314,4 +311,4 @@ def list_checkpoints(run_dir: str | Path, verify: bool = False) -> CheckpointLis
             from windlass.checkpoint.base import check_base  # imports torch
 
             listed[-1]["problem"] = check_base(base, recipe)
-    return CheckpointList(run.path, verify, policy.measure, listed, rows, temporary)
+    return CheckpointList(run.path, verify, policy.measure, listed, rows)

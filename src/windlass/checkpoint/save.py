@@ -45,7 +45,7 @@ from windlass.errors import UserError, first_line
 from windlass.fileio import PIECE_BYTES, Files, to_json
 from windlass.telemetry.ledger import Scores
 
-PART, FILE, REASON = "part-{:05d}.json", "rank-{:05d}.safetensors", "reason"
+PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 SLOWEST_POLL_SECONDS = 0.25
 RESERVE_BYTES = 16 * 2**20  # left free beside a checkpoint, for the ledger, logs and the manifest
 POLL_SECONDS = 0.1
@@ -109,10 +109,7 @@ class Save:
         except Exception as error:
             self._give_up(error)
             if self.rank != 0 and self.tombstone.name in names_in(self.directory):
-                reason = "rank 0 gave the save up"  # the error here follows from that
-                with contextlib.suppress(OSError):  # on a full disk the reason may be missing
-                    reason = (self.tombstone / REASON).read_text(encoding="utf-8", errors="replace")
-                raise GivenUp(reason) from error
+                raise GivenUp("rank 0 gave the save up") from error  # the error follows from that
             raise
 
     def _write_part(self) -> None:
@@ -223,7 +220,7 @@ class Save:
     def _give_up(self, error: Exception) -> None:
         """Remove a failed save and tell the other ranks, if the disk allows it."""
         files = self.files
-        with contextlib.suppress(OSError):  # first, to make room for the message on a full disk
+        with contextlib.suppress(OSError):  # first, to make room on a full disk
             files.unlink(self.temporary / FILE.format(self.rank))
         if self.rank != 0:
             note = {"host": socket.gethostname(), "error": explain(error)}
@@ -242,10 +239,8 @@ class Save:
             with contextlib.suppress(OSError):
                 files.make_dir(self.temporary)  # may be missing, and is renamed below
             with contextlib.suppress(OSError):
-                files.write_bytes(self.temporary / REASON, explain(error).encode())
-            with contextlib.suppress(OSError):
                 files.rename(self.temporary, self.tombstone)
-            for name in set(names_in(self.tombstone)) - {REASON}:
+            for name in names_in(self.tombstone):
                 with contextlib.suppress(OSError):
                     files.unlink(self.tombstone / name)
 
@@ -305,7 +300,6 @@ class Writer:
         self._host = torch.empty(0, dtype=torch.uint8)  # every save reuses it
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None  # the end of the last copy from CUDA
-        self._warning = ""  # why memory for CUDA is not page-locked
         self._known: dict[Path, Manifest] = {}  # rank 0's writer reads each manifest once
         self._thread = threading.Thread()  # of the last save
 
@@ -338,9 +332,7 @@ class Writer:
         save = Save(self, step, save_id, shard.nbytes, shard.aliases, meta)
         try:
             save.counters = to_json(dict(counters))
-            warned = self._warning
             self._copy(save, shard)
-            save.warning = "" if warned else self._warning
         except (MemoryError, OSError, RuntimeError, ValueError) as error:
             # The save fails on all ranks, but not the run.
             save.error = f"the state could not be copied to the host: {explain(error)}"
@@ -389,14 +381,11 @@ class Writer:
         if self._host.numel() >= size:
             return
         self._host = torch.empty(0, dtype=torch.uint8)  # frees the smaller memory first
-        if device is not None and not self._warning:
-            try:
-                with torch.cuda.device(device):
-                    self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if device is not None:
+            # Page-locked memory is scarce; without it the step waits longer for the copy.
+            with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 return
-            except RuntimeError as error:  # such memory is scarce; without it the save still works
-                why = explain(error)
-                self._warning = f"saves block the step longer: no page-locked memory: {why}"
         self._host = torch.empty(size, dtype=torch.uint8)
 
     def poll(self) -> list[Save]:

@@ -148,7 +148,7 @@ def submit(
         return errors.DONE
     asked = Resources(nodes, per_host, gpus_per_node, time, max_restarts, min_busbw)
     how: dict[str, Any] = {"scheduler": scheduler, "site": read_site(site), "asked": asked}
-    how |= {"dry_run": dry_run, "notify": partial(typer.echo, err=True)}
+    how |= {"dry_run": dry_run}
     if not Study.is_study(recipe):
         done = [submit_run(Recipe.load(recipe, overrides), **how)]
         directory = done[0].directory
@@ -156,7 +156,8 @@ def submit(
         problem = f"{recipe} is a study, whose cells have their settings"
         raise errors.UserError(f"{problem}: leave {' '.join(overrides)} out")
     else:
-        done = submit_study(Study.open(directory), retry_failed=retry_failed, **how)
+        notify = partial(typer.echo, err=True)
+        done = submit_study(Study.open(directory), retry_failed=retry_failed, notify=notify, **how)
     if dry_run:
         sys.stdout.write("\n".join(one.script for one in done))
     elif not done:

@@ -118,8 +118,6 @@ def checkpoints(
             typer.echo(f"base {base['name']}: {decimal(base['bytes'])}{good}")
             if base["problem"]:
                 say(f"base {base['name']} is bad: {base['problem']}")
-        for name in listing.temporary:
-            say(f"{name} is in progress or left from a kill; the next start removes it")
     if bad or any(base["problem"] for base in listing.bases):
         raise typer.Exit(FAILED)
 

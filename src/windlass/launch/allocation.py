@@ -59,7 +59,7 @@ def launch_command(
     environ: Mapping[str, str] | None = None,
     more_options: str = "",
 ) -> list[str]:
-    """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job the command itself."""
+    """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job `command` itself."""
     more, environ = shlex.split(more_options), environ or {}
     if allocation.scheduler == "none":
         return list(command)
@@ -104,7 +104,8 @@ def wait_for_ranks(
 def outcome(code: int, reports: Path) -> int:
     """The exit code of a launch, from its command's exit code and the ranks' `reports`.
 
-    mpiexec changes codes, so a stop, bad input and the codes of a check come from the ranks. 69 if ranks ended only because others fell silent: a host or rank was lost.
+    mpiexec changes codes, so a stop, bad input and the codes of a check come from the ranks. 69 if
+    ranks ended only because others fell silent: a host or rank was lost.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
     for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
@@ -121,12 +122,9 @@ def plan_launch(
     per_host: int,
     dry_run: bool,
     program: str = "",
-    more_options: str = "",
+    more_options: str = "",  # of the launcher
 ) -> tuple[Allocation, list[str]]:
-    """The allocation, and words that start `command` with `program` in place of `windlass`.
-
-    `more_options`: of the launcher.
-    """
+    """The allocation, and words that start `command` with `program` in place of `windlass`."""
     allocation = read_allocation(os.environ, len(visible_gpus())).with_ranks(ranks, per_host)
     in_job = allocation.scheduler != "none"
     by_mpi = in_job and SCHEDULERS[allocation.scheduler].LAUNCHER == "mpiexec"

@@ -56,21 +56,13 @@ class Site(BaseModel):
     environment: dict[str, str] = {}
     """Variables to export. No secrets: the script is a file."""
     launcher_options: str = ""
-    """More options of what starts the ranks: srun under SLURM, mpiexec under PBS."""
+    """More options of the launcher: srun under SLURM, mpiexec under PBS."""
     program: str = ""
     """The ranks' command in place of `windlass`, as `apptainer exec /images/windlass.sif windlass`;
     empty: the Python that submits."""
-    cells_at_once: int = Field(0, ge=0)
-    """Most cells of a study that run at the same time; 0: no limit."""
-    scratch: str = ""
-    """The working directory of jobs of runs, which also holds a relative run.dir; empty: the
-    directory of `submit`. Jobs of studies always work there."""
 
     def cores(self, gpus: int) -> int:
         return self.cpus_per_rank or (GPU_RANK_CORES if gpus else 1)
-
-    def at_once(self) -> str:
-        return f"%{self.cells_at_once}" if self.cells_at_once else ""
 
 
 def seconds_of(time: str) -> int:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from windlass.data.prepare import unprepared
 from windlass.errors import UserError
 from windlass.estimate.memory import host_memory_gb
 from windlass.fileio import write_atomic
@@ -24,7 +22,6 @@ from windlass.launch.job import TIME, Job, Site, seconds_of, stop_lead
 from windlass.launch.schedulers import SCHEDULERS
 from windlass.processes import WINDLASS
 from windlass.recipe import Recipe
-from windlass.recipe.layers import from_here
 from windlass.run import Run
 from windlass.variables import SECRET_NAME
 
@@ -142,7 +139,6 @@ def submit_run(
     site: Site | None = None,
     asked: Resources = Resources(),
     dry_run: bool = False,
-    notify: Callable[[str], None] = lambda text: None,
 ) -> Submitted:
     """Submit the training of a recipe.
 
@@ -156,22 +152,13 @@ def submit_run(
     if state:
         remedy = f"wait for it, or end it by `windlass submit --cancel {job.logs}`"
         raise UserError(f"job {job_id} of {job.logs} is {state}: {remedy}")
-    note_unprepared([recipe], job.directory, notify)
     return submit(job, site, scheduler, dry_run, recipe)
 
 
 def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     """The job that trains a recipe, and the recipe that all its starts train."""
-    place = Path(site.scratch or Path.cwd())
     run = Run(recipe.run_dir.resolve())
-    if not run.exists:
-        run = Run((place / recipe.run_dir).resolve())
     recipe = recipe.replace({"run.dir": str(run.path)})
-    if recipe.home is None:
-        # Inputs are here. The data that the job prepares belong on the site's scratch disk.
-        places = ("data.dir", "run.base")
-        inputs = {key: value for key, value in recipe.flat().items() if key not in places}
-        recipe = recipe.replace(from_here(inputs, str(place)) | {"run.base": str(place)})
     snapshot = str(run.path / SNAPSHOT)
     written = [e for e in run.events if e["event"] == "checkpoint"]
     # Without `checkpoint.background` the step also waits for the write.
@@ -180,20 +167,7 @@ def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
-    return replace(job, directory=place, before=asked.check(snapshot)), recipe
-
-
-def note_unprepared(
-    recipes: Sequence[Recipe], directory: Path, notify: Callable[[str], None]
-) -> None:
-    """Say which data a job in `directory` would prepare inside its allocation."""
-    missing = dict[Path, None]()
-    for recipe in recipes:
-        with contextlib.suppress(UserError):  # the job says what is wrong with the source
-            missing |= dict.fromkeys(directory / place for place in unprepared(recipe))
-    for place in missing:
-        problem = f"{place} lacks prepared data, so the job would download and tokenize it"
-        notify(f"{problem} inside its allocation: first run `windlass prepare` with these settings")
+    return replace(job, before=asked.check(snapshot)), recipe
 
 
 def submit(

@@ -96,10 +96,6 @@ class Documents:
     def __init__(self, numbers: Tensor, positions: Tensor):
         self.numbers, self.positions = numbers, positions
 
-    def split(self, sizes: Sequence[int]) -> list[Documents]:
-        parts = self.numbers.split(list(sizes)), self.positions.split(list(sizes))
-        return list(itertools.starmap(type(self), zip(*parts, strict=True)))
-
     @property
     def several(self) -> bool:
         return bool((self.numbers[:, 0] != self.numbers[:, -1]).any())

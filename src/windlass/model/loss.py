@@ -56,9 +56,6 @@ class SourceSums:
         both = torch.stack([losses, labels.flatten()[part] != IGNORE_INDEX], 1)
         self.sums.index_add_(0, tokens, both.to(self.sums.dtype))
 
-    def split(self, sizes: list[int]) -> list[SourceSums]:
-        return [SourceSums(rows, self.sums) for rows in self.rows.split(sizes)]
-
 
 def takes_sources(model: Any) -> bool:
     """Whether a model's `forward` takes SourceSums; a user's module need not."""

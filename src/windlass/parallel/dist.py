@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -191,16 +190,12 @@ def process_settings() -> Callable[[], None]:
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    compiler = sys.modules.get("torch._dynamo")
-    optimize_ddp = compiler.config.optimize_ddp if compiler else True  # torch's default
     interface = os.environ.get(INTERFACE)
 
     def restore() -> None:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(matmul)
         use_deterministic(deterministic, warn_only)
-        if compiler := sys.modules.get("torch._dynamo"):
-            compiler.config.optimize_ddp = optimize_ddp
         os.environ.pop(INTERFACE, None)
         if interface is not None:
             os.environ[INTERFACE] = interface
@@ -254,7 +249,8 @@ def init_store(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) ->
             ranks._wait({rank: f"beat/{rank}" for rank in range(env.world)})
             ranks._heartbeat.start()
             if env.launcher in NO_HOSTS:
-                ranks.env = by_hosts(env, ranks.all_gather_object("host", this_host()))
+                own = host_name(os.environ) or socket.gethostname()
+                ranks.env = by_hosts(env, ranks.all_gather_object("host", own))
     except (dist.DistError, RuntimeError) as error:
         first = ranks.fail(error)
         is_ours = first.rank == env.rank
@@ -293,15 +289,6 @@ def init_process_group(ranks: Ranks, recipe: Recipe) -> None:
     ranks.mesh, ranks.status.place = Mesh(sizes, env.rank, sequence), sizes.place(env.rank)
     ranks.mesh.connect(ranks.strategy, device.type, timeout)
     ranks.set_timeout(settings.startup_timeout_seconds)
-
-
-def this_host() -> str:
-    """A name that no other host has: clones differ in the boot, containers in the network."""
-    name = host_name(os.environ) or socket.gethostname()
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{name} {boot} {os.readlink('/proc/self/ns/net')}"
-    return name
 
 
 def address_to(host: str) -> str:

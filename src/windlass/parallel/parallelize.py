@@ -157,7 +157,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
         use_float8(blocks, ranks.device)
     checkpoint_activations(blocks, recipe.parallel.activation_checkpointing)
     if recipe.train.compile is True:
-        # Dynamo would split a block under DDP at the ends of buckets. `Ranks` restores the setting.
+        # Dynamo would split a block under DDP at the ends of buckets.
         torch._dynamo.config.optimize_ddp = False
         # Rows of varying length have the same graph in the first step of a start as in any other.
         compiled = functools.partial(torch.compile, dynamic=recipe.data.ragged_ or None)

@@ -30,7 +30,6 @@ from windlass.parallel.context import DividedGPT
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Recipe
 
-EVALUATION_PARTS = 2  # of a labelled batch for each rank
 TICKS_KEPT = 8  # a message sent this many ticks ago is waited for, so that its memory is freed
 
 
@@ -218,7 +217,8 @@ class Pipeline:
 class StagedGPT(GPT):
     """A GPT of which this rank holds one stage.
 
-    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it evaluates: every rank gets the result.
+    With `staged` it computes this stage from the `hidden` states of the one before. Otherwise it
+    evaluates: every rank gets the result.
     """
 
     shares_gradient = False  # lookup and head are in different stages
@@ -253,28 +253,18 @@ class StagedGPT(GPT):
         """The result of a batch that passes through the stages of all ranks, without a gradient."""
         assert not torch.is_grad_enabled(), "training passes of a pipeline need its schedule"
         pipe = self.pipeline
-        # Each part gathers sharded parameters, so all data ranks need equal numbers of parts.
-        # Only batches with labels have equal numbers of rows.
-        most = 1 if labels is None else EVALUATION_PARTS * pipe.stages
-        rows = tokens.chunk(min(len(tokens), most))
-        sizes = [len(part) for part in rows]
-        marks = [None] * len(rows) if labels is None else labels.split(sizes)
-        sums = [None] * len(rows) if by_source is None else by_source.split(sizes)
-        apart = [None] * len(rows) if documents is None else documents.split(sizes)
         results = list[Tensor]()
 
-        def work(task: Task, arrived: Tensor | None) -> Tensor:
-            i = task.micro
-            given = cache, sums[i], apart[i], arrived, True
-            result = StagedGPT.forward(self, rows[i], marks[i], *given)
+        def work(_: Task, arrived: Tensor | None) -> Tensor:
+            given = cache, by_source, documents, arrived, True
+            result = StagedGPT.forward(self, tokens, labels, *given)
             if pipe.is_last:
                 results.append(result)
             return result
 
-        pipe.run([pipe.shape(self, r, labels is not None) for r in rows], work, train=False)
+        pipe.run([pipe.shape(self, tokens, labels is not None)], work, train=False)
         if results:
-            whole = results[0] if labels is None else torch.stack(results).sum()
-            whole = whole.to(pipe.dtype).contiguous()
+            whole = results[0].to(pipe.dtype).contiguous()
         else:
             logits = [len(tokens), 1 if cache else tokens.shape[1], self.vocab]
             shape = logits if labels is None else []

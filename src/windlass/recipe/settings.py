@@ -240,8 +240,6 @@ class CheckpointSettings(Section):
     """With `hf`: the directory of these files after they left `model.name`."""
     background: bool = True
     """Write in the background while training continues; `false`: wait for the disk."""
-    max_failed_saves: int = Field(3, ge=1)
-    """Failed saves in a row that end the run, because it would have nothing to resume from."""
     grace_seconds: float = Field(25.0, gt=0)
     """Seconds from a signal to the run's end; no longer save begins. torchrun kills after 30 s."""
 

@@ -344,9 +344,6 @@ def submit_study(
             notify(f"cell {', '.join(running)} is running already")
         wanted = (*OPEN_STATES, "failed") if retry_failed else OPEN_STATES
         numbers = [number for number, state in states.items() if state in wanted]
-        submit.note_unprepared(
-            [study.cells[number].recipe for number in numbers], Path.cwd(), notify
-        )
         for nodes in sorted({study.cells[number].nodes for number in numbers}):
             own = [number for number in numbers if study.cells[number].nodes == nodes]
             job = _array_job(study, own, next(free), site, asked, retry_failed)

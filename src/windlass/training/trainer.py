@@ -50,6 +50,7 @@ from windlass.training.stop import StopSignals
 DATA_WAIT_SECONDS = 0.5  # the loop looks at signals this often while data is late
 # If another rank may be gone, wait this long for a save, or twice the last save's time if longer.
 FAILING_SAVE_SECONDS = 5.0
+MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 
 @dataclass(kw_only=True)
@@ -173,9 +174,8 @@ class Trainer:
                     complete = evaluator.sample()
                 self.saver.report(self.saver.poll())
                 recorder.poll()
-                if failed_saves >= recipe.checkpoint.max_failed_saves and not last:
-                    limit = "checkpoint.max_failed_saves; see above"
-                    raise RunFailed(f"{failed_saves} saves in a row failed ({limit})")
+                if failed_saves >= MAX_FAILED_SAVES and not last:
+                    raise RunFailed(f"{failed_saves} saves in a row failed (see above)")
                 # If a signal interrupted the evaluation, the next start repeats it at this step.
                 if stopping or not complete:
                     return self.saver.stop_run(self.stop)

@@ -57,7 +57,7 @@ class PBS(Scheduler):
             "mpiprocs": job.ranks_per_node,
         }
         select = [str(job.nodes), *(f"{name}={value}" for name, value in chunk.items() if value)]
-        tasks = f"{job.array[0]}-{job.array[-1]}{site.at_once()}" if len(job.array) > 1 else ""
+        tasks = f"{job.array[0]}-{job.array[-1]}" if len(job.array) > 1 else ""
         return {
             "-N {}": job.short_name()[:15],  # PBS takes no longer one
             "-l select={}": ":".join([*select, *filter(None, [site.constraint])]),

@@ -68,7 +68,7 @@ class SLURM(Scheduler):
             "--nodes={}": job.nodes,
             "--ntasks-per-node={}": job.ranks_per_node,
             "--cpus-per-task={}": site.cores(job.gpus_per_node),
-            "--array={}": tasks and tasks + site.at_once(),
+            "--array={}": tasks,
             "--gpus-per-node={}": job.gpus_per_node,
             "--mem={}G": job.memory_gb,
             "--time={}": job.time or site.time,
