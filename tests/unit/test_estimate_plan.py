@@ -311,6 +311,9 @@ def test_bad_input_is_one_message(call):
     for arguments, word in (
         ("c4-30m --device A100", "A100-80GB"),
         ("c4-30m --world 3", "train.global_batch"),
+        ("quickstart optim.schedule.warmup=9000", "schedule.warmup"),
+        ("quickstart optim.schedule.warmup=0.6 optim.schedule.decay=0.6", "schedule.decay"),
+        ("quickstart optim.schedule.steps=50 optim.schedule.warmup=60", "50 steps"),
         ("quickstart --from nowhere", "nowhere"),
         ("--device cpu", "RECIPE"),
     ):

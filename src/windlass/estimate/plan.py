@@ -26,6 +26,7 @@ from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows
 from windlass.estimate.subject import Size, Speed, Subject, past_speed, predicted_speed, subject_of
 from windlass.estimate.text import print_plan, recommend
 from windlass.model.size import flops_per_token
+from windlass.optim.schedule import check_fits
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
 
@@ -213,6 +214,7 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
 
 def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> dict[str, Any]:
     """Milestones of a run of known length, and the time to its end if the speed is known."""
+    check_fits(recipe.optim.schedule, horizon)
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)

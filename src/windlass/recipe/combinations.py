@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
@@ -286,22 +286,7 @@ def optimizer(r: Any) -> Problems:
         yield "train.master", 'bf16 weights need train.precision="bf16": write that, or "fp32"'
 
 
-def schedule(r: Any) -> Problems:
-    s, run_steps = r.optim.schedule, r.train.steps
-    warmup, decay = s.warmup, s.decay if s.kind == "wsd" else 0
-    steps = sum(part for part in (warmup, decay) if isinstance(part, int))
-    share = sum(part for part in (warmup, decay) if isinstance(part, float))
-    length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
-    # Shares round to steps: the sum may be less than a step too long.
-    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) >= length + 1):
-        alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
-        key = "decay" if decay and not alone else "warmup"
-        size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""
-        problem = f"warm-up {warmup} and decay {decay} are longer than the {whole}{size}"
-        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share, as 0.02"
-
-
 CHECKS = (
     *(model, unused_keys, arithmetic, adapters, heads, mup, vocab, sources, items, mixture),
-    *(average, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(average, evaluations, sharding, layout, batch, optimizer),
 )
