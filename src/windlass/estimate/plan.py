@@ -59,7 +59,6 @@ class Plan:
     advice: str = ""  # the reason for it, or a remedy if nothing fits
     layouts: list[LayoutRow] = field(default_factory=list)  # that fit a listed device, by time
     layouts_advice: str = ""  # if none fits
-    machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
     speed: Speed | None = None
     seconds_per_step: float | None = None
@@ -132,7 +131,7 @@ def plan(
     if subject.world == 1 or not ours or not vocab or not machine.knows_peak:
         return result
     rows, why = layout_rows(recipe, vocab, machine)
-    return replace(result, layouts=rows, layouts_advice=why, machine=machine)
+    return replace(result, layouts=rows, layouts_advice=why)
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
@@ -176,12 +175,8 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         unknown=unknown,
     )
     parts = memory_parts(plan, subject)
-    if steps is not None and recipe.data.mix:
-        try:
-            parts["mixture"] = subject.mixture_rows(steps)
-        except UserError as error:
-            unknown["mixture"] = str(error)
     if steps is not None:
+        parts["mixture"] = subject.mixture_rows(steps)
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
         saves = (recipe.checkpoint.every, recipe.checkpoint.keep_every)
         if not samples and any(isinstance(x, str) for x in saves):

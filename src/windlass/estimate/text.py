@@ -203,7 +203,6 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     why = plan.unknown.get("epochs", "")
     facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
     facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
-    facts["problem"] = plan.unknown.get("mixture", "")
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
@@ -252,7 +251,7 @@ def _print_memory(plan: Any, console: Console) -> None:
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
-    rows, machine, title = plan.layouts, plan.machine, f"Layouts of {plan.world} ranks"
+    rows, title = plan.layouts, f"Layouts of {plan.world} ranks"
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
@@ -272,14 +271,10 @@ def _print_layouts(plan: Any, console: Console) -> None:
             )
         )
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
-    links = f"{machine.device.link / 1e9:g} GB/s inside a host"
-    if machine.ranks_of_host:
-        links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
-    how = f"ms: predicted for full rows as under Time, with {links}."
-    unchanged = "it is the recipe's own layout"
     notes = [
-        f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        f"First row: {pasted(rows[0].settings) or unchanged}",
+        "Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest.",
+        f"ms: predicted for full rows, with {NETWORK / 1e9:g} GB/s per rank between hosts.",
+        f"First row: {pasted(rows[0].settings) or 'the recipe'}",
     ]
     title += f" that fit, memory of the fullest rank in {unit}"
     _section(console, title, [], head, cells, 3, notes)

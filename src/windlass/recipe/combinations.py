@@ -28,7 +28,6 @@ def unused_keys(r: Any) -> Problems:
     problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
     if m.kind == "hf":
         problem = "config.json of the model decides instead of it: drop it"
-        problem += ", or give model.name a directory with an edited copy" * m.from_scratch
     yield ", ".join(f"model.{key}" for key in given), problem
 
 
@@ -37,8 +36,6 @@ def arithmetic(r: Any) -> Problems:
         yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
         yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
-    if r.model.kernels == "liger" and r.train.precision == "fp64":
-        yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
     if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
         yield "train.stream", 'it needs train.precision="bf16": write that, or "fp32" here'
 
@@ -146,8 +143,6 @@ def items(r: Any) -> Problems:
             yield f"data.{key}", 'it is for conversations: write data.format = "chat", or drop it'
     if d.columns and set(formats) == {"text"}:
         yield "data.columns", "it renames fields of conversations; a text has data.text_key"
-    for name in filter(lambda name: not name.isidentifier(), d.chat_template_kwargs):
-        yield f"data.chat_template_kwargs.{name}", "a template cannot read such a name"
 
 
 def is_file(source: str) -> bool:
