@@ -161,11 +161,10 @@ def print_plan(plan: Any, console: Console) -> None:
         head = ("what", "next at step", "in", "left", "last at step", "in")
         _section(console, "Milestones", [], head, cells)
     if size := plan.size.checkpoint_bytes:
-        disk = [
-            ("a checkpoint", f"{_scaled(size, 'B')}, of which a save holds a copy in host memory")
-        ]
+        one = f"{size / 1e9:.4g} GB, of which a save holds a copy in host memory"
+        disk = [("a checkpoint", one)]
         if plan.checkpoints:
-            total = _scaled(plan.checkpoints * size, "B")
+            total = f"{plan.checkpoints * size / 1e9:.4g} GB"
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         elif why := plan.unknown.get("checkpoints"):
             disk.append(("in all", f"unknown, because {why}"))
@@ -206,7 +205,7 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
-        facts["FLOPs"] = f"{_scaled(size.flops_per_token, 'FLOP')} a token{total}"
+        facts["FLOPs"] = f"{short(size.flops_per_token)} a token{total}"
     return [(name, text) for name, text in facts.items() if text]
 
 
@@ -299,12 +298,6 @@ def _time(plan: Any) -> list[tuple[str, str]]:
     missing = ", ".join(f"{what}s" for what in plan.not_counted)
     more = [("without", f"{missing}, whose time was not measured")] if missing else []
     return [("to the end", end), ("from", speed.detail), ("speed", step), *more]
-
-
-def _scaled(value: float, unit: str) -> str:
-    sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    size, letter = next((pair for pair in sizes if value >= pair[0]), (1.0, ""))
-    return f"{value / size:.4g} {letter}{unit}"
 
 
 def _section(
