@@ -66,7 +66,6 @@ class Plan:
     device_hours: float | None = None
     not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
     milestones: list[MilestoneRow] = field(default_factory=list)
-    optimizer: str = ""  # `optim.kind`
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
@@ -109,8 +108,7 @@ def plan(
         per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
-        is_run = Run(source).exists and not overrides
-        source = Run(Path(source)) if is_run else Recipe.load(source)
+        source = Run(source) if Run(source).exists and not overrides else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
     subject = subject_of(recipe, run, past, world, device, memory_bytes, activations=True)
@@ -162,7 +160,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         device=subject.device,
         precision=subject.precision,
         size=size,
-        optimizer=recipe.optim.kind,
         steps=steps,
         done=subject.done,
         tokens_per_step=tokens_per_step,
@@ -196,13 +193,13 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     flops = size.flops_per_token
     if subject.width and not subject.counted:  # attention over the padded row, not the context
         flops = flops_per_token(recipe.model, vocab, subject.width)
-    per_step = flops * plan.padded_tokens_per_step
     optimal: dict[str, int] = {}
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     if not pretrained or recipe.train.steps == "compute-optimal":  # D = 20 N is for new weights
-        rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
-        optimal["optimal_tokens"] = optimal_tokens(size.parameters, rate)
-        optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, per_sample)
+        ratio = recipe.train.tokens_per_parameter
+        optimal["optimal_tokens"] = optimal_tokens(size.parameters, ratio)
+        optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, subject.tokens_per_sample)
+    per_step = flops * plan.padded_tokens_per_step
     total = None if plan.steps is None else round(per_step * plan.steps)
     return {"memory": rows, "recommended": settings, "advice": advice, "flops": total, **optimal}
 

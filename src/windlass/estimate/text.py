@@ -234,8 +234,6 @@ def _print_memory(plan: Any, console: Console) -> None:
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
-    if "." in plan.optimizer:
-        notes.append(f"The plan assumes that {plan.optimizer} has as much state as AdamW.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")
     settings = pasted(plan.recommended) if plan.recommended else ""
