@@ -34,7 +34,7 @@ def mix(texts, *weights, **more):
     ]
 
 
-STAGES = [{"from": "50 %", "weights": {"third": 0.8}}]
+STAGES = [{"from": 0.5, "weights": {"third": 0.8}}]
 
 
 def mixed(texts, run, *weights, epochs=1.0, **more):
