@@ -209,9 +209,9 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
             rows[division] = LayoutRow(layout, peak, step.total, changes, layout == chosen)
         if len(rows) == ROWS:
             break
-    problem = f"no layout of {plural(machine.world, 'rank')} fits"
-    advice = "take settings under the memory above, other ranks, or another train.global_batch"
-    return list(rows.values()), "" if rows else f"{problem}: {advice}"
+    ranks = plural(machine.world, "rank")
+    why = f"no layout of {ranks} fits: see the memory above, or change ranks or train.global_batch"
+    return list(rows.values()), "" if rows else why
 
 
 def with_micro_batch(
