@@ -33,7 +33,7 @@ def mix(texts, *weights):
     ]
 
 
-STAGES = [{"from": "50 %", "weights": {"third": 0.8}}]
+STAGES = [{"from": 0.5, "weights": {"third": 0.8}}]
 
 
 def mixed(texts, run, *weights, **more):

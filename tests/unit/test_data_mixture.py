@@ -153,7 +153,7 @@ def test_a_branch_continues_every_source_where_it_was():
 
 
 def test_a_longer_run_moves_only_stages_to_come():
-    data = recipe_of([("a", "x"), ("b", "y")], stages=[{"from": "50 %", "weights": {"a": 0}}]).data
+    data = recipe_of([("a", "x"), ("b", "y")], stages=[{"from": 0.5, "weights": {"a": 0}}]).data
     short, long = (stages_of(data, Horizon(steps, 10, 8)) for steps in (100, 200))
     assert [s.start for s in short] == [0, 400] and [s.start for s in long] == [0, 800]
     assert continue_stages(short, long, 320) == long

@@ -88,7 +88,7 @@ def test_every_advice_lowers_the_memory(case, models):
 def test_advised_settings_fit_and_each_is_necessary(case, models):
     planned = planned_case(case, models)
     own = planned.subject
-    for part in (0.9, 0.6, 0.3):
+    for part in (0.8, 0.3):
         usable = int(part * planned({}).total)
         settings, text = advise(planned, usable)
         if not settings:

@@ -159,7 +159,7 @@ def machine(world, gigabytes, name="A100-40GB"):
     return Machine(device, world, "bf16")
 
 
-@pytest.mark.parametrize("world", [2, 6, 16])
+@pytest.mark.parametrize("world", [2, 6])
 def test_every_layout_is_a_valid_recipe(world):
     recipe = GPT2.replace("train.global_batch=96", "model.kv_heads=4", "model.layers=6")
     every = list(layouts(recipe, machine(world, 40)))
@@ -213,12 +213,6 @@ def test_the_plan_lists_layouts():
     assert not plan("gpt2-124m", device="A100-40GB").layouts  # one rank
     small = plan("gpt2-124m", world=2, device="A100-40GB", memory_bytes=10**9)
     assert not small.layouts and small.layouts_advice in repr(small)
-    two_hosts = plan("gpt2-124m", world=16, device="A100-40GB")
-    assert "host of 8 ranks" in repr(two_hosts)
-    staged = plan("gpt2-124m", ["parallel.pipeline=2"], world=2, device="A100-40GB")
-    whole = plan("gpt2-124m", world=2, device="A100-40GB")
-    assert "stages wait" in staged.speed.detail
-    assert whole.seconds_per_step < staged.seconds_per_step < 1.2 * whole.seconds_per_step
 
 
 def test_blocks_share_a_unit_of_fsdp2_if_they_are_small():

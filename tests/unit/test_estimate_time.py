@@ -16,9 +16,7 @@ from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 
 
-@pytest.mark.parametrize(
-    "every", [0, 1, 7, 250, 0.1, 0.34, 1.0, *(f"{n} epochs" for n in (1, 0.5, 2.5, 0.001, 40))]
-)
+@pytest.mark.parametrize("every", [0, 7, 250, 0.34, 1.0, "1 epoch", "2.5 epochs", "0.01 epochs"])
 @pytest.mark.parametrize(
     "sizes", [(100, 333, 10), (97, 12, 5), (50, 3, 16), (10, 160, 16), (1, 1, 1)]
 )

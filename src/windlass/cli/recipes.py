@@ -113,7 +113,6 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     from windlass.data.samples import ExampleSamples
     from windlass.estimate.devices import this_device
     from windlass.estimate.subject import Subject, with_sizes
-    from windlass.estimate.text import scaled
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 
@@ -133,7 +132,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
         shown["left out"] = "\n".join(dict.fromkeys(lists))
     subject = with_sizes(Subject(loaded, 1, this_device(cpu=True), "fp32", vocab=data.vocab))
     if size := subject.size.checkpoint_bytes:
-        shown["checkpoint"] = f"{scaled(size, 'B')} each"
+        shown["checkpoint"] = f"{size / 1e9:.4g} GB each"
     shown["fingerprint"] = data.fingerprint
     shown["prepared"] = f"in {prepared.seconds:.1f} s" if prepared.is_new else "already"
     rich_console(sys.stdout).print(pairs(shown.items()))

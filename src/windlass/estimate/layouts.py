@@ -149,10 +149,15 @@ def layouts(recipe: Recipe, machine: Machine) -> Iterator[Layout]:
         apart = host and tensor > host
         if world % (tensor * context * pipeline) or apart:
             continue
-        division: Settings = {"parallel.tensor": tensor, "parallel.context": context}
-        division |= {"parallel.pipeline": pipeline, "parallel.strategy": "auto"}
-        division |= {"parallel.offload": False, "parallel.shard_size": 0}
-        division |= {"train.micro_batch": recipe.train.micro_batch or 1}
+        division: Settings = {
+            "parallel.tensor": tensor,
+            "parallel.context": context,
+            "parallel.pipeline": pipeline,
+            "parallel.strategy": "auto",
+            "parallel.offload": False,
+            "parallel.shard_size": 0,
+            "train.micro_batch": recipe.train.micro_batch or 1,
+        }
         try:
             base = layout_of(
                 recipe.replace(division), world, machine.device.kind, machine.precision
@@ -203,11 +208,8 @@ def layout_rows(recipe: Recipe, vocab: int, machine: Machine) -> tuple[list[Layo
         if len(rows) == ROWS:
             break
     ranks = plural(machine.world, "rank")
-    if not timed:
-        problem = f"no layout divides the model and train.global_batch among {ranks}"
-        return [], f"{problem}: use another number of ranks, or another batch"
-    remedy = "Under the memory above are settings that fit, if there are any"
-    return list(rows.values()), "" if rows else f"no layout of {ranks} fits. {remedy}"
+    why = f"no layout of {ranks} fits: see the memory above, or change ranks or train.global_batch"
+    return list(rows.values()), "" if rows else why
 
 
 def with_micro_batch(

@@ -26,6 +26,7 @@ from windlass.estimate.layouts import LayoutRow, Machine, MemoryRow, layout_rows
 from windlass.estimate.subject import Size, Speed, Subject, past_speed, predicted_speed, subject_of
 from windlass.estimate.text import print_plan, recommend
 from windlass.model.size import flops_per_token
+from windlass.optim.schedule import check_fits
 from windlass.recipe import Changes, Horizon, Recipe, as_recipe
 from windlass.run import Run, last_start
 
@@ -58,7 +59,6 @@ class Plan:
     advice: str = ""  # the reason for it, or a remedy if nothing fits
     layouts: list[LayoutRow] = field(default_factory=list)  # that fit a listed device, by time
     layouts_advice: str = ""  # if none fits
-    machine: Machine | None = None  # the ranks and rates behind the layouts
     checkpoints: int | None = None  # the most on disk at a time
     speed: Speed | None = None
     seconds_per_step: float | None = None
@@ -66,7 +66,6 @@ class Plan:
     device_hours: float | None = None
     not_counted: list[str] = field(default_factory=list)  # milestones without a measured time
     milestones: list[MilestoneRow] = field(default_factory=list)
-    optimizer: str = ""  # `optim.kind`
     unknown: dict[str, str] = field(default_factory=dict)  # the reason for each None
 
     def __repr__(self) -> str:
@@ -109,8 +108,7 @@ def plan(
         per_host: Ranks of each host; 0: 8 GPUs, or all ranks on a CPU.
     """
     if isinstance(source, str | Path):
-        is_run = Run(source).exists and not overrides
-        source = Run(Path(source)) if is_run else Recipe.load(source)
+        source = Run(source) if Run(source).exists and not overrides else Recipe.load(source)
     run = source if isinstance(source, Run) and last_start(source.ledger()) else None
     recipe = as_recipe(source).replace(overrides)
     subject = subject_of(recipe, run, past, world, device, memory_bytes, activations=True)
@@ -131,7 +129,7 @@ def plan(
     if subject.world == 1 or not ours or not vocab or not machine.knows_peak:
         return result
     rows, why = layout_rows(recipe, vocab, machine)
-    return replace(result, layouts=rows, layouts_advice=why, machine=machine)
+    return replace(result, layouts=rows, layouts_advice=why)
 
 
 def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> Plan:
@@ -162,7 +160,6 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         device=subject.device,
         precision=subject.precision,
         size=size,
-        optimizer=recipe.optim.kind,
         steps=steps,
         done=subject.done,
         tokens_per_step=tokens_per_step,
@@ -175,9 +172,8 @@ def assemble(subject: Subject, speed: Speed | None, run: Run | None = None) -> P
         unknown=unknown,
     )
     parts = memory_parts(plan, subject)
-    if steps is not None and recipe.data.mix:
-        parts["mixture"] = subject.mixture_rows(steps)
     if steps is not None:
+        parts["mixture"] = subject.mixture_rows(steps)
         parts |= calendar(plan, recipe, recipe.horizon(steps, samples), subject.val_samples)
         saves = (recipe.checkpoint.every, recipe.checkpoint.keep_every)
         if not samples and any(isinstance(x, str) for x in saves):
@@ -197,19 +193,20 @@ def memory_parts(plan: Plan, subject: Subject) -> dict[str, Any]:
     flops = size.flops_per_token
     if subject.width and not subject.counted:  # attention over the padded row, not the context
         flops = flops_per_token(recipe.model, vocab, subject.width)
-    per_step = flops * plan.padded_tokens_per_step
     optimal: dict[str, int] = {}
     pretrained = recipe.model.kind == "hf" and not recipe.model.from_scratch
     if not pretrained or recipe.train.steps == "compute-optimal":  # D = 20 N is for new weights
-        rate, per_sample = recipe.train.tokens_per_parameter, subject.tokens_per_sample
-        optimal["optimal_tokens"] = optimal_tokens(size.parameters, rate)
-        optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, per_sample)
+        ratio = recipe.train.tokens_per_parameter
+        optimal["optimal_tokens"] = optimal_tokens(size.parameters, ratio)
+        optimal["optimal_steps"] = optimal_steps(recipe, size.parameters, subject.tokens_per_sample)
+    per_step = flops * plan.padded_tokens_per_step
     total = None if plan.steps is None else round(per_step * plan.steps)
     return {"memory": rows, "recommended": settings, "advice": advice, "flops": total, **optimal}
 
 
 def calendar(plan: Plan, recipe: Recipe, horizon: Horizon, val_samples: int) -> dict[str, Any]:
     """Milestones of a run of known length, and the time to its end if the speed is known."""
+    check_fits(recipe.optim.schedule, horizon)
     costs = plan.speed.costs if plan.speed else {}
     every = milestones(recipe, horizon, val_samples)
     rows = milestone_rows(every, plan.done, plan.seconds_per_step, costs)

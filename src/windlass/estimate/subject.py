@@ -304,7 +304,7 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
 
 
 def predicted_speed(subject: Subject, machine: Machine) -> tuple[Speed | None, str]:
-    """The speed by the model of a step (step.py), or why there is none."""
+    """The speed by the model of a step (step.py), or the reason if it is unknown."""
     device, recipe, size = subject.device, subject.recipe, subject.size
     if size.flops_per_token is None:
         return None, "the FLOPs of a token are unknown, because the model's size is"

@@ -161,11 +161,10 @@ def print_plan(plan: Any, console: Console) -> None:
         head = ("what", "next at step", "in", "left", "last at step", "in")
         _section(console, "Milestones", [], head, cells)
     if size := plan.size.checkpoint_bytes:
-        disk = [
-            ("a checkpoint", f"{scaled(size, 'B')}, of which a save holds a copy in host memory")
-        ]
+        one = f"{size / 1e9:.4g} GB, of which a save holds a copy in host memory"
+        disk = [("a checkpoint", one)]
         if plan.checkpoints:
-            total = scaled(plan.checkpoints * size, "B")
+            total = f"{plan.checkpoints * size / 1e9:.4g} GB"
             disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
         elif why := plan.unknown.get("checkpoints"):
             disk.append(("in all", f"unknown, because {why}"))
@@ -206,7 +205,7 @@ def _facts(plan: Any) -> list[tuple[str, str]]:
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if size.flops_per_token:
         total = f"; {plan.flops:.2e} in all" if plan.flops else ""
-        facts["FLOPs"] = f"{scaled(size.flops_per_token, 'FLOP')} a token{total}"
+        facts["FLOPs"] = f"{short(size.flops_per_token)} a token{total}"
     return [(name, text) for name, text in facts.items() if text]
 
 
@@ -235,8 +234,6 @@ def _print_memory(plan: Any, console: Console) -> None:
     elif not ours:
         why = plan.unknown.get("activations", "")
         notes[1:] = [f"The activations of this model are unknown: {why}"]
-    if "." in plan.optimizer:
-        notes.append(f"The plan assumes that {plan.optimizer} has as much state as AdamW.")
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")
     settings = pasted(plan.recommended) if plan.recommended else ""
@@ -251,7 +248,7 @@ def _print_memory(plan: Any, console: Console) -> None:
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
-    rows, machine, title = plan.layouts, plan.machine, f"Layouts of {plan.world} ranks"
+    rows, title = plan.layouts, f"Layouts of {plan.world} ranks"
     if not rows:
         _section(console, title, [], notes=[plan.layouts_advice])
         return
@@ -271,14 +268,10 @@ def _print_layouts(plan: Any, console: Console) -> None:
             )
         )
     head = ("tp cp pp", "strategy", "act ckpt", "micro", "ms", "all")
-    links = f"{machine.device.link / 1e9:g} GB/s inside a host"
-    if machine.ranks_of_host:
-        links += f" of {machine.ranks_of_host} ranks, {NETWORK / 1e9:g} GB/s per rank between hosts"
-    how = f"ms: predicted for full rows as under Time, with {links}."
-    unchanged = "it is the recipe's own layout"
     notes = [
-        f"Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest. {how}",
-        f"First row: {pasted(rows[0].settings) or unchanged}",
+        "Each row is the fastest layout of its tp, cp and pp; within 2 % the simplest.",
+        f"ms: predicted for full rows, with {NETWORK / 1e9:g} GB/s per rank between hosts.",
+        f"First row: {pasted(rows[0].settings) or 'the recipe'}",
     ]
     title += f" that fit, memory of the fullest rank in {unit}"
     _section(console, title, [], head, cells, 3, notes)
@@ -303,12 +296,6 @@ def _time(plan: Any) -> list[tuple[str, str]]:
     missing = ", ".join(f"{what}s" for what in plan.not_counted)
     more = [("without", f"{missing}, whose time was not measured")] if missing else []
     return [("to the end", end), ("from", speed.detail), ("speed", step), *more]
-
-
-def scaled(value: float, unit: str) -> str:
-    sizes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    size, letter = next((pair for pair in sizes if value >= pair[0]), (1.0, ""))
-    return f"{value / size:.4g} {letter}{unit}"
 
 
 def _section(

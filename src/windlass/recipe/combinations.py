@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import windlass.recipe.settings as sections
-from windlass.errors import UserError, plural
+from windlass.errors import UserError
 
 Problems = Iterator[tuple[str, str]]  # keys and messages
 
@@ -28,7 +28,6 @@ def unused_keys(r: Any) -> Problems:
     problem = 'it needs model.kind = "hf": write that too, or drop it (run.name names the run)'
     if m.kind == "hf":
         problem = "config.json of the model decides instead of it: drop it"
-        problem += ", or give model.name a directory with an edited copy" * m.from_scratch
     yield ", ".join(f"model.{key}" for key in given), problem
 
 
@@ -37,8 +36,6 @@ def arithmetic(r: Any) -> Problems:
         yield "parallel.tensor", 'float8 scales whole matrices: write 1, or train.precision="bf16"'
     if r.model.kernels == "liger" and r.parallel.tensor > 1:
         yield "model.kernels", 'Liger reads whole layers: write "torch", or parallel.tensor=1'
-    if r.model.kernels == "liger" and r.train.precision == "fp64":
-        yield "model.kernels", 'Liger computes in float32: write "torch", or drop train.precision'
     if r.train.stream == "bf16" and r.train.precision not in ("auto", "bf16"):
         yield "train.stream", 'it needs train.precision="bf16": write that, or "fp32" here'
 
@@ -129,8 +126,6 @@ def items(r: Any) -> Problems:
             yield f"data.{key}", 'it is for conversations: write data.format = "chat", or drop it'
     if d.columns and set(formats) == {"text"}:
         yield "data.columns", "it renames fields of conversations; a text has data.text_key"
-    for name in filter(lambda name: not name.isidentifier(), d.chat_template_kwargs):
-        yield f"data.chat_template_kwargs.{name}", "a template cannot read such a name"
 
 
 def is_file(source: str) -> bool:
@@ -254,22 +249,7 @@ def optimizer(r: Any) -> Problems:
         yield "train.master", 'bf16 weights need train.precision="bf16": write that, or "fp32"'
 
 
-def schedule(r: Any) -> Problems:
-    s, run_steps = r.optim.schedule, r.train.steps
-    warmup, decay = s.warmup, s.decay if s.kind == "wsd" else 0
-    steps = sum(part for part in (warmup, decay) if isinstance(part, int))
-    share = sum(part for part in (warmup, decay) if isinstance(part, float))
-    length, whole = (s.steps, "schedule") if s.steps else (run_steps, "run")
-    # Shares round to steps: the sum may be less than a step too long.
-    if share > 1 or (isinstance(length, int) and round(steps + share * length, 6) >= length + 1):
-        alone = isinstance(warmup, int) and isinstance(length, int) and warmup > length
-        key = "decay" if decay and not alone else "warmup"
-        size = f" ({plural(length, 'step')})" if isinstance(length, int) else ""
-        problem = f"warm-up {warmup} and decay {decay} are longer than the {whole}{size}"
-        yield f"optim.schedule.{key}", f"{problem}: shorten it, or write a share, as 0.02"
-
-
 CHECKS = (
     *(model, unused_keys, arithmetic, adapters, heads, mup, vocab, sources, items, mixture),
-    *(average, evaluations, sharding, layout, batch, optimizer, schedule),
+    *(average, evaluations, sharding, layout, batch, optimizer),
 )

@@ -53,8 +53,8 @@ class Sizes:
         """The coordinates for messages, as `pp 1, dp 0, tp 1`; empty for data ranks alone."""
         if self.pp * self.cp * self.tp == 1:
             return ""
-        at, sizes = self.coordinates(rank), {"pp": self.pp, "dp": self.data_world}
-        at["dp"], sizes = self.data_rank(rank), sizes | {"cp": self.cp, "tp": self.tp}
+        at = self.coordinates(rank) | {"dp": self.data_rank(rank)}
+        sizes = {"pp": self.pp, "dp": self.data_world, "cp": self.cp, "tp": self.tp}
         return ", ".join(f"{name} {at[name]}" for name, size in sizes.items() if size > 1)
 
 
