@@ -97,7 +97,7 @@ def smoothed(y: Numbers, weight: float) -> Numbers:
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
-FEW_RANKS = 4  # have a line each; more are a mean and a range, with the two extreme ranks
+FEW_RANKS = 4  # have a line each; more are a mean and a range
 AXES = ("step", "tokens", "hours")
 
 
@@ -224,8 +224,7 @@ def _series(
 def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     """A line for each rank of a run, on one grid of time.
 
-    Many ranks are their mean and range, and the ranks with the extreme means. Each of several runs
-    is a mean and a range.
+    Many ranks are their mean and range, as are the ranks of each of several runs.
     """
     view, several, samples = views[run], len(views) > 1, []
     tracks = [track for track in view.ranks if track.has(column)]
@@ -249,17 +248,15 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     table, hours = table[:, filled], ((edges[1:] + edges[:-1]) / 2)[filled]
     steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
     axes = {"step": steps, "tokens": tokens, "hours": hours}
-    series, chosen = list[Series](), list(range(len(tracks)))
     if several or len(tracks) > FEW_RANKS:
         name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
         mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
-        band = {"low": low, "high": high} if len(tracks) > 1 else {}
-        series.append(Series(name, mean, axes, run, **pattern(run if several else 0), **band))
-        means = np.nanmean(table, axis=1)
-        chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
-    for i in chosen:
-        rank = tracks[i].rank
+        look = pattern(run if several else 0)
+        return [Series(name, mean, axes, run, low=low, high=high, **look)]
+    series = []
+    for row, track in enumerate(tracks):
+        rank = track.rank
         place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
         name = f"rank {rank} ({place})" if place else f"rank {rank}"
-        series.append(Series(name, table[i], axes, run, minor=True, **pattern(len(series))))
+        series.append(Series(name, table[row], axes, run, minor=True, **pattern(row)))
     return series
