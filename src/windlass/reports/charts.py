@@ -45,7 +45,7 @@ class Series:
     minor: bool = False  # a thin line: part of a whole
     # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
     points: str = ""
-    smooth: bool = False
+    smooth: bool = False  # whether the page smooths it
     low: Numbers | None = None  # lower edge of a band around the line
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
@@ -76,23 +76,6 @@ class Chart:
 def pattern(number: int) -> dict[str, Any]:
     """Colour and dash of a line by its place: lines differ in both, and 40 pairs are unlike."""
     return {"colour": number % COLOURS, "dash": number % DASHES}
-
-
-def smoothing(charts: Iterable[Chart]) -> float:
-    """The weight that evens out curves and keeps their shape: it reaches 1/80 of the longest."""
-    longest = max((len(s.y) for chart in charts for s in chart.series if s.smooth), default=0)
-    return min(0.98, round(1 - 1 / max(1.0, longest / 80), 2))
-
-
-def smoothed(y: Numbers, weight: float) -> Numbers:
-    """Each value of `y` [n] as the mean of all, the one k points away weighted by weight^k: without
-    a lag. Values that are not finite are left out and stay NaN. `smooth` in page.js does the same.
-    """
-    good = np.isfinite(y)
-    weights = weight ** abs(np.arange(1 - len(y), len(y)))
-    total = np.convolve(np.where(good, y, 0.0), weights, "valid")
-    norm = np.convolve(good, weights, "valid")
-    return np.divide(total, norm, out=np.full(len(y), math.nan), where=good)
 
 
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels

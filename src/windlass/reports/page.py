@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from windlass import __version__
 from windlass.reports import tables
-from windlass.reports.charts import AXES, Chart, charts, smoothing
+from windlass.reports.charts import AXES, Chart, charts
 from windlass.reports.head import head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
@@ -194,7 +194,7 @@ def payload(runs: Sequence[RunView], charts: Sequence[Chart]) -> dict[str, Any]:
             restarts.append({**places, "what": r.what, "text": text})
         seen.append({"label": run.label, "restarts": restarts})
     points_of = [points for _, points in shared.values()]
-    return {"runs": seen, "charts": sent, "points": points_of, "smoothing": smoothing(charts)}
+    return {"runs": seen, "charts": sent, "points": points_of}
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
