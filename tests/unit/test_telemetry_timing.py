@@ -135,12 +135,13 @@ def test_a_resumed_and_a_rewound_run_by_hand():
     wall = wall_time(KILLED)
     assert {name: seconds for name, seconds in wall.items() if seconds} == parts | {"total": 28.5}
     assert device_hours(KILLED) == pytest.approx((15.5 * 2 + 13.0 * 4) / 3600)
-    lines = [  # a rewind continues in the same process
+    lines = [  # a rewind begins a new attempt in the same process
         line(0, 0, "started", world=2, startup=4.0),
         line(0, 10, "checkpoint", startup=4.0, train=5.0, save=1.0),
         line(0, 20, startup=4.0, train=10.0, save=1.0),
-        line(1, 10, "rewound", startup=4.0, train=11.0, save=1.0),
-        line(1, 30, startup=4.0, train=21.0, save=1.0),
+        line(0, 20, "measured", startup=4.0, train=11.0, save=1.0),
+        line(1, 10, "rewound", train=0.0),
+        line(1, 30, train=10.0),
     ]
     wall = wall_time(lines)
     assert [wall[name] for name in ("startup", "train", "lost", "total")] == [4.0, 15.0, 6.0, 26.0]

@@ -98,6 +98,11 @@ class Goodput:
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
+    def restart(self) -> None:
+        """Count from zero, for a new attempt of this process."""
+        self.enter(self._phase)
+        self._ns = dict.fromkeys(RUN_PHASES, 0)
+
     def enter(self, name: str) -> str:
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
@@ -224,24 +229,10 @@ def device_hours(lines: Iterable[Line]) -> float:
 def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
     """Step and seconds of each line by attempt."""
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
-    base: Seconds = {}
-
-    def add(number: int, step: float, seconds: Seconds) -> None:
-        since = {name: value - base.get(name, 0.0) for name, value in seconds.items()}
-        attempts.setdefault(number, []).append((step, since))
-
     for line in lines:
-        seconds, number = line.get("seconds"), int(line.get("attempt", 0))
-        if not isinstance(seconds, dict):
-            continue
-        if number not in attempts:
-            # A rewind begins a new attempt in the same process, whose clock runs on. The time until
-            # the rewind belongs to the attempt before, at a step beyond every step that stays.
-            rewound = line.get("event") == "rewound" and bool(attempts)
-            if rewound:
-                add(max(attempts), float("inf"), seconds)
-            base = seconds if rewound else {}
-        add(number, line["step"], seconds)
+        if isinstance(line.get("seconds"), dict):
+            own = attempts.setdefault(int(line.get("attempt", 0)), [])
+            own.append((line["step"], line["seconds"]))
     return attempts
 
 

@@ -127,6 +127,8 @@ class Recorder:
         """Begin a new attempt, whose lines replace the lines of repeated steps."""
         step = self.state.step
         self.evaluations = [line for line in self.evaluations if line["step"] <= step]
+        self.emit("measured", step=self.logged[0])  # the wall time of the attempt that ends
+        self.goodput.restart()
         self.ledger.attempt += 1
         self.sampler.attempt = self.ledger.attempt
         text = f"{reason}: back to step {step}, samples {first} to {stop} are left out"
