@@ -95,8 +95,7 @@ def _lines(axes: Any, chart: Chart, runs: Sequence[RunView], first_step: float) 
             cross["label"] = f"not finite{f', {series.name}' if several else ''}"
             axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
     for run in runs if not chart.x.label else ():
-        dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
-        dotted["color"] = SOFT
+        dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1, "color": SOFT}
         for restart in run.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)

@@ -140,8 +140,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         for title, points, pairs in parts:
             if pairs:
                 x, y = np.array(pairs, dtype=np.float64).T
-                look: dict[str, Any] = {"points": points, **pattern(number)}
-                series.append(Series(scrub(title), y, {"x": x}, **look))
+                series.append(Series(scrub(title), y, {"x": x}, points=points, **pattern(number)))
     circles = any(one.points == "only" for one in series)
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(

@@ -130,9 +130,10 @@ class MLflow:
         uri, self.hint = mlflow_store(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        earlier = client.get_experiment_by_name(project)
-        experiment = earlier.experiment_id if earlier else None
-        experiment = experiment or client.create_experiment(project, artifacts)
+        if earlier := client.get_experiment_by_name(project):
+            experiment = earlier.experiment_id
+        else:
+            experiment = client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name}
