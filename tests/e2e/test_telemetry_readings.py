@@ -112,8 +112,7 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     seconds, speed = summary["wall_time"], numbers["samples_per_s_whole_run"]
     assert speed == pytest.approx(112 / (seconds["total"] - seconds["startup"]))
     assert speed < numbers["train_samples_per_s"], "evaluations and saves take time too"
-    positive = ("steps_per_epoch", "startup_s", "eval_runtime_s", "forward_ms_mean")
-    assert all(summary[name] > 0 for name in (*positive, "backward_ms_mean"))
+    assert summary["steps_per_epoch"] > 0 and summary["startup_s"] > 0
     assert summary["steps_per_epoch"] == numbers["steps_per_epoch"]
     assert summary["eval_samples_per_s"] == pytest.approx(numbers["eval_samples_per_s"])
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}

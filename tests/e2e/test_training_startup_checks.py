@@ -17,6 +17,17 @@ from windlass.run import Run
 __all__ = ["corpus"]
 
 
+def test_warmup_and_decay_are_compared_with_the_resolved_length(corpus, tmp_path):
+    """44 samples are an epoch, 8 a step."""
+    own = {"train.steps": "'0.5 epochs'", "optim.schedule.warmup": "'1 epoch'"}
+    with refused("optim.schedule.warmup", "3 steps"):
+        train(recipe_of(corpus, tmp_path / "run", **own))
+    mixed = {"optim.schedule.kind": "wsd", "optim.schedule.warmup": 0.6, "optim.schedule.decay": 8}
+    with refused("optim.schedule.warmup", "optim.schedule.decay"):
+        train(recipe_of(corpus, tmp_path / "run", **mixed, **{"train.steps": "'2 epochs'"}))
+    assert not Run(tmp_path / "run").exists
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("launcher", ["by hand", "--world"])
 def test_a_finished_training_writes_its_report_once(tmp_path, launcher):

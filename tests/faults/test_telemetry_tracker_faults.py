@@ -194,9 +194,7 @@ def test_servers_of_every_bad_kind(run, monkeypatch, name, server):
         started = pids(handle)
         notes = train(run, handle) + handle.finish(60.0)
     assert unharmed(run) and all(gone(pid) for pid in started)
-    assert [note.warning for note in notes][-1:] == [name == "mlflow"]
-    if name == "wandb":  # all of it is in an offline directory, to be synced
-        assert "wandb sync" in notes[-1].text and list(run.glob("wandb/offline-run-*/run-*.wandb"))
+    assert notes[-1].warning and f"--to {name}" in notes[-1].text
     assert not any(KEY.encode() in path.read_bytes() for path in run.rglob("*") if path.is_file())
 
 

@@ -183,7 +183,7 @@ def test_throughput_after_a_resume_counts_each_step_that_was_made():
     assert speed.mfu == pytest.approx((0.4 * 0.9 + 0.2 * 2.0) / seconds)
 
 
-def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
+def test_the_speed_of_evaluations():
     ledger = [
         {"kind": "event", "event": "started", "step": 0},
         train(1, 9000, 10, forward_ms=8000.0),
@@ -194,11 +194,8 @@ def test_times_of_a_step_by_phase_and_the_speed_of_evaluations():
         | {"full_samples": 40, "train_samples": 8},
         {"kind": "eval", "suite": "squad", "step": 13, "items": 3, "runtime_s": 100.0},
     ]
-    totals = {"step_ms_mean": 1800, "forward_ms_mean": 480, "backward_ms_mean": 1200}
-    means = averages(ledger)
-    assert {name: means[name] for name in totals} == {n: total / 12 for n, total in totals.items()}
-    assert evaluation_speed(ledger) == {"eval_runtime_s": 8.0, "eval_samples_per_s": 56 / 8}
-    assert averages([]) == {} == evaluation_speed(ledger[:4])
+    assert averages(ledger)["eval_samples_per_s"] == evaluation_speed(ledger) == 56 / 8
+    assert averages([]) == {} and evaluation_speed(ledger[:4]) is None
 
 
 def test_mfu_by_the_numbers_of_a_known_run():

@@ -58,7 +58,7 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
     }
     evaluation = {"kind": "eval", "suite": "loss", "loss": 1.5, "runtime_s": 3.0}
     summary = {"final_eval_loss": 1.5, "best_score": 1.4, "best_measure": "loss", "runtime_s": 7}
-    summary |= {"avg_gpu_util_pct": 9.0, "forward_ms_mean": "NaN", "seconds": {"train": 6.0}}
+    summary |= {"avg_gpu_util_pct": 9.0, "mfu_mean": "NaN", "seconds": {"train": 6.0}}
     summary |= {"kind": "summary", "wall_time": {"train": 6.0}}
     shown_summary = {"summary/final_eval_loss": 1.5, "summary/avg_gpu_util_pct": 9.0}
     shown_summary |= {"summary/runtime_s": 7, "summary/wall_time/train": 6.0}
@@ -74,7 +74,7 @@ def test_names_are_grouped_and_kinds_have_streams_of_their_own():
         (log, "log", {"log/tokens": 9.0, "log/epoch": 8.0}),
     ):
         shown = point({"step": 5, "time": TIME, "attempt": 0} | fields)
-        assert math.isnan(shown.scalars.pop("summary/forward_ms_mean", math.nan))
+        assert math.isnan(shown.scalars.pop("summary/mfu_mean", math.nan))
         assert (shown.stream, shown.scalars) == (stream, scalars)
 
 

@@ -175,7 +175,6 @@ class Mixture:
         return np.asarray(block.before) + np.bincount(inside, minlength=len(block.counts))
 
 
-
 def shares_of_run(mixture: Mixture, horizon: Horizon) -> list[dict[str, Any]]:
     """What a whole run reads of each source; `weights` are the shares in each stage."""
     samples, rows = mixture.samples, list[dict[str, Any]]()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from windlass.errors import UserError
 from windlass.recipe.settings import ScheduleSettings
 from windlass.recipe.units import Horizon
 
@@ -43,6 +44,23 @@ def phases(schedule: ScheduleSettings, horizon: Horizon) -> tuple[int, int]:
     elif schedule.kind == "wsd":
         fall = max(warmup, horizon.steps_before_last(schedule.decay))
     return warmup, fall
+
+
+def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
+    """Raise UserError if warm-up and decay are longer than the schedule of a run."""
+    whole = schedule_horizon(schedule, horizon)
+
+    def steps_of(duration: float | str) -> float:  # not rounded: 1 % of 10 steps is not a step
+        is_share = isinstance(duration, float)
+        return duration * whole.steps if is_share else whole.steps_in(duration)  # type: ignore
+
+    parts = {"warmup": schedule.warmup} | (
+        {"decay": schedule.decay} if schedule.kind == "wsd" else {}
+    )
+    if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
+        keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
+        problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"
+        raise UserError(f"{problem}: shorten them, write shares, as 0.02, or train longer")
 
 
 def lr_multiplier(schedule: ScheduleSettings, horizon: Horizon, step: int) -> float:

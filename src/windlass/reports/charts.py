@@ -45,7 +45,7 @@ class Series:
     minor: bool = False  # a thin line: part of a whole
     # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
     points: str = ""
-    smooth: bool = False
+    smooth: bool = False  # whether the page smooths it
     low: Numbers | None = None  # lower edge of a band around the line
     high: Numbers | None = None
     bad: bool = False  # whether to mark the values that are not finite
@@ -78,26 +78,9 @@ def pattern(number: int) -> dict[str, Any]:
     return {"colour": number % COLOURS, "dash": number % DASHES}
 
 
-def smoothing(charts: Iterable[Chart]) -> float:
-    """The weight that evens out curves and keeps their shape: it reaches 1/80 of the longest."""
-    longest = max((len(s.y) for chart in charts for s in chart.series if s.smooth), default=0)
-    return min(0.98, round(1 - 1 / max(1.0, longest / 80), 2))
-
-
-def smoothed(y: Numbers, weight: float) -> Numbers:
-    """Each value of `y` [n] as the mean of all, the one k points away weighted by weight^k: without
-    a lag. Values that are not finite are left out and stay NaN. `smooth` in page.js does the same.
-    """
-    good = np.isfinite(y)
-    weights = weight ** abs(np.arange(1 - len(y), len(y)))
-    total = np.convolve(np.where(good, y, 0.0), weights, "valid")
-    norm = np.convolve(good, weights, "valid")
-    return np.divide(total, norm, out=np.full(len(y), math.nan), where=good)
-
-
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
-FEW_RANKS = 4  # have a line each; more are a mean and a range, with the two extreme ranks
+FEW_RANKS = 4  # have a line each; more are a mean and a range
 AXES = ("step", "tokens", "hours")
 
 
@@ -224,8 +207,7 @@ def _series(
 def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     """A line for each rank of a run, on one grid of time.
 
-    Many ranks are their mean and range, and the ranks with the extreme means. Each of several runs
-    is a mean and a range.
+    Many ranks are their mean and range, as are the ranks of each of several runs.
     """
     view, several, samples = views[run], len(views) > 1, []
     tracks = [track for track in view.ranks if track.has(column)]
@@ -249,17 +231,15 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     table, hours = table[:, filled], ((edges[1:] + edges[:-1]) / 2)[filled]
     steps, tokens = (interpolate(view.train, "hours", hours, x) for x in ("step", "tokens"))
     axes = {"step": steps, "tokens": tokens, "hours": hours}
-    series, chosen = list[Series](), list(range(len(tracks)))
     if several or len(tracks) > FEW_RANKS:
         name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
         mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
-        band = {"low": low, "high": high} if len(tracks) > 1 else {}
-        series.append(Series(name, mean, axes, run, **pattern(run if several else 0), **band))
-        means = np.nanmean(table, axis=1)
-        chosen = [] if several else sorted({int(np.argmin(means)), int(np.argmax(means))})
-    for i in chosen:
-        rank = tracks[i].rank
+        look = pattern(run if several else 0)
+        return [Series(name, mean, axes, run, low=low, high=high, **look)]
+    series = []
+    for row, track in enumerate(tracks):
+        rank = track.rank
         place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
         name = f"rank {rank} ({place})" if place else f"rank {rank}"
-        series.append(Series(name, table[i], axes, run, minor=True, **pattern(len(series))))
+        series.append(Series(name, table[row], axes, run, minor=True, **pattern(row)))
     return series

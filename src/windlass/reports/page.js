@@ -7,7 +7,11 @@ const several = data.runs.length > 1;
 const find = (selector, from = document) => from.querySelector(selector);
 const all = (selector, from = document) => [...from.querySelectorAll(selector)];
 
-const state = { axis: "step", logX: false, logY: data.charts.some((chart) => chart.id === "loss" && chart.y.log), smoothing: data.smoothing, skip: 0, hidden: new Set(), zoom: null };
+const state = { axis: "step", logX: false, logY: data.charts.some((chart) => chart.id === "loss" && chart.y.log), smoothing: 0, skip: 0, hidden: new Set(), zoom: null };
+
+// Smoothing reaches 1/80 of the longest curve, so it evens out noise and keeps the shape.
+const longest = Math.max(80, ...data.charts.flatMap((chart) => chart.series).filter((one) => one.smooth).map((one) => one.y.length));
+state.smoothing = Math.min(0.98, Number((1 - 80 / longest).toFixed(2)));
 
 // ---------------------------------------------------------------- axes
 
@@ -72,7 +76,7 @@ function decayed(values, weight) {
   });
 }
 
-/** Each value as the mean of all, the one n places away weighted by weight^n; the same formula as `smoothed` in charts.py. */
+/** Each value as the mean of all, the one n places away weighted by weight^n. */
 function smooth(values, weight) {
   const ahead = decayed(values, weight);
   const back = decayed([...values].reverse(), weight).reverse();

@@ -7,12 +7,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -21,9 +20,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from windlass import __version__
-from windlass.recipe import flatten
 from windlass.reports import tables
-from windlass.reports.charts import AXES, Chart, charts, smoothing
+from windlass.reports.charts import AXES, Chart, charts
 from windlass.reports.head import head_of
 from windlass.reports.law import LawView, ladder_view, prediction_view
 from windlass.reports.published import published
@@ -39,7 +37,7 @@ from windlass.reports.study import (
 from windlass.reports.tables import Table
 from windlass.reports.view import RunView
 from windlass.study.grid import SEED
-from windlass.telemetry.measures import MISSING, show
+from windlass.telemetry.measures import show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
 
@@ -116,9 +114,6 @@ def page(report: Contents) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [*report.run_charts, *report.study_charts]
     study, heading = report.study, report.study.heading if report.study else ""
-    environment = _environment(report.views)
-    if study:  # the pages of the cells have the others
-        environment = [fact for fact in environment if fact.same]
     pages = {view.run.path: cell_page(view) for view in report.cell_pages}
     parts: dict[str, tuple[str, Any]] = {  # the possible sections: heading and content
         "published": (report.published.title if report.published else "", report.published),
@@ -135,7 +130,6 @@ def page(report: Contents) -> str:
         "time": (report.time.title, report.tables.get("time")),
         "samples": ("Samples", _samples(report.views)),
         "settings": ("Settings", report.settings),
-        "environment": ("Environment", environment),
     }
     if not study:  # the curves of a run come first
         parts = {"curves": parts.pop("curves"), **parts}
@@ -200,7 +194,7 @@ def payload(runs: Sequence[RunView], charts: Sequence[Chart]) -> dict[str, Any]:
             restarts.append({**places, "what": r.what, "text": text})
         seen.append({"label": run.label, "restarts": restarts})
     points_of = [points for _, points in shared.values()]
-    return {"runs": seen, "charts": sent, "points": points_of, "smoothing": smoothing(charts)}
+    return {"runs": seen, "charts": sent, "points": points_of}
 
 
 def numbers(values: Iterable[float]) -> list[float | int | None]:
@@ -225,23 +219,3 @@ def _samples(views: Sequence[RunView]) -> list[dict[str, Any]]:
                 text = str(one["text"]).removeprefix(prompt)
                 samples.append({"run": run, "step": one["step"], "prompt": prompt, "text": text})
     return samples
-
-
-class Fact(NamedTuple):
-    name: str
-    texts: list[str]  # in each run
-    same: bool
-
-
-def _environment(views: Sequence[RunView]) -> list[Fact]:
-    facts = []
-    for view in views:
-        own = flatten(scrub(view.run.environment))
-        if isinstance(own.get("command"), list):
-            own["command"] = shlex.join(own["command"])
-        facts.append({key: show(value) for key, value in own.items()})
-    listed = []
-    for name in dict.fromkeys(name for one in facts for name in one):
-        texts = [one.get(name, MISSING) for one in facts]
-        listed.append(Fact(name, texts, len(set(texts)) == 1))
-    return listed

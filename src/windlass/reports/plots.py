@@ -16,7 +16,7 @@ from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from windlass.reports.charts import Chart, Series, smoothed, smoothing
+from windlass.reports.charts import Chart, Series
 from windlass.reports.view import RunView
 
 SOFT, GREY = "#6b7280", "#b6bcc5"
@@ -42,10 +42,10 @@ def write_plots(
         if chart.id == "loss" and any((s.x >= skip).sum() > 1 for s in chart.series if s.smooth):
             late = replace(chart, id="loss-late", title=f"Loss from step {skip:,} on")
             pictures.append((late, skip))
-    weight, paths = smoothing(chart for chart, _ in pictures), {}
+    paths = {}
     with style.context(STYLE, after_reset=True):  # without the user's own style
         for chart, first_step in pictures:
-            figure = draw(chart, runs, weight, first_step)
+            figure = draw(chart, runs, first_step)
             paths[chart.id] = path = folder / f"{chart.id}.png"
             FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
             if pdf:
@@ -54,15 +54,13 @@ def write_plots(
     return paths
 
 
-def draw(
-    chart: Chart, runs: Sequence[RunView] = (), weight: float = 0, first_step: float = -math.inf
-) -> Figure:
-    """One chart; `weight`: see `charts.smoothed`, 0 for none; `first_step`: the first one drawn."""
+def draw(chart: Chart, runs: Sequence[RunView] = (), first_step: float = -math.inf) -> Figure:
+    """One chart from the step `first_step` on."""
     layout = ConstrainedLayoutEngine(w_pad=0.09, h_pad=0.09)
     figure = Figure(figsize=SIZE, dpi=DPI, layout=layout)
     axes = figure.add_subplot(title=chart.title)
     axes.margins(x=0.015)
-    _lines(axes, chart, runs, weight, first_step)
+    _lines(axes, chart, runs, first_step)
     _scales(axes, chart)
     names = axes.get_legend_handles_labels()[1]
     longest = max(map(len, names), default=0)
@@ -75,9 +73,7 @@ def draw(
     return figure
 
 
-def _lines(
-    axes: Any, chart: Chart, runs: Sequence[RunView], weight: float, first_step: float
-) -> None:
+def _lines(axes: Any, chart: Chart, runs: Sequence[RunView], first_step: float) -> None:
     """Curves over optimizer steps with the runs' restarts, or curves over a study's axis."""
     axes.set(xlabel=chart.x.label or "optimizer steps", ylabel=chart.unit)
     several = len(runs) > 1 and not chart.x.label
@@ -92,30 +88,26 @@ def _lines(
         keep = series.x >= first_step
         # the lines name several runs, their points do not
         unnamed = len(chart.series) == 1 or (several and series.points == "only")
-        _curve(axes, series, keep, None if unnamed else label(series.name), weight)
+        _curve(axes, series, keep, None if unnamed else label(series.name))
         bad = series.x[keep & ~np.isfinite(series.y) & series.bad]
         if len(bad):
             cross = {"linestyle": "none", "marker": "x", "zorder": 5, "color": PALETTE[6]}
             cross["label"] = f"not finite{f', {series.name}' if several else ''}"
             axes.plot(bad, [0.98] * len(bad), transform=axes.get_xaxis_transform(), **cross)
     for run in runs if not chart.x.label else ():
-        dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1}
-        dotted["color"] = SOFT
+        dotted = {"linewidth": 0.9, "linestyle": (0, (2, 2)), "zorder": 1, "color": SOFT}
         for restart in run.restarts:
             if restart.step >= first_step:
                 axes.axvline(restart.step, label=label(restart.what), **dotted)
 
 
-def _curve(axes: Any, series: Series, keep: Any, label: str | None, weight: float) -> None:
-    """One line with its band; a smoothed line lies over the pale curve itself."""
+def _curve(axes: Any, series: Series, keep: Any, label: str | None) -> None:
+    """One line with its band."""
     x, y = series.x[keep], series.y[keep]
     colour = GREY if series.grey else PALETTE[series.colour]
     if series.low is not None and series.high is not None:
         band = {"color": colour, "alpha": 0.14, "linewidth": 0}
         axes.fill_between(x, series.low[keep], series.high[keep], **band)
-    if series.smooth and weight and len(y):
-        axes.plot(x, y, color=colour, alpha=0.28, linewidth=0.9)
-        y = smoothed(y, weight)
     marker: dict[str, Any] = {}
     if series.points or len(x) == 1:
         face = colour if series.points == "median" else "white"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from windlass.errors import by_text
-from windlass.estimate.subject import NO_PEAK
 from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import RunView
@@ -141,8 +140,7 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
         for title, points, pairs in parts:
             if pairs:
                 x, y = np.array(pairs, dtype=np.float64).T
-                look: dict[str, Any] = {"points": points, **pattern(number)}
-                series.append(Series(scrub(title), y, {"x": x}, **look))
+                series.append(Series(scrub(title), y, {"x": x}, points=points, **pattern(number)))
     circles = any(one.points == "only" for one in series)
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     return Chart(
@@ -156,8 +154,6 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
     )
 
 
-ON_CPU = "not measured on a CPU"
-MEMORY = {True: "MB resident", False: "MB allocated"}  # by whether the ranks run on CPUs
 RANKS = "N0 the fewest ranks, p = N ÷ N0; speed-up = efficiency · p"
 FORMULAS = {
     "strong": f"Efficiency = T(N0) · N0 ÷ (T(N) · N), T the time of a step, {RANKS}.",
@@ -246,25 +242,17 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
 
 
 def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
-    """Why columns are empty, in one note: a sentence for each reason and its setups."""
+    """Why columns have dashes, in one note: a sentence for each reason."""
     other = "compared" if scaling.mode == "strategies" else "strategies"
-    empty: dict[tuple[str, ...], list[str]] = {}  # by reason and setups, the columns
+    columns: dict[str, dict[str, None]] = {}  # titles by reason
     for name, measure in SETUP.items():
-        without: dict[str, list[str]] = {}
-        for row in measured:
-            if measure.heading and name in row.missing and measure.role not in ("optional", other):
-                why = row.missing[name]
-                why = ON_CPU if why == NO_PEAK else why
-                without.setdefault(why, []).append(row.name)
-        words = measure.title.partition(" (")[0]
-        words = words if words.isupper() else words[0].lower() + words[1:]
-        for why, setups in without.items():
-            empty.setdefault((why, *setups), []).append(words)
-    text = []
-    for (why, *setups), columns in empty.items():
-        names = "" if len(setups) == len(measured) else f" of {'; '.join(setups)}"
-        text.append(f"No {', '.join(columns)}{names}: {why}.")
-    return [" ".join(text)] if text else []
+        if measure.heading and measure.role not in ("optional", other):
+            for row in measured:
+                if name in row.missing:
+                    title = measure.title.partition(" (")[0]
+                    columns.setdefault(row.missing[name], {})[title] = None
+    text = [f"{', '.join(titles)}: {why}." for why, titles in columns.items()]
+    return [f"A dash marks a missing value. {' '.join(text)}"] if text else []
 
 
 def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
@@ -305,13 +293,13 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
         return []
     ranks = np.array([float(setup.world) for setup in measured])
 
-    def line(name: str, label: str = "measured", factor: float = 1) -> Series:
+    def line(name: str, factor: float = 1) -> Series:
         y = np.array([setup.values.get(name, np.nan) for setup in measured], dtype=np.float64)
         ends = (setup.spread.get(name, (v, v)) for setup, v in zip(measured, y, strict=True))
         low, high = np.array(list(ends)).T * factor
         spread = any(name in setup.spread for setup in measured)
         band = {"low": low, "high": high} if spread else {}
-        return Series(label, y * factor, {"x": ranks}, colour=0, points="line", **band)
+        return Series("measured", y * factor, {"x": ranks}, colour=0, points="line", **band)
 
     def ideal(y: Any) -> Series:
         y = np.broadcast_to(np.asarray(y, dtype=np.float64), ranks.shape)
@@ -321,7 +309,7 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
         x = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
         return Chart(f"scaling-{name}", title, unit, series, x=x, **options)
 
-    zero, note = Axis(zero=True), "against ranks"
+    note = "against ranks"
     throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
     charts = []
     if base.measured:  # nothing compares with a baseline without numbers
@@ -331,15 +319,12 @@ def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> l
             growth = base.values["flops_per_device"] / flops
         throughput.append(ideal(base.values["samples_per_s"] * growth))
         efficiency.append(ideal(100))
+        zero = Axis(zero=True)
         charts.append(chart("efficiency", "Efficiency", "%", *efficiency, y=zero, note=note))
     if any("samples_per_s" in setup.spread for setup in measured):
         note += ", band: lowest to highest of the repeats"
     # proportional throughput is a straight line only if both scales are logarithmic
     both = chart("throughput", "Throughput", "samples/s", *throughput, y=Axis(log=True), note=note)
-    if any("peak_mem_mb" in setup.values for setup in measured):
-        unit, title = MEMORY[measured[0].on_cpu], "Peak memory of the fullest rank"
-        lines = line("peak_mem_mb", "memory")
-        charts.append(chart("memory", title, unit, lines, y=zero, note="against ranks"))
     return [both, *charts]
 
 
@@ -366,7 +351,7 @@ def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
         lines.append(series(name, [setup], points="only", **pattern(i)))
     if others:  # the table names them; there are more of them than colours
         lines.append(series("not on the front", others, grey=True, points="only"))
-    x = f"{MEMORY[False]} on the fullest rank"
+    x = "MB allocated on the fullest rank"
     noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
     axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"
     title = "Throughput against memory"

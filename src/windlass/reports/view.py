@@ -292,7 +292,7 @@ def _values(v: RunView) -> dict[str, Value]:
         "train_samples_per_s": (speed and speed.samples_per_s) or None,
         "train_tokens_per_s": speed and speed.tokens_per_s,
         "train_steps_per_s": speed and speed.steps_per_s,
-        "eval_samples_per_s": evaluation_speed(v.ledger).get("eval_samples_per_s"),
+        "eval_samples_per_s": evaluation_speed(v.ledger),
         "steps_per_epoch": per_epoch,
         "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
         "mfu": speed and speed.mfu,

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from windlass.errors import first_line
 from windlass.recipe.settings import TelemetrySettings
 from windlass.run import ENDINGS, Run
 from windlass.variables import scrub
@@ -125,16 +124,16 @@ class MLflow:
         import mlflow
         from mlflow.entities import Param
 
-        path, project, number = run.path.resolve(), settings["telemetry.project"], ""
+        path, project = run.path.resolve(), settings["telemetry.project"]
         if project == PROJECT:
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
-            number = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
         uri, self.hint = mlflow_store(path.parent)
         artifacts = (path.parent / "mlartifacts").as_uri() if uri.startswith("sqlite:///") else None
         self._client = client = mlflow.MlflowClient(tracking_uri=uri)
-        if not number and (earlier := client.get_experiment_by_name(project)):
-            number = earlier.experiment_id
-        experiment = number or client.create_experiment(project, artifacts)
+        if earlier := client.get_experiment_by_name(project):
+            experiment = earlier.experiment_id
+        else:
+            experiment = client.create_experiment(project, artifacts)
         runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
         if not runs:
             tags = {"windlass.id": id, "mlflow.runName": path.name}
@@ -177,8 +176,8 @@ class MLflow:
 
 
 class WandB:
-    """One W&B run under a stable id: online if the library connects, else a complete directory that
-    `wandb sync` uploads later. With the user's mode `disabled` the library writes nothing.
+    """One W&B run under a stable id: online, or in the user's mode `offline` a complete directory
+    that `wandb sync` uploads later.
 
     Online a resume continues the same run; its summary has the steps of the server as `marks/*`. An
     offline start writes the effective ledger into a new directory and removes older ones.
@@ -190,9 +189,7 @@ class WandB:
 
         self.marks: dict[str, int] = {}
         self._old: list[Path] = []
-        self._run: Any = None
         users = wandb.setup().settings  # from variables, and from `wandb offline` or `disabled`
-        mode = reason = users.mode  # the reason for being offline
         # What is None comes from the user's variables.
         project: str | None = settings["telemetry.project"]
         if users.project and project == PROJECT:
@@ -204,21 +201,15 @@ class WandB:
         arguments |= {"config": settings, "notes": settings["run.notes"] or None}
         ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
         arguments["settings"] = wandb.Settings(**ours)
-        if mode in ("online", "run"):
-            try:
-                self._run = wandb.init(**arguments, mode="online", resume="allow")
-            except Exception as error:  # no key, no network, a wrong answer
-                mode, reason = "offline", scrub(first_line(error))
-                wandb.teardown()
-        self._run = self._run or wandb.init(**arguments, mode=mode)
+        if users.mode in ("online", "run"):
+            arguments["resume"] = "allow"
+        self._run: Any = wandb.init(**arguments, mode=users.mode)
         for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
             self._run.define_metric(name, step_metric="step")
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
-        if mode == "disabled":
-            self.hint = "disabled by W&B's own settings (WANDB_MODE): nothing is sent"
-        elif self._run.settings._offline:
+        if self._run.settings._offline:
             directory = Path(os.path.relpath(self._run.settings.sync_dir))
-            self.hint = f"wandb sync {shlex.quote(str(directory))}  (offline: {reason})"
+            self.hint = f"wandb sync {shlex.quote(str(directory))}"
             runs = directory.parent.glob(f"offline-run-*-{id}")
             self._old = [path for path in runs if path != directory]
         else:

@@ -97,6 +97,11 @@ class Goodput:
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
+    def restart(self) -> None:
+        """Count from zero, for a new attempt of this process."""
+        self.enter(self._phase)
+        self._ns = dict.fromkeys(RUN_PHASES, 0)
+
     def enter(self, name: str) -> str:
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since
@@ -162,17 +167,15 @@ def timed(ledger: Iterable[Line]) -> list[tuple[Line, int]]:
     return [(line, steps) for line, steps, _ in later or windows]
 
 
-def evaluation_speed(ledger: Iterable[Line]) -> dict[str, float]:
-    """Seconds of all evaluations of the loss, and their samples a second; empty without one."""
+def evaluation_speed(ledger: Iterable[Line]) -> float | None:
+    """Samples a second of all evaluations of the loss."""
     seconds = samples = 0.0
     for line in ledger:
         if line["kind"] == "eval" and line.get("suite", "loss") == "loss" and line.get("runtime_s"):
             seconds += line["runtime_s"]
             samples += max(line.get("samples", 0), line.get("full_samples", 0))
             samples += line.get("train_samples", 0)
-    if not (seconds and samples):
-        return {}
-    return {"eval_runtime_s": seconds, "eval_samples_per_s": samples / seconds}
+    return samples / seconds if seconds and samples else None
 
 
 def averages(ledger: Sequence[Line]) -> dict[str, float]:
@@ -180,11 +183,8 @@ def averages(ledger: Sequence[Line]) -> dict[str, float]:
     speeds = speed._asdict() if speed else {}
     means = {f"{name}_mean": x for name, x in speeds.items() if x is not None}
     means |= {"startup_s": starts[0]["startup_s"]} if starts else {}
-    for name in (f"{phase}_ms" for phase in ("step", *STEP_PHASES)):
-        if parts := [(line[name], steps) for line, steps in timed(ledger) if name in line]:
-            count = sum(steps for _, steps in parts)
-            means[f"{name}_mean"] = sum(ms * steps for ms, steps in parts) / count
-    return means | evaluation_speed(ledger)
+    evaluated = evaluation_speed(ledger)
+    return means | ({"eval_samples_per_s": evaluated} if evaluated else {})
 
 
 def wall_time(lines: Iterable[Line]) -> Seconds:
@@ -226,9 +226,9 @@ def _attempts(lines: Iterable[Line]) -> dict[int, list[tuple[float, Seconds]]]:
     """Step and seconds of each line by attempt."""
     attempts: dict[int, list[tuple[float, Seconds]]] = {}
     for line in lines:
-        seconds, number = line.get("seconds"), int(line.get("attempt", 0))
-        if isinstance(seconds, dict):
-            attempts.setdefault(number, []).append((line["step"], seconds))
+        if isinstance(line.get("seconds"), dict):
+            own = attempts.setdefault(int(line.get("attempt", 0)), [])
+            own.append((line["step"], line["seconds"]))
     return attempts
 
 

@@ -27,6 +27,7 @@ from windlass.model.build import build_model, read_sizes, sizes_of
 from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
+from windlass.optim.schedule import check_fits
 from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
@@ -69,7 +70,9 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
     tokens = real_tokens(data.train)
     per_sample = tokens / samples if tokens else None
     steps = resolve_steps(recipe, data.vocab, per_sample, samples, parameters)
-    return recipe.horizon(steps, samples)
+    horizon = recipe.horizon(steps, samples)
+    check_fits(recipe.optim.schedule, horizon)
+    return horizon
 
 
 def batch_of(plan: StartPlan, ranks: Ranks, data: Data, own_model: bool) -> BatchPlan:
