@@ -652,7 +652,7 @@ print(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1
 """
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt", "json"])
 def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
     """In children, by VmHWM: `ru_maxrss` would be at least the peak of this process before exec."""
     peaks = {}
@@ -661,6 +661,9 @@ def test_the_peak_memory_does_not_grow_with_the_text(tmp_path, ending):
         texts = [draw.randbytes(2000).hex() for _ in range(250 * megabytes)]
         if ending == "txt":
             source.write_text("\n".join(texts))
+        elif ending == "json":  # few large items
+            items = [{"text": "".join(texts[i : i + 250])} for i in range(0, len(texts), 250)]
+            source.write_text(json.dumps(items))
         elif ending == "jsonl":
             jsonl(source, texts)
         else:

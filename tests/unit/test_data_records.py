@@ -7,9 +7,12 @@ import gzip
 import itertools
 import json
 import lzma
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from helpers import refused
 from source_helpers import (
@@ -103,10 +106,10 @@ def test_what_is_wrong_is_said_with_name_and_place(tmp_path):
         ("k.parquet", table[:-30], ["damaged"]),
         ("m.txt.gz", gzip.compress(b"abc")[:-9] + b"\0" * 9, ["damaged"]),
         ("n.jsonl", b'{"text": ' + b"[" * 200_000 + b"\n", ["line 1", "JSON"]),
-        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["line 1", "JSON"]),
-        ("p.json", b'[{"text": "a"}, {"te', ["line 1", "JSON"]),
+        ("o.json", b'[{"text": "a"}, {"text": "b"}', ["item 3", "does not end"]),
+        ("p.json", b'[{"text": "a"}, {"te', ["item 2", "JSON"]),
         ("q.json", b'[{"text": "a"}, 12]', ["item 2", "a number"]),
-        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["line 1", "JSON"]),
+        ("qq.json", b"[{oops}" + b" " * 400_000 + b"]", ["item 1", "JSON"]),
         ("r.csv", b"id,text\n1,a\n2,b,c\n", ["line 3", "3 fields", "2"]),
         ("s.csv", b'id,text\n1,"a" b\n', ["line 2", "quotation mark"]),
         ("t.csv", b"id,content\n1,a\n", ["'text'", "'content'", "data.text_key"]),
@@ -178,18 +181,23 @@ def test_conversations_from_every_form_of_file(tmp_path):
     assert "not read: 1 .json (config.json)" in notes[0]
 
 
-def test_a_json_file_has_an_array_an_object_or_lines(tmp_path):
-    items, path = [{"text": '"\u00e9" [{\n', "n": [None, -1.5e9]}] * 3, tmp_path / "a.json"
+def test_an_array_is_read_in_pieces(tmp_path):
+    items = [
+        {"text": f'"{i}" [{{\\' + "\u00e9\n" * (i % 3000), "n": [i, -1.5e9, None]}
+        for i in range(400)
+    ]
+    items.append({"text": "x" * 1_000_000})
+    path = tmp_path / "a.json"
     for indent in (None, 1):
-        path.write_text("\ufeff" + json.dumps(items, indent=indent, ensure_ascii=False))
+        path.write_text(json.dumps(items, indent=indent, ensure_ascii=False))
         assert records(path, format="chat") == items
-    path.write_text("".join(json.dumps(item) + "\n" for item in items))
-    assert records(path, format="chat") == items
-    path.write_text(" " + json.dumps(items[0], indent=1) + "\n")
-    assert records(path, format="chat") == items[:1]
+    path.write_text(" " + json.dumps(items[7], indent=1) + "\n")
+    assert records(path, format="chat") == items[7:8]
     for content in ("", "[]", " [ ] "):
         path.write_text(content)
         assert records(path, format="chat") == []
+    path.write_text(json.dumps(items[::-1]))  # whose first item is longer than a piece
+    assert read(tmp_path) == [item["text"] for item in items[::-1]]
 
 
 def test_questions_of_squad(tmp_path):
@@ -205,3 +213,44 @@ def test_questions_of_squad(tmp_path):
         (tmp_path / "q.json").write_text(content)
         with refused("q.json", "SQuAD"):
             records(source, format="squad")
+
+
+MEASURE = """
+import resource, sys
+from windlass.data.locate import SourceSpec
+from windlass.data.records import text_of
+from windlass.data.sources import open_source
+spec = SourceSpec(sys.argv[1], sys.argv[1])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+small, size = SourceSpec(sys.argv[2], sys.argv[2]), 0
+for each in (small, spec):
+    before = peak()
+    for item in open_source(each).items():
+        size += len(text_of(item, each))
+print(peak() - before, size)
+"""
+
+
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "json", "csv", "parquet"])
+def test_the_memory_of_reading_does_not_grow_with_the_file(ending, tmp_path):
+    """A small file first, so that libraries and buffers are in the measure of neither."""
+    text = "some words of a line, which is as long as others\n" * 20
+    for name, count in (("small", 1_000), ("large", 64_000)):
+        path = tmp_path / f"{name}.{ending}"
+        if ending == "txt":
+            path.write_text(text * count)
+        elif ending == "txt.gz":
+            path.write_bytes(gzip.compress((text * count).encode(), 1))
+        elif ending == "csv":
+            path.write_text("text\n" + f'"{text}"\n' * count)
+        elif ending == "parquet":
+            table = pa.table({"text": [f"{i} {text}" for i in range(count)]})
+            pq.write_table(table, path, row_group_size=count, use_dictionary=False)
+        elif ending == "json":
+            path.write_text(f"[{','.join([json.dumps({'text': text})] * count)}]")
+        else:
+            path.write_text(f"{json.dumps({'text': text})}\n" * count)
+    names = [str(tmp_path / f"{name}.{ending}") for name in ("large", "small")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *names], capture_output=True, text=True)
+    grown, size = map(int, done.stdout.split()[-2:])
+    assert size > 60_000_000 and grown < 0.5 * size, done.stderr

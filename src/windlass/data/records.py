@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from itertools import repeat
@@ -165,15 +166,30 @@ def _lines(stream: Iterable[bytes], place: str) -> Iterator[Item]:
 
 
 def _json_items(stream: BinaryIO, place: str) -> Iterator[Item]:
-    """The items of a JSON array, which is read whole; else a single one, or JSON lines."""
-    content = stream.read().removeprefix(codecs.BOM_UTF8)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        yield from _lines(content.splitlines(), place)
-        return
-    for number, item in enumerate(value if isinstance(value, list) else [value], 1):
-        yield Item(f"{place}, item {number:,}", item)
+    """The items of a JSON array, or values one after another, such as JSON lines."""
+    reader, decode = io.TextIOWrapper(stream, "utf-8-sig"), json.JSONDecoder().raw_decode
+    gap, text, number, is_end = re.compile(r"[\s,]*"), reader.read(READ).lstrip(), 0, False
+    is_array = text.startswith("[")
+    at = int(is_array)
+    while True:
+        start = end = cast(re.Match[str], gap.match(text, at)).end()
+        if text.startswith("]", start) if is_array else is_end and start == len(text):
+            return
+        where, problem, is_cut = f"{place}, item {number + 1:,}", "the array does not end", True
+        if start < len(text):
+            try:
+                value, end = decode(text, start)
+            except (ValueError, RecursionError) as error:
+                problem, broken = getattr(error, "msg", first_line(error)), getattr(error, "pos", 0)
+                is_cut = problem.startswith("Unterminated") or broken > len(text) - 16
+        if is_cut and not is_end and end in (start, len(text)):
+            more = reader.read(max(READ, len(text) - start))
+            text, at, is_end = text[start:] + more, 0, not more
+        elif end == start:
+            raise UserError(f"{where} is not JSON: {problem}; {TO_JSON}")
+        else:
+            yield Item(where, value)
+            number, at = number + 1, end
 
 
 def _rows(stream: BinaryIO, place: str, comma: str, spec: SourceSpec) -> Iterator[Item]:
