@@ -240,14 +240,19 @@ def test_a_checkpoint_with_its_base_needs_nothing_else(base: Path) -> None:
 
 
 def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
-    """From scratch, or from another run: then no files have these weights."""
+    """From scratch, from another run, or of a user's own: then no files have these weights."""
+    from transformers import AutoModelForCausalLM
+
     source = train(recipe(base, "source", **ADAPTERS))
     init = recipe(base, "init", f"model.init_from={source.path}", **ADAPTERS)
     scratch = recipe(base, "scratch", **FREEZE, from_scratch=True)
-    runs = [train(init), train(scratch)]
+    own = AutoModelForCausalLM.from_pretrained(base)
+    own.get_input_embeddings().requires_grad_(False)
+    runs = [train(init), train(scratch), train(recipe(base, "own", **FREEZE), model=own)]
     shutil.rmtree(base)
-    for run in runs:
+    for run in runs[:2]:
         assert at(run).manifest.base is None and generate(run, "the", max_tokens=2)
+    assert at(runs[2]).manifest.base is None
     # the adapters that it began with are the source's
     first = next(name for name in at(source).names("model/") if ".lora_B" in name)
     assert at(source).tensor(first).any() and curve(runs[0])[0][1] < curve(source)[0][1]
