@@ -107,7 +107,7 @@ def show_end(run: Run) -> int:
         why = f"{kind}{first_line(error)}"
         again = f"`windlass report {shlex.quote(str(run.path))}` tries again"
         say(f"no report: {why}; {again}", err=True)
-    chat = " --chat" if run.recipe.data.has_chat else ""
+    chat = " --chat" if "chat" in run.recipe.data.formats else ""
     typer.echo(f"sample: windlass sample {shlex.quote(str(run.path))}{chat}")
     return DONE
 

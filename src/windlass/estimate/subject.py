@@ -283,7 +283,8 @@ def measured_costs(ledger: Sequence[Line]) -> dict[str, float]:
 
 
 def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
-    """The median speed of runs with this model and device on the nearest ranks, scaled."""
+    """The lower median of the speeds of runs with this model and device on the nearest ranks,
+    scaled."""
     same = [run for run in runs if run.exists and run.recipe.model == subject.recipe.model]
     speeds = [speed for run in same if (speed := measured_speed(run.ledger(), run.name))]
     devices, world = ("", subject.device.name.lower()), subject.world
@@ -293,9 +294,9 @@ def past_speed(subject: Subject, runs: Sequence[Run]) -> Speed | None:
     near = min((speed.world for speed in speeds), key=lambda ranks: abs(ranks - world))
     speeds = [speed for speed in speeds if speed.world == near]
     speeds.sort(key=lambda speed: speed.tokens_per_s)
-    speed = speeds[len(speeds) // 2]
+    speed = speeds[(len(speeds) - 1) // 2]
     if len(speeds) > 1:
-        speed = replace(speed, detail=f"{speed.detail}, the median of {len(speeds)} runs")
+        speed = replace(speed, detail=f"{speed.detail}, the lower median of {len(speeds)} runs")
     if near == world:
         return speed
     detail = f"{speed.detail}; scaled by {world}/{near} without loss"

@@ -99,7 +99,7 @@ def export(
         if checkpoint and not source.own_model:
             name = push or directory.name
             _write(partial / "README.md", card(source, checkpoint, name, adapter))
-        if source.recipe.data.has_chat and not source.template.source:
+        if "chat" in source.recipe.data.formats and not source.template.source:
             _write(partial / "chat_template.jinja", plain_template(source.tokenizer))
         os.umask(umask := os.umask(0))
         for file in partial.iterdir():  # some libraries let only the owner read what they write
@@ -230,7 +230,7 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     if not files or not same_tokenizer(source, model.directory):
         save_tokenizer(source.tokenizer, template, model.context, directory)
     elif (
-        source.run is not None and not source.recipe.data.has_chat
+        source.run is not None and "chat" not in source.recipe.data.formats
     ) or template == Template.of_directory(model.directory):
         _copy(files, directory)
     else:  # the ids of the base, laid out in another way

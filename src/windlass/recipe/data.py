@@ -157,7 +157,7 @@ class DataSettings(Section):
     @property
     def ragged_(self) -> bool:
         """Whether the rows of one step are longer than the rows of another."""
-        return self.format != "text" and self.packing == "packed"
+        return self.formats != {"text"} and self.packing == "packed"
 
     @property
     def unused(self) -> list[str]:
@@ -178,9 +178,9 @@ class DataSettings(Section):
         return source if isinstance(source, list) else [source] * bool(source)
 
     @property
-    def has_chat(self) -> bool:
-        parts = [self.part(number) for number in range(len(self.mix) or 1)]
-        return any(part.format == "chat" for part in parts)
+    def formats(self) -> set[str]:
+        """The formats of all sources."""
+        return {self.part(number).format for number in range(len(self.mix) or 1)}
 
     def part(self, number: int) -> DataSettings:
         """These settings for one source of a mixture (from 0), as if it were the only one."""

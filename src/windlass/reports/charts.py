@@ -151,29 +151,26 @@ def _score_charts(views: Sequence[RunView]) -> list[Chart]:
     One run's many scores have a table alone.
     """
     drawn, loss, evals = list[Chart](), SOURCE["loss"], [view.evals.get(LOSS) for view in views]
-    charts: list[tuple[Chart, Sequence[Track | None], dict[str, str], dict[str, Any]]] = []
-    every: dict[str, Sequence[Track | None]] = {"training": [view.train for view in views]}
-    for kind, tracks in (every | {"validation": evals}).items():
-        fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
-        losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
-        columns = {name: name.split(".")[1] for name in losses}
-        look: dict[str, Any] = {"smooth": True} if kind == "training" else {"points": "line"}
-        chart = Chart(f"source-{kind}", f"{loss.heading}, {kind}", loss.unit, ())
-        charts.append((chart, tracks, columns, look))
+    charts = list[tuple[Chart, Sequence[Track | None], dict[str, str]]]()
+    fields = dict.fromkeys(name for track in evals if track for name in track.columns)
+    losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
+    columns = {name: name.split(".")[1] for name in losses}
+    chart = Chart("source-validation", f"{loss.heading}, validation", loss.unit, ())
+    charts.append((chart, evals, columns))
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())
         columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
             chart = Chart(f"suite-{slug(suite)}", suite, "", ())
-            charts.append((chart, tracks, columns, {"points": "line"}))
-    for chart, tracks, columns, look in charts:
+            charts.append((chart, tracks, columns))
+    for chart, tracks, columns in charts:
         if len(views) == 1:
-            drawn.append(replace(chart, series=_columns(views, tracks, columns, **look)))
+            drawn.append(replace(chart, series=_columns(views, tracks, columns, points="line")))
             continue
         for name, text in columns.items():
             own = replace(chart, id=f"{chart.id}-{slug(text)}", title=f"{chart.title}, {text}")
-            drawn.append(replace(own, series=_columns(views, tracks, {name: text}, **look)))
+            drawn.append(replace(own, series=_columns(views, tracks, {name: text}, points="line")))
     return drawn
 
 

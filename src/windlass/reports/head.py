@@ -30,7 +30,6 @@ TROUBLES = {  # of the ledger's events, by name
     "save_failed": "failed save",
     "skipped": "skipped step",
     "out_of_memory": "out-of-memory error",
-    "warning": "warning",
 }
 
 

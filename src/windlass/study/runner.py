@@ -158,9 +158,10 @@ def create_sweep(
     """Create the study of a sweep, or add cells to it. Arguments as `sweep`."""
     base, options, place = load_study(recipe, "sweep", overrides)
     base.check_packages()
-    axes = axes or options.get("axes", ())
-    world = world or options.get("world", 0)
-    return Study.create(base, axes, Path(path) if path else place, world=world)
+    axes, target = axes or options.get("axes", ()), Path(path) if path else place
+    if target is None or not Study.is_study(target):  # which has its own ranks
+        world = world or options.get("world", 0)
+    return Study.create(base, axes, target, world=world)
 
 
 def train_command(study: Study, cell: Cell) -> list[str]:
@@ -273,6 +274,8 @@ class Sweep:
                     self.lost = reason
                 elif reason and code > 0 and OCCUPIED not in reason:
                     self.study.set_failure(process.cell, reason)
+                elif reason and code < 0:
+                    self.progress.notify(f"{process.cell.directory}: {reason}; sweep again to go on")
             self.progress.show(self.study, every)
             if len(self.running) == before:
                 until = time.monotonic() + POLL_SECONDS

@@ -250,7 +250,7 @@ def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
     compute = passes * tokens / probe["padded_tokens_per_step"] + update
     alone = compute + host
     shrink = min(1.0, step / alone)
-    values |= {"compute_ms": compute * shrink, "update_ms": update * shrink}
+    values["compute_ms"] = compute * shrink
     values["host_ms"] = host * shrink
     if setup.world > 1:
         values["exposed_ms"] = max(0.0, step - alone)

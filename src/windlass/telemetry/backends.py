@@ -207,7 +207,9 @@ class WandB:
         for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
             self._run.define_metric(name, step_metric="step")
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
-        if self._run.settings._offline:
+        if users.mode == "disabled":
+            self.hint = "disabled by W&B's own settings (WANDB_MODE): nothing is sent"
+        elif self._run.settings._offline:
             directory = Path(os.path.relpath(self._run.settings.sync_dir))
             self.hint = f"wandb sync {shlex.quote(str(directory))}"
             runs = directory.parent.glob(f"offline-run-*-{id}")

@@ -168,7 +168,7 @@ SOURCE = _table(
     "name kind better role words heading unit meaning",
     """
 loss | loss | lower | score | loss | Loss by source | nats per token\
- | loss on a source of the mixture; in `train` lines the mean since the line before
+ | loss on a source of the mixture
 full_loss | loss | lower | score | | | nats per token | the same on all validation data
 samples | count | | other | samples | | | samples of a source so far
 epochs | amount | | other | epochs | | | epochs of a source so far

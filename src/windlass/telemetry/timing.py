@@ -97,11 +97,6 @@ class Goodput:
         self._phase = "startup"
         self._ns = dict.fromkeys(RUN_PHASES, 0) | {"startup": int(before * 1e9)}
 
-    def restart(self) -> None:
-        """Count from zero, for a new attempt of this process."""
-        self.enter(self._phase)
-        self._ns = dict.fromkeys(RUN_PHASES, 0)
-
     def enter(self, name: str) -> str:
         now = time.perf_counter_ns()
         self._ns[self._phase] += now - self._since

@@ -75,8 +75,9 @@ class DeviceReader:
 
     def find(self) -> None:
         """Open new files: the files of ranks on other hosts may come late."""
-        for path in sorted(self.run.devices_dir.glob("rank-*.jsonl"))[:RANKS]:
-            if path not in self._files:
+        for rank in range(RANKS):
+            path = self.run.devices_dir / f"rank-{rank:05d}.jsonl"
+            if path not in self._files and path.exists():
                 self._files[path] = path.open("rb")
 
     def close(self) -> None:

@@ -270,8 +270,6 @@ class Trainer:
     def open_loader(self) -> Loader:
         """The batches from the present step on, read ahead in the background."""
         settings, state = self.recipe.data, self.state
-        formats = {settings.part(number).format for number in range(len(settings.mix) or 1)}
-        ragged = formats != {"text"} and settings.packing != "best-fit"
         return Loader(
             self.samples,
             self.batch,
@@ -280,7 +278,7 @@ class Trainer:
             kind=settings.order,
             device=self.ranks.device,
             first_step=state.step,
-            length_buckets=settings.length_buckets and ragged,
+            length_buckets=settings.length_buckets and settings.ragged_,
             mixture=self.mixture,
         )
 
