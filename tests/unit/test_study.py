@@ -13,7 +13,7 @@ from helpers import refused, write_ledger
 from windlass.errors import UserError
 from windlass.recipe import Recipe
 from windlass.study.results import BITS, common_measure, diverged
-from windlass.study.runner import train_command
+from windlass.study.runner import create_sweep, train_command
 from windlass.study.study import Study
 
 AXES = ["optim.lr=1e-2,1e-3", "run.seed=1,2"]
@@ -134,6 +134,9 @@ def test_the_ranks_of_a_cell_are_stored(study):
     assert two == again == Study.open(study.path) and again.world == 2
     assert again.ranks_of(again.cells[0]) == 2
     assert again.winner_command({}).endswith("--world 2")
+    preset = {"path": study.path.with_name("preset")}
+    assert create_sweep("c4-29m-grid", **preset, world=4).world == 4
+    assert create_sweep("c4-29m-grid", **preset).world == 4, "the preset has 2"
     own = Study.create(QUICKSTART, ["parallel.world=1,4"], study.path.with_name("own"), world=2)
     assert [own.ranks_of(cell) for cell in own.cells] == [1, 4]
 

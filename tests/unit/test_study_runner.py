@@ -135,8 +135,9 @@ def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
 
 @pytest.mark.parametrize("plan", [{"killed": 1}, {"taken": 1}])
 def test_a_cell_that_is_killed_or_that_another_process_trains_is_left_to_the_next_sweep(play, plan):
-    code, study, _ = play([plan, {}])
+    code, study, messages = play([plan, {}])
     assert (code, states(study)) == (1, ["interrupted", "finished"])
+    assert "killed" not in plan or "signal 9" in "\n".join(messages)
     code, study, _ = play([plan, {}])
     assert (code, states(study)) == (DONE, ["finished"] * 2)
     assert attempts(study)[1:] == ["resumed"]

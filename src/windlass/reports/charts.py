@@ -150,13 +150,14 @@ def _score_charts(views: Sequence[RunView]) -> list[Chart]:
 
     One run's many scores have a table alone.
     """
-    drawn, loss, evals = list[Chart](), SOURCE["loss"], [view.evals.get(LOSS) for view in views]
-    charts = list[tuple[Chart, Sequence[Track | None], dict[str, str]]]()
-    fields = dict.fromkeys(name for track in evals if track for name in track.columns)
+    drawn, loss = list[Chart](), SOURCE["loss"]
+    charts = list[tuple[Chart, list[Track | None], dict[str, str]]]()
+    tracks = [view.evals.get(LOSS) for view in views]
+    fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
     losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
     columns = {name: name.split(".")[1] for name in losses}
     chart = Chart("source-validation", f"{loss.heading}, validation", loss.unit, ())
-    charts.append((chart, evals, columns))
+    charts.append((chart, tracks, columns))
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
         names = dict.fromkeys(name for track in tracks if track for name in track.scores())

@@ -61,6 +61,9 @@ def scale(
         recipe, worlds, overrides, nodes=nodes, mode=mode, grow=grow, repeats=repeats, path=path
     )
     if study.over_hosts:
+        if retry_failed or not probes:
+            option = argument("retry_failed") if retry_failed else argument("no_probe")
+            raise UserError(f"{option}: `windlass submit` trains the cells of {study.path}")
         return study
     with progress or Progress() as shown:
         Sweep(study, study.cells, retry_failed=retry_failed, probes=probes, progress=shown).start()
