@@ -24,7 +24,7 @@ from windlass.errors import UserError, argument, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
-from windlass.run import Run
+from windlass.run import Run, last_start
 from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.results import (
     BITS,
@@ -276,9 +276,12 @@ class Study:
         return pandas.DataFrame([r.row() for r in self.results()]).rename_axis("cell")
 
     def winner_command(self, assignment: Assignment, world: int = 0) -> str:
-        """The command that trains an assignment; `world`: the ranks, if it does not set them."""
+        """The command that trains an assignment; `world`: the ranks, if it does not set them; 0: as
+        the first cell has, which a job may have trained on all of its devices."""
         settings = {key: value for key, value in assignment.items() if value is not None}
-        world = settings.pop(WORLD, world or self.world)
+        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
+        trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
+        world = settings.pop(WORLD, world or trained)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
         return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
