@@ -140,5 +140,5 @@ def test_the_notebook_runs(tmp_path):
     assert run.state == "finished" and [line["step"] for line in run.lines("train")][-1] == 60
     losses = [line["loss"] for line in run.lines("eval", suite="loss")]
     assert losses[-1] < 0.8 * losses[0]
-    assert "Run(runs/sorting: finished, step 60 of 60" in done.stdout
+    assert "Run(runs/sorting: finished, step 60" in done.stdout
     assert (run.report_dir / "index.html").is_file()

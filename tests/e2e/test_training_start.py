@@ -330,7 +330,7 @@ def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tm
     assert run.summary["best_eval_loss"] == min(after.values())
     seen = RunView(run)
     assert seen.values["best_eval_loss"] == min(after.values())
-    assert [r.what for r in seen.restarts] == ["settings changed"]
+    assert [r.what for r in seen.restarts] == ["resumed"]
     assert "eval.batches = 0 from here on, not 1" in seen.restarts[0].text
     # the same settings
     assert train(run.recipe).state == "finished" and len(Run(run.path).events) == len(run.events)
@@ -389,6 +389,6 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     assert list(changed) == ["eval.every", "telemetry.every"]
     seen = RunView(run)
     assert seen.start["steps"] == seen.step == 16
-    assert [r.what for r in seen.restarts] == ["extended"]
+    assert [r.what for r in seen.restarts] == ["resumed"]
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4

@@ -20,7 +20,7 @@ from windlass import train
 from windlass.data.corpus import Corpus
 from windlass.data.loader import to_tensor
 from windlass.data.locate import SourceSpec, byte_tokenizer
-from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens, positions_of
+from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
 from windlass.model.build import build_model
@@ -180,15 +180,6 @@ def test_attention_of_a_model_of_transformers_on_a_gpu(
     tree = {"kind": "hf", "name": str(folder), "context": CONTEXT}
     model: Any = build_model(Recipe.model_validate({"model": tree}), 0, device="cpu")
     assert attention_within_documents(model.model, current) == wanted
-
-
-def test_documents_of_some_rows() -> None:
-    numbers = torch.tensor([[0, 0, 1], [0, 1, 2], [0, 0, 0]])
-    documents = Documents(numbers, torch.from_numpy(positions_of(numbers.numpy())))
-    first, second = documents.split([2, 1])
-    assert first.spans(0, 3).keys == [2, 1, 1, 1, 1] and first.several
-    assert second.spans(0, 3).keys == [3] and not second.several
-    assert second.positions.tolist() == [[0, 1, 2]]
 
 
 def recipe_of(folder: Path, run: str, **changes: Any) -> Recipe:

@@ -217,14 +217,14 @@ def test_init_takes_a_list_of_sources_and_refuses_a_missing_file(tmp_path: Path)
     windlass("init", "two.toml", "--data", several, cwd=tmp_path)
     assert Recipe.load(tmp_path / "two.toml").data.sources == ["a.txt", "b.txt"]
     printed = windlass("prepare", "two.toml", "data.val_fraction=0.1", cwd=tmp_path).stdout
-    assert "a.txt" in printed and "b.txt" in printed and "held out" in printed
+    assert "a.txt" in printed and "b.txt" in printed
     for data in ("none.txt", '["a.txt", "none.txt"]', "shards:none/*.bin"):
         stderr = windlass("init", "other.toml", "--data", data, code=2, cwd=tmp_path).stderr
         assert "--data" in stderr and "none" in stderr and not (tmp_path / "other.toml").exists()
     stderr = windlass("init", "other.toml", "--data", "a.txt,b.txt", code=2, cwd=tmp_path).stderr
-    assert f"--data '{several}'" in stderr  # as it can be typed
+    assert "--data" in stderr and "are a list" in stderr
     stderr = windlass("prepare", "two.toml", "data.source=a.txt,b.txt", code=2, cwd=tmp_path).stderr
-    assert f"'data.source={several}'" in stderr
+    assert "data.source" in stderr and "are a list" in stderr
     windlass("init", "hub.toml", "--data", "hf:NAME", cwd=tmp_path)
 
 

@@ -143,7 +143,7 @@ def test_quotas_of_gpt2_124m():
 def test_cells_of_scaling_studies(name, wanted):
     base, options, _ = load_study(name, "scale")
     worlds = options.pop("worlds")
-    scaling = scaling_of(None, options, options.pop("preset"))
+    scaling = scaling_of(None, **options)
     found = []
     for cell in cells_of(base, assignments(base, scaling, worlds)):
         own, layers = cell.recipe, cell.recipe.model.layers if "gpt" in name else 0
