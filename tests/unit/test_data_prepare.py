@@ -484,6 +484,51 @@ def test_bad_items_are_counted_and_listed_after_kills_and_extensions(tmp_path, k
     assert files_of(tmp_path / "broken") == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("bad", [[0], [1], [2], [0, 1, 2]])
+def test_a_text_ends_although_a_block_of_it_cannot_be_encoded(tmp_path, monkeypatch, bad):
+    monkeypatch.setattr("windlass.data.records.READ", 50)
+    monkeypatch.setattr("windlass.data.records.BLOCK", 150)
+    (tmp_path / "plain.txt").write_text("abcdefghij \n")
+    char = tmp_path / "char"
+    learn = recipe_for(tmp_path / "*.txt", tmp_path / "t", tokenizer="char", val_fraction=0)
+    (tmp_path / "more.txt").write_text("abc" * 9)
+    prepare(learn).tokenizer.save(char)
+    texts = ["abcdefghi " * 25, "j" * 30]
+    for block in bad:
+        place = 10 + 100 * block
+        texts[0] = texts[0][:place] + "é" + texts[0][place + 1 :]
+    for number, text in enumerate(texts):
+        (tmp_path / f"s{number}.txt").write_text(text)
+    how = {"tokenizer": f"hf:{char / 'tokenizer'}", "on_bad_item": "skip", "val_fraction": 0}
+    data = open_data(recipe_for(tmp_path / "s*.txt", tmp_path / "data", **how))
+    train, _ = texts_of(data)
+    assert len(train) == (1 if len(bad) == 3 else 2) and train[-1] == texts[1]
+    assert data.prepared.corpora[0].index.left_out == len(bad)
+    assert len(bad) == 3 or (0 < len(train[0]) < 250 and "é" not in train[0])
+
+
+def test_messages_name_the_source_of_a_mixture(tmp_path):
+    text = jsonl(tmp_path / "x.jsonl", documents(9))
+    mix = [{"name": "web", "source": str(tmp_path / "missing.jsonl")}]
+    with refused("data.mix.web.source", "missing.jsonl"):
+        prepare(recipe_for("stdlib", tmp_path / "data", mix=mix))
+    mix = [{"name": "web", "source": str(text), "eval_source": str(text)}]
+    with refused("data.mix", "nothing is left"):
+        open_data(recipe_for("stdlib", tmp_path / "data", mix=mix))
+
+
+def test_characters_of_a_mixture_with_conversations(tmp_path):
+    text = jsonl(tmp_path / "x.jsonl", ["abc " * 300] * 3)
+    talk = conversations(tmp_path / "talk.jsonl", 9, longest=5)
+    mix = [
+        {"name": "text", "source": str(text), "val_fraction": 0.1},
+        {"name": "talk", "source": str(talk), "format": "chat"},
+    ]
+    recipe = recipe_for("stdlib", tmp_path / "data", mix=mix, tokenizer="char", context=500)
+    tokenizer = open_data(recipe).tokenizer
+    assert tokenizer.decode(tokenizer.encode("User: Assistant: ")) == "User: Assistant: "
+
+
 # -- sources that change
 
 

@@ -118,7 +118,7 @@ def _samples(
         problem = "the corpus is one text"
     elif any(part.tokens and not part.documents for part in parts):
         problem = "the shards do not name documents"
-    if data.document_mask is True and problem:
+    if data.document_mask is True and problem and not is_val:  # one text needs no mask
         raise UserError(f'data.document_mask: {problem}: write "auto", or false')
     apart, following = data.document_mask is not False and not problem, (*tokenizer.first, 0)[0]
     return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
@@ -269,11 +269,11 @@ def warnings(facts: Facts) -> list[str]:
         texts += [f"conversations are written as {template}; a model trained to chat has its own"]
     if shared := facts.get("shared"):
         shown = plural(shared, facts["items"].removesuffix("s"))
-        texts.append(f"{shown} of data.source left out, because the validation data has the texts")
+        texts.append(f"{shown} left out of training, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
         texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
     if unused := facts.get("unused"):
-        texts.append(f"data.source: {', '.join(unused)}: nothing is left for training")
+        texts.append(f"nothing is left for training in {', '.join(unused)}")
     texts += repeated(facts.get("mixture", ()))
     return texts
 

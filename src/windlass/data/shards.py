@@ -35,7 +35,7 @@ from windlass.fileio import (
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-FORMAT = 7
+FORMAT = 8
 INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
@@ -180,11 +180,12 @@ class Row(NamedTuple):
     tokens: np.ndarray  # int64 [n]
     marks: np.ndarray | None = None  # bool [n], whether a token counts in the loss; None: text
     text: int = 0  # hash of the document, in its last row
-    characters: int = 0
+    characters: int = 0  # in the last row of an item of several examples
     more: bool = False  # the next row continues the document
     group: int = 0  # the rest of an example, as in EXAMPLE_ROW
     tail: int = 0
     reach: int = 0
+    problem: str = ""  # the reason why the item, or this block of a text, cannot be encoded
 
 
 class ShardWriter:
@@ -203,7 +204,7 @@ class ShardWriter:
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
-        self._goes_on = False  # the next row continues a document
+        self.goes_on = False  # the next row continues a document
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -217,7 +218,7 @@ class ShardWriter:
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
         self._rows += 1
-        begins, self._goes_on = not self._goes_on, row.more
+        begins, self.goes_on = not self.goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
             return
         raw, table, *mask = self._outputs()
