@@ -10,7 +10,7 @@ import tokenizer_fixtures
 from data_fixtures import documents, jsonl, recipe_for, text_hash
 from helpers import refused
 from windlass.data.mixture import MixedSamples
-from windlass.data.open import Data, describe, lines, open_data
+from windlass.data.open import Data, describe, open_data
 from windlass.data.samples import masks_documents
 from windlass.recipe import Recipe
 from windlass.recipe.settings import IGNORE_INDEX
@@ -74,7 +74,6 @@ def test_the_rows_are_cut_documents(source, tmp_path, shard_tokens):
     facts = describe(data)
     assert facts["train"]["attended"] == round(data.train.attended, 3)
     assert facts["train"]["label_tokens"] == data.train.valid_tokens
-    assert f"{data.train.attended:,.0f} of 64" in lines(facts, CONTEXT)["attention"]
 
 
 def test_the_mask_changes_no_token_no_label_and_no_fingerprint(source, tmp_path):

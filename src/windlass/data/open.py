@@ -209,6 +209,7 @@ def describe(data: Data) -> Facts:
         units = {UNITS[member.data.format] for member in members}
         commits = (index.source.get("commit") for index in indexes)
         chats = [index for index in indexes if index.template]
+        unused = [p.corpus.spec for p in chain(*data.division.train) if not p.tokens]
         rows = sum(index.documents for index in chats)
         if rows > sum(index.items - index.left_out for index in chats):
             units = {"rows"}  # each answer has one, as `Template.rows` says
@@ -219,8 +220,7 @@ def describe(data: Data) -> Facts:
             "tokenizer": members[0].data.tokenizer,
             "changed": list(data.prepared.changed) or None,
             "shared": data.division.shared or None,
-            "unused": [p.corpus.spec.name for p in chain(*data.division.train) if not p.tokens]
-            or None,
+            "unused": [f"{spec.setting}: {spec.name}" for spec in unused] or None,
             "unreadable": sum(index.left_out for index in indexes) or None,
             "revision": next(filter(None, commits), None),
             "template": chats[0].template if chats else None,
