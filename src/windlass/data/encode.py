@@ -256,14 +256,11 @@ def write_source(
                     if spec.on_bad_item == "stop":
                         advice = 'data.on_bad_item="skip" leaves such items out'
                         raise UserError(f"{row.problem} ({advice})")
-                    writer.index.left_out += 1
                     left_out.write(" ".join(row.problem.split()) + "\n")
                     left_out.flush()
-                    if row.more or not writer.goes_on:
-                        continue
                 writer.add(row)
                 characters += row.characters
-                if row.more:
+                if row.more or (row.problem and not characters):
                     continue
                 if need.is_met(row.group or row.text, characters, writer.tokens):
                     writer.index.items = row.item + 1

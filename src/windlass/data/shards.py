@@ -199,12 +199,12 @@ class ShardWriter:
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         # of the item being written: its number, and its rows in the full shards, which come again
-        self._item, self._skip, _ = index.resume
+        self._item, self._skip, self._left_out = index.resume  # `_left_out`: before the item
         self._rows = 0  # that have come
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
         self._documents, self._bits = 0, np.zeros(0, bool)  # of the shard being filled
-        self.goes_on = False  # the next row continues a document
+        self._goes_on = False  # the next row continues a document
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -213,12 +213,16 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row. After a resume the first rows come again: from the start of the item that
-        the next shard begins with."""
+        """Append a row; one with a problem only ends a document. After a resume the first rows come
+        again: from the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
+            self._left_out = self.index.left_out
+        self.index.left_out += bool(row.problem)
+        if row.problem and (row.more or not self._goes_on):
+            return
         self._rows += 1
-        begins, self.goes_on = not self.goes_on, row.more
+        begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
             return
         raw, table, *mask = self._outputs()
@@ -236,8 +240,9 @@ class ShardWriter:
         if raw.bytes >= self.index.shard_tokens * on_disk(self.dtype).itemsize:
             self._commit()
             is_end = row.marks is None and not row.more
-            place = (row.item + 1, 0) if is_end else (row.item, self._rows)
-            self.index.resume = (*place, self.index.left_out)
+            self.index.resume = row.item, self._rows, self._left_out
+            if is_end:
+                self.index.resume = row.item + 1, 0, self.index.left_out
             self.index = self.index.save(self.directory)
 
     def _outputs(self) -> list[HashedFile]:
