@@ -63,4 +63,4 @@ def full_rows(recipe: Recipe, vocab: int, micro: int, accumulation: int) -> Step
     size = micro * recipe.model.context
     tokens = torch.arange(size).remainder(vocab).view(micro, -1)
     batches = [MicroBatch(k, Batch(tokens, tokens)) for k in range(accumulation)]
-    return StepBatch(1, 0, batches, accumulation * size, accumulation * size)
+    return StepBatch(1, batches, accumulation * size, accumulation * size)

@@ -101,6 +101,15 @@ def test_documents_between_a_begin_and_an_end(source, tmp_path, kind):
         check_rows(samples, whole, bos, ragged=held)
 
 
+def test_a_single_validation_text_needs_no_mask(source, tmp_path):
+    (tmp_path / "v.txt").write_text("one text to validate on, " * 9)
+    how = {"document_mask": True, "eval_source": str(tmp_path / "v.txt")}
+    data = opened(source, tmp_path, **how)
+    assert masks_documents(data.train) and not masks_documents(data.val)
+    with refused("data.document_mask", "one text"):
+        opened(tmp_path / "v.txt", tmp_path, document_mask=True)
+
+
 def test_a_range_that_begins_inside_of_a_document_is_a_document(source, tmp_path):
     """The first shards are held out, and several sources join."""
     other = jsonl(tmp_path / "y.jsonl", documents(90, seed=1))

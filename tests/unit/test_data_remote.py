@@ -249,6 +249,17 @@ def test_remote_shards_are_the_local_ones(server, tmp_path):
         open_data(recipe).train.read(everything)
 
 
+def test_sources_share_one_cache(server, tmp_path):
+    for name in ("train-0.bin", "other-0.bin"):
+        server.files[name] = np.full(4000, 7, "<u2").tobytes()
+    urls = [f"shards:{server.url(name)}" for name in server.files if name != "a.bin"]
+    how = {"tokenizer": "byte", "context": 32, "cache_gb": 5e-6}
+    data = open_data(recipe_for(urls, tmp_path / "data", **how))
+    data.train.read(np.arange(len(data.train)))
+    caches = [path for path in (tmp_path / "data").rglob("*cache") if path.is_dir()]
+    assert 2 * BLOCK < sum(map(size_of, caches)) <= 5000
+
+
 def test_urls_of_a_pattern(server, tmp_path):
     server.files |= {"train-1.bin": b"1", "train-0.bin": b"0", "val-0.bin": b"2"}
     base = server.url("")

@@ -15,7 +15,7 @@ from data_fixtures import conversations, documents, jsonl, questions, recipe_for
 from helpers import refused
 from windlass.data.loader import eval_batches
 from windlass.data.open import open_data
-from windlass.data.order import Order
+from windlass.data.order import sample_indices
 from windlass.data.samples import real_tokens
 
 
@@ -38,7 +38,7 @@ def test_rows_are_those_of_plain_python(tmp_path_factory, seed, context, tails, 
     samples, _ = opened(rows, folder, context, shard_tokens=shard_tokens)
     kept = [(one, new) for one in rows if (new := cut(one, context)) is not None]
     assert len(samples) == len(kept)
-    assert (samples.documents, samples.left_out) == (30, 30 - len(kept))
+    assert samples.left_out == 30 - len(kept)
     for number, (_, (tokens, marks)) in enumerate(kept):
         row, counted = samples.row(number)
         assert (row.tolist(), counted.tolist()) == (tokens, marks)
@@ -111,8 +111,9 @@ def test_conversations_in_any_order_over_the_held_out_ones(tmp_path):
     how = {"format": "chat", "val_fraction": 0.2, "order": "shards-shuffled"}
     train = open_data(recipe_for(file, tmp_path / "data", context=64, **how)).train
     assert sum(train.shard_samples) == len(train) and len(train.shard_samples) > 10
-    order = Order("shards-shuffled", 1, 2, len(train), train.shard_samples)
-    assert sorted(order[np.arange(len(train))].tolist()) == list(range(len(train)))
+    n, shards = len(train), train.shard_samples
+    order = sample_indices(2 * n + np.arange(n), n, "shards-shuffled", 1, shards)
+    assert sorted(order.tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])

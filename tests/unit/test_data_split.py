@@ -181,6 +181,38 @@ def test_members_of_a_mixture_do_not_train_on_the_validation_data_of_others(tmp_
     assert set(few) <= set(val)
 
 
+def test_members_of_a_mixture_that_cut_a_text_at_different_places(tmp_path):
+    """No part of a text is trained on in one member and validated in another."""
+    few = [" ".join(f"{n}-{k}" for k in range(200)) for n in range(4)]
+    mix = [
+        {"name": name, "source": str(jsonl(tmp_path / f"{name}.jsonl", texts)), "val_fraction": f}
+        for name, texts, f in (("a", ["other " * 99, *few], 0.1), ("b", few, 0.5))
+    ]
+    data = open_data(recipe_for("stdlib", tmp_path / "data", mix=mix))
+    train, val = (set(re.findall(r"\d+-\d+ ", " ".join(t))) for t in texts_of(data))
+    assert train and val and not train & val
+    assert data.division.shared == 4  # `a` trains on more than `b` does
+    mix[0]["val_fraction"] = 0.5
+    assert open_data(recipe_for("stdlib", tmp_path / "data", mix=mix)).division.shared == 0
+
+
+def test_separate_conversations_end_at_the_limit(tmp_path):
+    source = conversations(tmp_path / "x.jsonl", 120)
+    held = conversations(tmp_path / "v.jsonl", 300, seed=5)
+    how = {"format": "chat", "context": 500, "eval_source": str(held), "max_tokens": 20_000}
+    data = open_data(recipe_for(source, tmp_path / "data", **how))
+    sizes = [
+        sum(len(message["content"]) for message in json.loads(line)["messages"])
+        for line in held.read_text().splitlines()
+    ]
+    count = int(np.searchsorted(np.cumsum(sizes), 2000)) + 1
+    assert len(data.val) == count == data.division.val[0][0].corpus.index.items < 100
+    one = conversations(tmp_path / "one.jsonl", 1, seed=5, longest=2)
+    whole = open_data(recipe_for(source, tmp_path / "data", **how | {"eval_source": str(one)}))
+    few = how | {"eval_source": str(one), "max_tokens": 100}
+    assert open_data(recipe_for(source, tmp_path / "data", **few)).val.sizes == whole.val.sizes
+
+
 def test_the_validation_source_has_the_share_of_the_limit(tmp_path):
     texts, held = documents(300, longest=40), documents(300, 5, longest=40)
     source, other = jsonl(tmp_path / "x.jsonl", texts), jsonl(tmp_path / "v.jsonl", held)
@@ -365,6 +397,25 @@ def test_held_out_by_hash(hashes, fraction, are_examples):
 
 
 # -- what a tokenizer learns from
+
+
+def test_byte_pairs_of_a_mixture_are_learned_from_what_each_member_trains_on(tmp_path, monkeypatch):
+    seen = []
+
+    def learn(texts, vocab):
+        seen.extend(texts)
+        return train_bpe(seen, vocab)
+
+    monkeypatch.setattr("windlass.data.locate.train_bpe", learn)
+    own = [[f"{name} {text}" for text in documents(150, longest=30)] for name in "abc"]
+    files = [jsonl(tmp_path / f"{n}.jsonl", texts) for n, texts in enumerate(own)]
+    mix = [
+        {"name": "a", "source": str(files[0]), "eval_source": str(files[2])},
+        {"name": "b", "source": str(files[1]), "val_fraction": 0.5},
+    ]
+    how = {"mix": mix, "tokenizer": "bpe", "tokenizer_vocab": 300}
+    open_data(recipe_for("stdlib", tmp_path / "data", **how))
+    assert "".join(seen) == "".join([*own[0], *reference_split(own[1], 0.5)[0]])
 
 
 @pytest.mark.parametrize(

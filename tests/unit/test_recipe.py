@@ -192,6 +192,8 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
         ("data.eval_source=https://x.example/a.txt", "data.eval_source", "path of a file"),
         ("data.eval_source=shards:*.bin", "data.source", "token shards"),
+        ('data.source=["hf:a","b.jsonl"] data.eval_split=x', "data.eval_split", "data.eval_source"),
+        ('data.source=["b.jsonl","hf:a"] data.eval_split=x', "data.eval_split", "data.eval_source"),
         ("data.source=", "data.source", "empty"),
         ("data.source=squad", "data.format", "squad"),
         ("data.source=shards:a.bin data.format=chat", "data.format", "token shards are text"),

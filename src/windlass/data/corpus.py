@@ -26,7 +26,7 @@ from windlass.data.tokenizer import Tokenizer
 from windlass.errors import first_line
 from windlass.recipe import DataSettings
 
-CACHE = "cache"  # of remote shards, in the data directory
+CACHE = ".cache"  # of the remote shards of all sources, beside their directories
 OPEN_FILES = 128
 
 
@@ -139,7 +139,7 @@ class Stream:
                     self._open.pop(local[0])
                 try:
                     if "://" in name:
-                        cache = self._directory / CACHE
+                        cache = self._directory.parent / CACHE
                         file = RemoteFile(name, cache, self._cache_bytes, version)
                     else:
                         file = LocalFile(self._directory / name)
@@ -271,7 +271,7 @@ def scan_source(
     """Read the shards of a source `shards:...` once; returns the index as written."""
     is_remote = "://" in spec.path
     places = list_urls(spec.path) if is_remote else [str(file) for file in local_files(spec)[0]]
-    read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory / CACHE)
+    read = partial(scan, vocab=index.tokenizer.vocab, data=data, cache=directory.parent / CACHE)
     with ThreadPoolExecutor(data.workers or None) as pool:
         for shard in pool.map(read, places):
             index.shards.append(shard)

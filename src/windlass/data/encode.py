@@ -48,13 +48,13 @@ class Job(NamedTuple):
 
 
 class Encoder:
-    """Turns items into rows, or into a problem if an item cannot be read."""
+    """Turns items into rows; one with a `problem` if an item cannot be read."""
 
     def __init__(self, spec: SourceSpec, tokenizer: Tokenizer, template: Template):
         self.spec, self.tokenizer, self.template = spec, tokenizer, template
 
-    def __call__(self, jobs: list[Job]) -> list[Row | str]:
-        rows = list[Row | str]()
+    def __call__(self, jobs: list[Job]) -> list[Row]:
+        rows = list[Row]()
         for job in jobs:
             try:
                 if self.spec.format == "text":
@@ -62,8 +62,10 @@ class Encoder:
                 else:
                     own = encode_example(job.item, self.spec, self.tokenizer, self.template)
                     rows += [row._replace(item=job.number) for row in own]
-            except UserError as error:
-                rows.append(str(error))
+            except UserError as error:  # the end of the text, if its other blocks can be read
+                end = np.array(self.tokenizer.last, np.int64)
+                row = Row(job.number, end, text=job.text or 0, more=job.item.more)
+                rows.append(row._replace(problem=str(error)))
         return rows
 
     def _text_rows(self, job: Job) -> list[Row]:
@@ -94,7 +96,7 @@ class Encoder:
         return rows
 
     def remarks(self, items: Sequence[Item]) -> Iterator[str]:
-        """What Windlass does not read as it may be meant in the first items."""
+        """Warnings about content of the first items that Windlass ignores or reads as plain text."""
         spec, tokenizer = self.spec, self.tokenizer
         if spec.format != "text" and (keys := unread_keys(items, spec)):
             yield f"{spec.name}: not read: {', '.join(keys)}"
@@ -121,17 +123,17 @@ class Encoder:
 @contextlib.contextmanager
 def worker_processes(
     directory: Path, spec: SourceSpec, count: int
-) -> Iterator[Callable[[list[Job]], list[Row | str]]]:
+) -> Iterator[Callable[[list[Job]], list[Row]]]:
     """Gives a function that encodes in one of `count` processes, which end with this one."""
     words = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
     free = SimpleQueue[Any]()
 
-    def encode_in_process(jobs: list[Job]) -> list[Row | str]:
+    def encode_in_process(jobs: list[Job]) -> list[Row]:
         process = free.get()
         try:
             process.stdin.write(pickle.dumps(jobs))
             process.stdin.flush()
-            rows: list[Row | str] = pickle.load(process.stdout)
+            rows: list[Row] = pickle.load(process.stdout)
             return rows
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             ended = f"a process that tokenizes ended with code {process.wait()}"
@@ -201,14 +203,14 @@ def encode(
     first: int,
     workers: int,
     note: Callable[[str], None],
-) -> Generator[tuple[list[Row | str], Batch], None, None]:
+) -> Generator[tuple[list[Row], Batch], None, None]:
     """The rows of a source from item `first` on, in order, with their batch."""
     ahead = batches_of(source, first)
     head = list(itertools.islice(ahead, 2))
     for remark in encoder.remarks([job.item for job in head[0].jobs]):
         note(remark)
     use_processes = len(head) == 2 and workers > 1 and source.spec.format != "text"
-    waiting = deque[tuple[Future[list[Row | str]], Batch]]()
+    waiting = deque[tuple[Future[list[Row]], Batch]]()
     with (
         worker_processes(directory, source.spec, workers)
         if use_processes
@@ -250,17 +252,15 @@ def write_source(
     with contextlib.closing(batches), writer, listing.open("a", encoding="utf-8") as left_out:
         for rows, batch in batches:
             for row in rows:
-                if isinstance(row, str):
+                if row.problem:
                     if spec.on_bad_item == "stop":
                         advice = 'data.on_bad_item="skip" leaves such items out'
-                        raise UserError(f"{row} ({advice})")
-                    writer.index.left_out += 1
-                    left_out.write(" ".join(row.split()) + "\n")
+                        raise UserError(f"{row.problem} ({advice})")
+                    left_out.write(" ".join(row.problem.split()) + "\n")
                     left_out.flush()
-                    continue
                 writer.add(row)
                 characters += row.characters
-                if row.more:
+                if row.more or (row.problem and not characters):
                     continue
                 if need.is_met(row.group or row.text, characters, writer.tokens):
                     writer.index.items = row.item + 1

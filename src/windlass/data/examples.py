@@ -114,9 +114,9 @@ def encode_example(
         context = example.context[: example.context.index(answer) + len(answer)]
         reach = len(tokenizer.prompt(QUESTION.format(question=example.question, context=context)))
         ids = np.array([*both, tokenizer.eot], np.int64)
-        row = Row(0, ids, np.arange(len(ids)) >= prompt, example.hash, group=example.group)
+        row = Row(0, ids, np.arange(len(ids)) >= prompt, example.hash, sum(map(len, example.texts)))
         tail = len(ids) - prompt + _answer_mark(example, tokenizer)
-        return [row._replace(tail=tail, reach=reach)]
+        return [row._replace(group=example.group, tail=tail, reach=reach)]
     digest = example.group
     try:
         for tokens, marks in _encode_conversation(example, spec, tokenizer, template):
@@ -129,6 +129,7 @@ def encode_example(
     if not rows:
         problem = "there is nothing to learn, because its answers are empty or do not count"
         raise UserError(f"{item.place}: {problem}; remove the item")
+    rows[-1] = rows[-1]._replace(characters=sum(map(len, example.texts)))  # of the whole item
     return rows
 
 

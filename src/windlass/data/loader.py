@@ -36,7 +36,6 @@ class MicroBatch:
 @dataclass(frozen=True)
 class StepBatch:
     step: int  # the step about to be done, counted from 1
-    first_sample: int  # global number of the step's first sample
     micro: list[MicroBatch]
     valid_tokens: int  # unmasked labels of this rank
     real_tokens: int  # its tokens without padding, masked prompts included
@@ -98,12 +97,12 @@ class Loader(Iterator[StepBatch]):
             micro = [MicroBatch(m.k, m.batch.to(self.device)) for m in micro]
         return replace(batch, micro=micro, wait_ms=1e3 * (time.perf_counter() - started))
 
-    def close(self, patience: float | None = CLOSE_SECONDS) -> None:
-        """Stop reading ahead, and wait up to `patience` seconds (None: as long as it takes)."""
+    def close(self) -> None:
+        """Stop reading ahead, and wait for the thread up to CLOSE_SECONDS."""
         self._stop.set()
         with self._changed:
             self._changed.notify()
-        self._thread.join(patience)
+        self._thread.join(CLOSE_SECONDS)
 
     def __enter__(self) -> Loader:
         return self
@@ -136,7 +135,7 @@ class Loader(Iterator[StepBatch]):
             batch = batch.map(to_tensor)
             pinned = self.device.type == "cuda"
             micro.append(MicroBatch(k, batch.map(Tensor.pin_memory) if pinned else batch))
-        return StepBatch(step, (step - 1) * self.batch.global_batch, micro, valid, real)
+        return StepBatch(step, micro, valid, real)
 
     def _read_ahead(self, step: int) -> None:
         try:

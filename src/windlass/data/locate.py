@@ -307,10 +307,12 @@ def wanted_sources(recipe: Recipe, only_val: bool = False) -> list[Member[Source
         shared: dict[str, Any] = {key: getattr(data, key) for key in (*same, "on_bad_item")}
         shared["columns"] = tuple(data.columns.items())
         shared["downloads"] = root_of(recipe) / DOWNLOADS
+        part = f"data.mix.{written.mix[number].name}." if written.mix else "data."
+        shared["setting"] = f"{part}source"
         own = {key: getattr(data, key) for key in ("split", "revision", "sha256")}
         names = zip(data.sources, located.sources, strict=True)
         train = [SourceSpec(name, place, **own, **shared) for name, place in names]
-        shared["setting"] = "data.eval_source"
+        shared["setting"] = f"{part}eval_source"
         if any(data.eval_sources):
             shared["split"] = data.eval_split or data.split
             names = zip(data.eval_sources, located.eval_sources, strict=True)
@@ -364,11 +366,16 @@ def tokenizer_key(recipe: Recipe) -> dict[str, Any]:
     if is_learned(data.tokenizer):
         members = wanted_sources(recipe)
         key["train"] = [spec.key for member in members for spec in member.train]
-        separate = [spec.key for member in members for spec in member.val]
-        if data.tokenizer == "char":
-            return key | {"val": separate}
-        key |= {"vocab": data.tokenizer_vocab} | ({} if separate else {"val": data.val_fraction})
+        key["val"] = [spec.key for member in members for spec in member.val]
+        if data.tokenizer == "bpe":
+            key["vocab"] = data.tokenizer_vocab
+            key["held_out"] = [held_fraction(member) for member in members]
     return key
+
+
+def held_fraction(member: Member[S]) -> float:
+    """The fraction of a member's sources that is held out; 0 if its validation data is separate."""
+    return 0.0 if member.val else member.data.val_fraction
 
 
 def hash_of_key(key: dict[str, Any]) -> str:

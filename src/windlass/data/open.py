@@ -118,7 +118,7 @@ def _samples(
         problem = "the corpus is one text"
     elif any(part.tokens and not part.documents for part in parts):
         problem = "the shards do not name documents"
-    if data.document_mask is True and problem:
+    if data.document_mask is True and problem and not is_val:  # one text needs no mask
         raise UserError(f'data.document_mask: {problem}: write "auto", or false')
     apart, following = data.document_mask is not False and not problem, (*tokenizer.first, 0)[0]
     return PackedSamples(tokens, context, ragged=is_val, apart=apart, following=following)
@@ -209,6 +209,7 @@ def describe(data: Data) -> Facts:
         units = {UNITS[member.data.format] for member in members}
         commits = (index.source.get("commit") for index in indexes)
         chats = [index for index in indexes if index.template]
+        unused = [p.corpus.spec for p in chain(*data.division.train) if not p.tokens]
         rows = sum(index.documents for index in chats)
         if rows > sum(index.items - index.left_out for index in chats):
             units = {"rows"}  # each answer has one, as `Template.rows` says
@@ -219,8 +220,7 @@ def describe(data: Data) -> Facts:
             "tokenizer": members[0].data.tokenizer,
             "changed": list(data.prepared.changed) or None,
             "shared": data.division.shared or None,
-            "unused": [p.corpus.spec.name for p in chain(*data.division.train) if not p.tokens]
-            or None,
+            "unused": [f"{spec.setting}: {spec.name}" for spec in unused] or None,
             "unreadable": sum(index.left_out for index in indexes) or None,
             "revision": next(filter(None, commits), None),
             "template": chats[0].template if chats else None,
@@ -269,11 +269,11 @@ def warnings(facts: Facts) -> list[str]:
         texts += [f"conversations are written as {template}; a model trained to chat has its own"]
     if shared := facts.get("shared"):
         shown = plural(shared, facts["items"].removesuffix("s"))
-        texts.append(f"{shown} of data.source left out, because the validation data has the texts")
+        texts.append(f"{shown} left out of training, because the validation data has the texts")
     if unreadable := facts.get("unreadable"):
         texts.append(f"{unreadable:,} items could not be read; left-out.txt lists them")
     if unused := facts.get("unused"):
-        texts.append(f"data.source: {', '.join(unused)}: nothing is left for training")
+        texts.append(f"nothing is left for training in {', '.join(unused)}")
     texts += repeated(facts.get("mixture", ()))
     return texts
 

@@ -6,7 +6,6 @@ arithmetic on 64-bit integers, so that no release of a library changes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -45,47 +44,32 @@ def permute(places: np.ndarray, n: int, key: str) -> np.ndarray:
     return x.astype(np.int64)
 
 
-class Order:
-    """The order of one epoch (from 0): `order[place]` is the sample's number, or an array of them.
+def sample_indices(
+    numbers: np.ndarray, n: int, kind: str, seed: int | str, shards: Sequence[int] | None = None
+) -> np.ndarray:
+    """The samples (from 0) that the global sample numbers have, int64 of the same shape.
 
     `kind` is `shuffled` (in each epoch again), `shards-shuffled` (shards in file order in epoch 0,
     then in a new order each epoch) or `sequential`; `n` and `shards` count the samples, in all and
     of each shard. The sources of a mixture have a `seed` each.
     """
-
-    def __init__(
-        self, kind: str, seed: int | str, epoch: int, n: int, shards: Sequence[int] | None = None
-    ):
-        self.n, self._starts = n, np.zeros(0, np.int64)
-        self._key = f"windlass/order/samples/{seed}/{epoch}" if kind == "shuffled" else ""
-        if kind == "shards-shuffled" and epoch:
+    epochs, places = np.divmod(numbers, n)
+    if kind == "sequential":
+        return places
+    indices = places.copy()
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        if kind == "shuffled":
+            key = f"windlass/order/samples/{seed}/{epoch}"
+            indices[here] = permute(places[here], n, key)
+        elif epoch:
             sizes = np.asarray([n] if shards is None else shards, dtype=np.int64)
             if (held := int(sizes.sum())) != n:
                 raise ValueError(f"the shards hold {held:,} samples, and the epoch has {n:,}")
             occupied = np.flatnonzero(sizes)  # a shard without a sample is not in the order
             count, key = len(occupied), f"windlass/order/shards/{seed}/{epoch}"
             turn = occupied[permute(np.arange(count), count, key)]
-            self._starts = np.cumsum(sizes[turn]) - sizes[turn]
-            self._shift = (np.cumsum(sizes) - sizes)[turn] - self._starts
-
-    def __getitem__(self, places: Any) -> Any:
-        array = np.atleast_1d(np.asarray(places, dtype=np.int64))
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= self.n):
-            raise IndexError(f"an epoch has the places 0 to {self.n - 1}")
-        if self._key:
-            array = permute(array, self.n, self._key)
-        elif len(self._starts):
-            array = array + self._shift[np.searchsorted(self._starts, array, side="right") - 1]
-        return array if np.ndim(places) else int(array[0])
-
-
-def sample_indices(
-    numbers: np.ndarray, n: int, kind: str, seed: int | str, shards: Sequence[int] | None = None
-) -> np.ndarray:
-    """The samples (from 0) that the global sample numbers have, int64 of the same shape."""
-    epochs, places = np.divmod(numbers, n)
-    indices = np.empty_like(places)
-    for epoch in sorted(set(epochs.ravel().tolist())):
-        here = epochs == epoch
-        indices[here] = Order(kind, seed, epoch, n, shards)[places[here]]
+            starts = np.cumsum(sizes[turn]) - sizes[turn]
+            shift = (np.cumsum(sizes) - sizes)[turn] - starts
+            indices[here] += shift[np.searchsorted(starts, places[here], side="right") - 1]
     return indices

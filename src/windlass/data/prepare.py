@@ -110,8 +110,8 @@ def learned_tokenizer(
     specs = [spec for member in wanted for spec in member.train]
     val_specs = [spec for member in wanted for spec in member.val]
     if any(spec.kind == "shards" for spec in specs):
-        problem = f"data.tokenizer: {data.tokenizer} needs the corpus"
-        raise UserError(f"{problem}: use another for shards:")
+        problem = f"data.tokenizer = {data.tokenizer} cannot be learned from token shards"
+        raise UserError(f"{problem}; name the tokenizer that wrote them")
     key = locate.tokenizer_key(recipe) | {"now": [describe(spec) for spec in (*specs, *val_specs)]}
     directory = root_of(recipe) / f"tokenizer-{locate.hash_of_key(key)}"
     with lock_directory(directory, progress.note):
@@ -122,19 +122,24 @@ def learned_tokenizer(
         names = ", ".join(spec.name for spec in specs)
         if data.tokenizer == "bpe":
             progress.note(f"learning {data.tokenizer_vocab:,} byte pairs from {names}")
-            each, fraction = BPE_CHARACTERS // len(train), data.val_fraction * (not val)
+            each = BPE_CHARACTERS // len(train)
+            fractions = [locate.held_fraction(member) for member in wanted for _ in member.train]
             documents = itertools.chain(*(first_documents(s, BPE_CHARACTERS) for s in val))
             validated = {group for group, _, _ in documents}
-            parts = (training_texts(source, fraction, validated, each) for source in train)
+            parts = (
+                training_texts(source, fraction, validated, each)
+                for source, fraction in zip(train, fractions, strict=True)
+            )
             texts = itertools.chain.from_iterable(parts)
             tokenizer = locate.train_bpe(texts, data.tokenizer_vocab)
         else:
-            characters: set[str] = set() if data.format == "text" else set(LAYOUT_CHARACTERS)
+            characters: set[str] = set(LAYOUT_CHARACTERS) if data.formats != {"text"} else set()
             for source in (*train, *val):
                 for item in source.items():
                     characters |= set().union(*texts_of(item, source.spec))
             if not characters:
-                raise UserError(f"data.source: {names} hold no text")
+                setting = "data.mix" if data.mix else "data.source"
+                raise UserError(f"{setting}: {names} hold no text")
             alone = len(train) == 1 and all(source.single_text for source in (*train, *val))
             tokenizer = locate.char_tokenizer(characters, with_eot=not alone)
         tokenizer.save(directory)
@@ -318,7 +323,7 @@ Todo = Literal["use", "extend", "renew"]
 
 @dataclass(frozen=True)
 class _Start:
-    """What the sources of one start share."""
+    """Values shared by all sources in one `prepare` call."""
 
     recipe: Recipe
     choice: str  # `data.changed`, or `keep` if a run resumes
@@ -380,7 +385,7 @@ def _prepare_source(spec: SourceSpec, limit: Limit, start: _Start) -> Corpus:
             encoder = Encoder(spec, tokenizer, start.template)
             workers = recipe.data.workers or usable_cores()
             index = write_source(source, directory, index, encoder, limit, workers, progress)
-        if not resumed:  # else files of an earlier process are read once before they are used
+        if not resumed:  # After a resume, `verify` must still hash the earlier process's files.
             remember(directory, file_states(directory, index))
     return _open(spec, recipe, tokenizer, change=change, is_new=True)
 

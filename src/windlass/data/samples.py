@@ -218,7 +218,6 @@ class ExampleSamples:
     can be learned from the rest (`reach`).
 
     - `sizes`: the positions of each row, int64 [samples];
-    - `documents`: the number of examples, also of examples that give no sample;
     - `cut` and `cut_tokens`: examples longer than a row, and the tokens that these lose;
     - `left_out`: examples that nothing is learned from.
     """
@@ -229,7 +228,7 @@ class ExampleSamples:
         whole, tails, reach = np.diff(edges), self._field("tail"), self._field("reach")
         first = np.where(whole > room, room - tails, whole)  # the tokens before the tail
         learns = (reach <= first) & (whole > 1) & (tails < room)
-        self.documents, self.left_out = len(whole), int((~learns).sum())
+        self.left_out = int((~learns).sum())
         self._starts, self._whole, self._tails = edges[:-1][learns], whole[learns], tails[learns]
         self._marked = self._field("marked")[learns]
         self.sizes = np.minimum(self._whole - 1, context)

@@ -35,7 +35,7 @@ from windlass.fileio import (
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks
 
-FORMAT = 7
+FORMAT = 8
 INDEX, LOCK, VERIFIED = "index.json", ".lock", "verified.json"
 # A document, or a part of a long one (`more` is 1 but in the last part): its first token in the
 # source's tokens, its characters, and a hash of the whole text in the last part.
@@ -180,11 +180,12 @@ class Row(NamedTuple):
     tokens: np.ndarray  # int64 [n]
     marks: np.ndarray | None = None  # bool [n], whether a token counts in the loss; None: text
     text: int = 0  # hash of the document, in its last row
-    characters: int = 0
+    characters: int = 0  # in the last row of an item of several examples
     more: bool = False  # the next row continues the document
     group: int = 0  # the rest of an example, as in EXAMPLE_ROW
     tail: int = 0
     reach: int = 0
+    problem: str = ""  # the reason why the item, or this block of a text, cannot be encoded
 
 
 class ShardWriter:
@@ -198,7 +199,7 @@ class ShardWriter:
         self.index = index.model_copy(update=parts).save(directory)
         self.tokens = self.index.tokens  # with the shard being filled
         # of the item being written: its number, and its rows in the full shards, which come again
-        self._item, self._skip, _ = index.resume
+        self._item, self._skip, self._left_out = index.resume  # `_left_out`: before the item
         self._rows = 0  # that have come
         self._files = contextlib.ExitStack()  # of the shard being filled
         self._open: list[HashedFile] = []
@@ -212,10 +213,14 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def add(self, row: Row) -> None:
-        """Append a row. After a resume the first rows come again: from the start of the item that
-        the next shard begins with."""
+        """Append a row; one with a problem only ends a document. After a resume the first rows come
+        again: from the start of the item that the next shard begins with."""
         if row.item != self._item:
             self._item, self._rows, self._skip = row.item, 0, 0
+            self._left_out = self.index.left_out
+        self.index.left_out += bool(row.problem)
+        if row.problem and (row.more or not self._goes_on):
+            return
         self._rows += 1
         begins, self._goes_on = not self._goes_on, row.more
         if self._rows <= self._skip:  # a full shard has the row
@@ -235,8 +240,9 @@ class ShardWriter:
         if raw.bytes >= self.index.shard_tokens * on_disk(self.dtype).itemsize:
             self._commit()
             is_end = row.marks is None and not row.more
-            place = (row.item + 1, 0) if is_end else (row.item, self._rows)
-            self.index.resume = (*place, self.index.left_out)
+            self.index.resume = row.item, self._rows, self._left_out
+            if is_end:
+                self.index.resume = row.item + 1, 0, self.index.left_out
             self.index = self.index.save(self.directory)
 
     def _outputs(self) -> list[HashedFile]:

@@ -78,10 +78,11 @@ def local_files(spec: SourceSpec) -> tuple[list[Path], str]:
     if files:
         first_names = {os.path.realpath(path): path for path in reversed(files)}
         return list(reversed(first_names.values())), note
+    several = "" if "mix" in setting else f'; several are a list, as \'{setting}=["a","b"]\''
     raise UserError(
         f"{setting}: no file matches {spec.path} (of a directory: {', '.join(endings)}); "
-        f"a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB; "
-        f'several are a list, as \'{setting}=["a","b"]\'{note}'
+        "a source is stdlib, a path or glob, https://..., hf:NAME, squad, or shards:GLOB"
+        f"{several}{note}"
     )
 
 

@@ -135,6 +135,10 @@ class Pieces:
     cut: np.ndarray  # the characters before a held-out end, or 1; 0: the document is not cut
     limit: Limit
 
+    def from_ends(self, ranges: np.ndarray) -> np.ndarray:
+        """Ranges relative to the end of their documents, which are equal in copies of a text."""
+        return ranges - np.maximum(self.train[:, 1], self.val[:, 1])[:, None]
+
     def hold_out(self, held: np.ndarray) -> None:
         """Hold out whole documents (bool [documents])."""
         self.val[held] = self.train[held]
@@ -168,7 +172,8 @@ def _divided(corpus: Corpus, limit: Limit, member: Member[Corpus]) -> Pieces:
         pieces.hold_out(np.ones(len(train), bool))
         sizes, last = table.characters[: len(texts)], len(texts) - 1
         over = int(sizes.sum()) - limit.most
-        if limit.most and len(sizes) and over > 0:  # a text ends at the limit
+        # a text ends at the limit
+        if limit.most and len(sizes) and over > 0 and not index.masked:
             cut[last] = max(1, int(sizes[last]) - over)
             place = next(corpus.places_of([last], [int(cut[last])]))
             pieces.val[last, 1] = max(place, int(pieces.val[last, 0]) + 1)
@@ -258,25 +263,35 @@ def divide(
     if members[0].train and not any(part.tokens for parts in train for part in parts):
         names = ", ".join(corpus.spec.name for member in members for corpus in member.train)
         reason = "the validation data has it all" if shared else "it holds no text"
-        raise UserError(f"data.source: nothing is left for training in {names}: {reason}")
+        setting = "data.mix" if members[0].name else "data.source"
+        raise UserError(f"{setting}: nothing is left for training in {names}: {reason}")
     return Division(train, [[part for part in parts if part.tokens] for parts in val], shared)
 
 
 def _leave_out_shared(pieces: list[Pieces]) -> int:
     """Do not train on texts and shards of the validation data; the number of such documents."""
-    whole, ends = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint64)]  # texts, held out so
+    # hashes of texts held out whole, and of texts held out in part
+    whole, in_part = [np.zeros(0, np.uint64)], dict[int, set[tuple[int, int]]]()
     for p in pieces:
         if len(p.texts):
             held = sizes_of(p.val) > 0
-            whole.append(p.texts[held & (p.cut == 0)])
-            ends.append(p.texts[held & (p.cut > 0)])
-    texts, cut = np.unique(np.concatenate(whole)), np.unique(np.concatenate(ends))
+            is_part = held & (p.cut > 0) & (not p.limit.is_val)
+            whole.append(p.texts[held & ~is_part])
+            ranges = p.from_ends(p.val)[is_part].tolist()
+            for text, (first, last) in zip(p.texts[is_part].tolist(), ranges, strict=True):
+                in_part.setdefault(text, set()).add((first, last))
+    texts, cut = np.unique(np.concatenate(whole)), np.array([*in_part], np.uint64)
     separate = [shard for p in pieces if p.limit.is_val for shard in p.corpus.index.shards]
     files = {key for shard in separate for key in (shard.file, shard.identity)}
     shared = 0
     for p in pieces:
         if len(p.texts):
-            also = np.isin(p.texts, texts) | (np.isin(p.texts, cut) & (p.cut == 0))
+            also = np.isin(p.texts, texts)
+            ranges = p.from_ends(p.train)
+            for place in np.flatnonzero(np.isin(p.texts, cut)).tolist():
+                first, last = ranges[place].tolist()
+                parts = in_part[int(p.texts[place])]
+                also[place] |= any(start < last and first < stop for start, stop in parts)
         else:
             shards = [{s.file, s.identity} & files for s in p.corpus.index.shards]
             also = np.array([*map(bool, shards)], bool)

@@ -101,6 +101,10 @@ def sources(r: Any) -> Problems:
         yield "data.revision", "only a source hf:NAME has revisions: drop it"
     if d.streaming and not all(name.startswith("hf:") for name in d.sources):
         yield "data.streaming", "only sources hf:... are streamed"
+    are_hub = {name.startswith("hf:") for name in d.sources}
+    if d.eval_split and not (d.mix or any(d.eval_sources)) and len(are_hub) == 2:
+        problem = "only a source hf:NAME has splits, and data.source has others"
+        yield "data.eval_split", f"{problem}: drop it, or set data.eval_source or data.mix"
     if d.document_mask is True and any(shards):
         yield "data.document_mask", 'shards of other tools lack it: write "auto", or false'
     if d.packing == "best-fit" and {d.format, *(part.format for part in d.mix)} <= {"text", None}:

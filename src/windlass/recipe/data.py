@@ -104,17 +104,18 @@ class DataSettings(Section):
     cache_gb: float = Field(20.0, gt=0)
     """With `shards:URL`: size of the cache on this machine's disk, in GB."""
     max_tokens: int = Field(0, ge=0)
-    """Read documents until they have this number of tokens, held-out ones included; at least 100
-    documents. Several sources have equal parts; 0: all."""
+    """Read documents until they have this number of tokens; at least 100 documents. Several sources
+    have equal parts; 0: all."""
     val_fraction: float = Field(0.1, ge=0, lt=1)
     """Validation share of the documents, chosen by a hash of their texts; of each text in a source
     with fewer than 100 documents, and of each text over 400,000 characters, its last characters."""
     val_shards: int = Field(0, ge=0)
-    """First shards of each source to hold out instead, as build-nanogpt does; 0: `val_fraction`."""
+    """Hold out this number times `shard_tokens` of each source's first tokens instead, or this
+    number of another tool's shards, as build-nanogpt does; 0: `val_fraction`."""
     shard_tokens: int = Field(100_000_000, ge=1024)
     """Tokens per shard."""
     packing: Literal["packed", "best-fit"] = "packed"
-    """Documents lie end to end, cut into rows. With `squad` and `chat`: `packed`: one item a row,
+    """With text: documents lie end to end, cut into rows. Else: `packed`: one item a row,
     masked padding; `best-fit`: whole items in each row, hardly any padding, and each attends to
     itself alone (arXiv 2404.10830)."""
     document_mask: bool | Literal["auto"] = "auto"
