@@ -151,7 +151,7 @@ def _score_charts(views: Sequence[RunView]) -> list[Chart]:
     One run's many scores have a table alone.
     """
     drawn, loss, evals = list[Chart](), SOURCE["loss"], [view.evals.get(LOSS) for view in views]
-    charts = list[tuple[Chart, Sequence[Track | None], dict[str, str]]]()
+    charts = list[tuple[Chart, list[Track | None], dict[str, str]]]()
     fields = dict.fromkeys(name for track in evals if track for name in track.columns)
     losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
     columns = {name: name.split(".")[1] for name in losses}

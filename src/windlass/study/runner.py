@@ -275,7 +275,9 @@ class Sweep:
                 elif reason and code > 0 and OCCUPIED not in reason:
                     self.study.set_failure(process.cell, reason)
                 elif reason and code < 0:
-                    self.progress.notify(f"{process.cell.directory}: {reason}; sweep again to go on")
+                    self.progress.notify(
+                        f"{process.cell.directory}: {reason}; sweep again to go on"
+                    )
             self.progress.show(self.study, every)
             if len(self.running) == before:
                 until = time.monotonic() + POLL_SECONDS
