@@ -24,7 +24,7 @@ from windlass.errors import (
     plural,
 )
 from windlass.launch.local import launch
-from windlass.parallel.env import detect_env
+from windlass.parallel.env import DistEnv, detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe, typed
 from windlass.run import Run
@@ -44,7 +44,7 @@ def train(
     model: nn.Module | None = None,
     data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None = None,
     *,
-    world: int = 1,
+    world: int = 0,
     callbacks: Sequence[Callback] = (),
     suites: Mapping[str, Measuring] | None = None,
     fresh: bool = False,
@@ -68,8 +68,8 @@ def train(
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
             tensors [T + 1] for `model.context` T, or a pair of these, for training and validation.
             Windlass generates no text without a tokenizer.
-        world: Ranks, as local processes, which train the recipe alone. With 1 this process is a
-            rank of the launcher that started it, or trains alone.
+        world: Ranks, as local processes, which train the recipe alone. Without it this process is
+            a rank of the launcher that started it, or trains alone.
         callbacks: Objects of `windlass.Callback`, called in order.
         suites: Your own suites by name. `f(model, step)` returns a dictionary of numbers at each
             evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
@@ -86,10 +86,8 @@ def train(
     from windlass.training.callbacks import UserCode
 
     env, code = detect_env(), UserCode(callbacks, suites or {})
-    local = world != 1 and env.launcher == "none"
-    if local and (model is not None or data is not None or callbacks or suites):
-        problem = "local processes cannot receive your own model, data, callbacks or suites"
-        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+    own = model is not None or data is not None or bool(callbacks or suites)
+    local = starts_ranks(env, world, own)
     with StopSignals() as stop:
         wanted = as_recipe(recipe)
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
@@ -111,6 +109,19 @@ def train(
     return Run(plan.run.path)  # with the recipe that an extension has changed
 
 
+def starts_ranks(env: DistEnv, world: int, own: bool) -> bool:
+    """Whether this process starts `world` ranks, or is a rank itself; UserError if it cannot.
+    `own`: the user gives parts of the training as objects."""
+    if env.launcher != "none" and world not in (0, env.world):
+        problem = f"this process is one of {env.world} ({env.launcher})"
+        raise UserError(f"{argument('world', world)}: {problem}; leave it out")
+    local = env.launcher == "none" and world not in (0, 1)
+    if local and own:
+        problem = "local processes cannot receive your own model, data, callbacks or suites"
+        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
+    return local
+
+
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     """Raise UserError if `world` ranks cannot train the recipe, before any of them starts."""
     if world < 1:
@@ -118,7 +129,7 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     recipe.batch(world)
     layout = recipe.parallel
     if own_model and layout.model_ranks > 1:
-        problem = f"{layout.layout}: Windlass divides its own GPT only"
+        problem = f"{layout.layout}: Windlass divides the model of a recipe"
         raise UserError(f"{problem}, not your module: use data parallelism")
     if own_model and recipe.model.kernels == "liger":
         problem = 'model.kernels = "liger" is for the model of a recipe'
@@ -167,7 +178,6 @@ def launch_ranks(
 ) -> int:
     """Prepare the data of `recipe` and train it by a `windlass` command as local ranks, which leave
     the end of the run to this process; returns the exit code."""
-    check_start(recipe, world)
     with StopSignals():
         prepare(recipe, resuming=resuming)
     before = os.environ.get(QUIET_END)
