@@ -212,10 +212,8 @@ def _lower_first(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
 
 
 def divide(model: nn.Module, mesh: Mesh) -> tuple[dict[str, Cut], set[str]]:
-    """Keep this rank's part of the matrices of a recipe's model.
-
-    Returns the cuts of parameters by name, and the names of parameters with partial gradients.
-    """
+    """Keep this rank's part of the matrices of a recipe's model; returns the cuts of parameters by
+    name, and the names of parameters with partial gradients."""
     if mesh.sizes.tp * mesh.sizes.cp == 1:
         return {}, set()
     tensor, context = (

@@ -274,10 +274,8 @@ class StagedGPT(GPT):
 
 
 def keep_stages(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """Keep this rank's stage of a model, in place. Parameters keep their names.
-
-    UserError if nothing is trained in a stage.
-    """
+    """Keep this rank's stage of a model, in place. Parameters keep their names. UserError if
+    nothing is trained in a stage."""
     assert isinstance(model, GPT)  # the recipe rejects others
     pipe, whole = Pipeline(model, ranks, recipe), dict(model.named_parameters())
     for stage in range(pipe.stages):

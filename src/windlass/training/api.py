@@ -24,7 +24,7 @@ from windlass.errors import (
     plural,
 )
 from windlass.launch.local import launch
-from windlass.parallel.env import DistEnv, detect_env
+from windlass.parallel.env import detect_env
 from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe, typed
 from windlass.run import Run
@@ -55,8 +55,7 @@ def train(
     """Train a recipe and return the run.
 
     Windlass resumes a run with a committed checkpoint, and returns a finished run unchanged. A
-    signal before the first step ends the process with exit code 75 (in a notebook an interrupt is
-    a KeyboardInterrupt), because nothing can be lost.
+    signal before step 1 ends the process with exit code 75 (in a notebook: KeyboardInterrupt).
 
     Args:
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
@@ -68,8 +67,7 @@ def train(
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
             tensors [T + 1] for `model.context` T, or a pair of these, for training and validation.
             Windlass generates no text without a tokenizer.
-        world: Ranks, as local processes, which train the recipe alone. Without it this process is
-            a rank of the launcher that started it, or trains alone.
+        world: Local processes to start; by default this process trains, alone or under a launcher.
         callbacks: Objects of `windlass.Callback`, called in order.
         suites: Your own suites by name. `f(model, step)` returns a dictionary of numbers at each
             evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
@@ -86,8 +84,13 @@ def train(
     from windlass.training.callbacks import UserCode
 
     env, code = detect_env(), UserCode(callbacks, suites or {})
-    own = model is not None or data is not None or bool(callbacks or suites)
-    local = starts_ranks(env, world, own)
+    if env.launcher != "none" and world not in (0, env.world):
+        problem = f"this process is one of {env.world} ({env.launcher})"
+        raise UserError(f"{argument('world', world)}: {problem}; leave it out")
+    local = env.launcher == "none" and world not in (0, 1)
+    if local and (model is not None or data is not None or callbacks or suites):
+        problem = "local processes cannot receive your own model, data, callbacks or suites"
+        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
     with StopSignals() as stop:
         wanted = as_recipe(recipe)
         plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
@@ -99,27 +102,13 @@ def train(
         if not local:
             from windlass.training.setup import train_rank
 
-            samples = own_data(data, plan.recipe)
-            train_rank(plan, code, stop, module=model, data=samples, stop_at=stop_at)
+            train_rank(plan, code, stop, model, own_data(data, plan.recipe), stop_at)
     if local:
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(plan, wanted, world, fresh, options)
     # The parts refer to each other: free the device's memory, files and sockets now.
     gc.collect()
     return Run(plan.run.path)  # with the recipe that an extension has changed
-
-
-def starts_ranks(env: DistEnv, world: int, own: bool) -> bool:
-    """Whether this process starts `world` ranks, or is a rank itself; UserError if it cannot.
-    `own`: the user gives parts of the training as objects."""
-    if env.launcher != "none" and world not in (0, env.world):
-        problem = f"this process is one of {env.world} ({env.launcher})"
-        raise UserError(f"{argument('world', world)}: {problem}; leave it out")
-    local = env.launcher == "none" and world not in (0, 1)
-    if local and own:
-        problem = "local processes cannot receive your own model, data, callbacks or suites"
-        raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
-    return local
 
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:

@@ -265,7 +265,6 @@ class Recorder:
             "world": self.ranks.world,
             "parameters": start["parameters"],
             "trained": start["trained"],
-            "updates_skipped": state.updates_skipped,
             "attempts": self.ledger.attempt + 1,
         }
         if state.losses:

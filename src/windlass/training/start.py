@@ -150,10 +150,9 @@ def _resume(
     if finished:  # a run whose extension was killed has an earlier end in its ledger
         end = next(line for line in reversed(run.events) if line["event"] == "finished")
         finished = end["step"] == steps_of(run, run.recipe.train.steps)
-    settings = recipe.checkpoint
-    if finished and not restarted and settings.resume != "latest":
-        # The run continues from an earlier step, if that is what the user names.
-        paths = candidates(run.path, settings.resume, measure=settings.best)
+    if finished and not restarted and (resume := recipe.checkpoint.resume) != "latest":
+        # The run continues from an earlier step if the user names one.
+        paths = candidates(run.path, resume, measure=recipe.checkpoint.best)
         finished = not paths or read_checkpoint(paths[0]).step == end["step"]
     old = run.recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
