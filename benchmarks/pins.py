@@ -349,16 +349,7 @@ def train(work: Path, name: str) -> dict[str, Any]:
             if x.get("event") == "started"
         ],
         "summary": [
-            {
-                k: x.get(k)
-                for k in (
-                    "final_loss",
-                    "best_eval_loss",
-                    "best_score",
-                    "best_step",
-                    "updates_skipped",
-                )
-            }
+            {k: x.get(k) for k in ("final_loss", "best_eval_loss", "best_score", "best_step")}
             for x in lines
             if x["kind"] == "summary"
         ],

@@ -124,7 +124,7 @@ def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
 def scores_of(ranks: Ranks, settings: Any = None) -> tuple[Any, Any]:
     model = on_this_process()
     if settings is not None:
-        divide(model, ranks, settings)
+        divide(model, ranks.mesh)
     loss = evaluate_loss(model, rows(11), ranks, 2)
     scored = log_likelihoods(model, [Continuation([1, 2], [3, i]) for i in range(3)], ranks)
     assert loss is not None and scored is not None

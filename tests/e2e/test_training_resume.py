@@ -26,7 +26,7 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
 from windlass.recipe.strategies import NO_LAYOUT
-from windlass.run import STARTS, Run, last_start
+from windlass.run import STARTS, Run, last_start, read_lines
 
 __all__ = ["corpus"]
 
@@ -207,3 +207,12 @@ def test_resume_from_the_best_or_a_step(corpus, tmp_path):
         assert curve(again) == curve(whole), wanted
     with refused("checkpoint of step 5", "3, 6, 8"):
         train(recipe.replace("checkpoint.resume='5'"))
+    # A finished run continues from an earlier step, too, and not from its end.
+    again, expected = Run(again.path), curve(again)
+    for wanted, resumed in (("6", 6), ("12", None)):
+        before = len(list(read_lines(again.metrics_path)))
+        again = train(again.recipe.replace(f"checkpoint.resume='{wanted}'"))
+        new = list(read_lines(again.metrics_path))[before:]
+        resumes = [line["step"] for line in new if line.get("event") == "resumed"]
+        assert resumes == ([resumed] if resumed else []), wanted
+        assert again.state == "finished" and curve(again) == expected

@@ -307,6 +307,27 @@ def test_a_new_run_cannot_resume_from_what_it_will_not_have(tmp_path, fresh):
     assert [p.name for p in tmp_path.iterdir()] == ["run"] * fresh
 
 
+@pytest.mark.parametrize("order", ["shuffled", "shards-shuffled"])
+def test_the_log_says_whether_shards_are_shuffled(corpus, tmp_path, order):
+    run = stopped(recipe_of(corpus, tmp_path / "run", **{"data.order": order}), 1)
+    [data] = [line for line in run.log_path.read_text().splitlines() if "text.txt: " in line]
+    assert ("shards in file order" in data) == (order == "shards-shuffled")
+
+
+@pytest.mark.parametrize(
+    ("origin", "words"), [("missing", "not a run"), ("hf:gpt2", "model.kind=hf model.name=gpt2")]
+)
+def test_a_wrong_origin_is_found_before_the_old_run_is_renamed(tmp_path, origin, words):
+    run = tmp_path / "run"
+    recipe = Recipe.load("quickstart", [f"run.dir='{run}'", f"model.init_from='{origin}'"])
+    run.mkdir()
+    (run / "recipe.toml").write_text(recipe.toml())
+    with refused("model.init_from", words):
+        train(recipe, fresh=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    assert resolve_start(recipe).resuming, "its checkpoints have the weights"
+
+
 def test_a_resume_records_what_it_changes_and_compares_like_with_like(corpus, tmp_path):
     """Evaluations of 8 and of all samples are on one curve: the best is one of those that compare
     with the last.

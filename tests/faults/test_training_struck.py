@@ -18,7 +18,6 @@ from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.launch import local
-from windlass.launch.local import END_SECONDS
 from windlass.parallel.dist import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted
 from windlass.run import Run
@@ -29,6 +28,7 @@ PHASES = ("load", "forward@14", "backward@14", "evaluation@9", "save@4")
 """Where a rank is struck (the message names the phase), late enough for a checkpoint to be there.
 """
 HOW = {"raise": "failed", "kill": "was killed by SIGKILL"}
+END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STATED = {"raise": EXIT_SECONDS + END_SECONDS, "kill": END_SECONDS}
 """Within so many seconds of the strike the launcher has ended, as docs/evidence/reliability.md says."""
 SAMPLE = [

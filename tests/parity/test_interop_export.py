@@ -30,11 +30,10 @@ from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer, save_weights
-from windlass.interop.init_from import load_initial
-from windlass.model.build import build_model
 from windlass.recipe import Recipe, presets
 from windlass.recipe.network import HF_ONLY
 from windlass.run import Run
+from windlass.training.start import resolve_start
 
 WORDS = "the cat sat on the mat and the dog ran after the cat " * 40
 PROBE = "def f(x):\n\treturn x ** 2  # It's 3.14, isn't it?\r\n\n  Žluťoučký 中文 🙂 e\u0301 <|endoftext|>"
@@ -408,7 +407,8 @@ def test_a_run_begins_from_another_run_and_names_the_settings_for_a_model(tmp_pa
     out, recipe = export(first, tmp_path / "out"), Run(first).recipe
     for place, name in ((out, out), ("hf:gpt2", "gpt2")):
         with refused("model.init_from", f"model.kind=hf model.name={name}"):
-            load_initial(build_model(recipe, 280), recipe.replace({"model.init_from": str(place)}))
+            new = {"model.init_from": str(place), "run.dir": str(tmp_path / "new")}
+            resolve_start(recipe.replace(new))
 
 
 # -- chat, card, files, the Hub

@@ -15,6 +15,7 @@ from windlass import cli
 from windlass.checkpoint.choose import (
     LINEAGE,
     Lineage,
+    Policy,
     choose_checkpoint,
     find_checkpoint,
     lineage_at,
@@ -54,6 +55,20 @@ def evaluated(run: Path, losses: dict[int, float], *lines: dict[str, Any]) -> No
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, (*lines, *losses_of))) + "\n")
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path):
+    run = saved(tmp_path / "run", 5, 10)
+    damage(at(run, 10))
+    choice = choose_checkpoint(run)
+    assert choice is not None and choice.step == 5
+    policy, damaged = Policy(last=2), {one.serial for one in choice.passed_over}
+    writer = Writer(run / "checkpoints", background=False, policy=policy, damaged=damaged)
+    for step, left in ((15, [5, 10, 15]), (20, [10, 15, 20])):
+        writer.write(step, shard_of({"model/x": torch.ones(50)}), {"step": step})
+        assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [
+            f"step-{one:08d}" for one in left
+        ]
+
+
 def back_to(run: Path, step: int) -> Lineage:
     write_lineage(run, lineage_at(run, at(run, step), step, {}), Files())
     lineage = read_lineage(run)
@@ -67,7 +82,7 @@ def chosen(run: Path, resume: str = "latest", **options: Any) -> int:
     return choice.step
 
 
-def test_what_resume_means(tmp_path: Path) -> None:
+def test_what_resume_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     assert choose_checkpoint(run) is None
     saved(run, 5, 10, 20, 15)
@@ -88,6 +103,8 @@ def test_what_resume_means(tmp_path: Path) -> None:
     for missing in (tmp_path / "nothing", f"{run}@6"):
         with pytest.raises(UserError):
             find_checkpoint(missing)
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert find_checkpoint(f"~/{run.name}@15").step == 15
 
 
 # -- lineage

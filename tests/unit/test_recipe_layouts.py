@@ -5,7 +5,7 @@ import pytest
 from helpers import refused
 from windlass.recipe import Recipe, RecipeError
 from windlass.recipe.strategies import Sizes
-from windlass.training.api import check_start
+from windlass.training.api import check_start, train
 
 
 def problems(*overrides: str) -> dict[str, str]:
@@ -76,6 +76,14 @@ def test_ranks_that_cannot_train_a_recipe_are_refused_before_they_start(world, l
     recipe = Recipe.load("quickstart", layout)
     with refused(*words):
         check_start(recipe, world)
+
+
+def test_a_world_that_the_launcher_does_not_have_is_refused(monkeypatch):
+    launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (launched | {"MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}).items():
+        monkeypatch.setenv(name, value)
+    with refused("world=4", "one of 2", "torchrun"):
+        train("quickstart", world=4)
 
 
 def test_a_users_own_module_is_refused_before_it_starts():

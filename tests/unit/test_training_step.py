@@ -279,9 +279,17 @@ def test_what_a_nonfinite_step_means(policy, ranks, fp16, action):
     """With fp16 an overflow of the gradient alone is an ordinary event."""
     settings = Recipe.model_validate({"train": {"on_nonfinite": policy}}).train
     counts = Counts(1, 1, 1, bool(ranks))
-    decided, reason = decide_nonfinite(counts, ranks, 7, math.inf, settings, fp16)
+    decided, reason = decide_nonfinite(counts, ranks, 7, settings, fp16)
     assert decided == action
     assert ("rank 0" in reason) == (0 in ranks)
+
+
+@pytest.mark.parametrize(("fp16", "where"), [(False, "step 5:"), (True, "up to step 7:")])
+def test_a_stop_that_is_decided_later_names_the_bad_step_if_it_is_known(fp16, where):
+    """In fp16 updates follow a bad step, until the host looks."""
+    settings = Recipe().train
+    _, reason = decide_nonfinite(Counts(3, 3, 3, True), [0], 7, settings, fp16)
+    assert reason.startswith(where)
 
 
 ROUNDED = {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention"}

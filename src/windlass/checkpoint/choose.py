@@ -72,7 +72,7 @@ def retain(checkpoints: Iterable[Manifest], policy: Policy, scores: Scores) -> d
     steps = {c.step for c in newest_first}
     present = {step: score for step, score in scores.items() if step in steps}
     best_step = Scores(present, scores.lower).best_step if policy.best else None
-    # An older checkpoint of the same step is another one: only the newest of it has the score.
+    # If a step was saved twice, its score belongs to the newer checkpoint.
     best_serial = next((c.serial for c in newest_first if c.step == best_step), None)
     why = {}
     for c in newest_first:
@@ -216,10 +216,10 @@ def choose_checkpoint(
     return first_undamaged(candidates(run_dir, resume, measure=measure, up_to=up_to))
 
 
-def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoint:
-    """The checkpoint that a user names: `RUN` (the newest), `RUN@STEP`, `RUN@best` or a path.
-    Collective over `ranks`, which hash every byte. UserError if it does not exist or is damaged."""
-    run, which = os.fspath(source), "latest"
+def named_candidates(source: str | Path) -> list[Path]:
+    """The `candidates` of the checkpoint that a user names: `RUN` (the newest), `RUN@STEP`,
+    `RUN@best` or a path. UserError if there are none."""
+    run, which = os.path.expanduser(source), "latest"
     text, at, word = run.rpartition("@")
     if at and Path(text).is_dir() and not Path(run).is_dir():
         run, which = text, word
@@ -228,9 +228,17 @@ def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoin
     if not Path(run).is_dir():
         raise UserError(f"{source} is not a run or checkpoint; by default runs lie in runs/")
     paths = [Path(run)] if (Path(run) / MANIFEST).is_file() else candidates(run, which)
-    if choice := first_undamaged(paths, ranks):
-        return choice
-    raise UserError(f"{run} holds no checkpoint yet")
+    if not paths:
+        raise UserError(f"{run} holds no checkpoint yet")
+    return paths
+
+
+def find_checkpoint(source: str | Path, ranks: Ranks | None = None) -> Checkpoint:
+    """The first of the `named_candidates` without damage; UserError if there is none.
+    Collective over `ranks`, which hash every byte."""
+    choice = first_undamaged(named_candidates(source), ranks)
+    assert choice is not None
+    return choice
 
 
 def recover(directory: Path, files: Files | None = None) -> list[str]:

@@ -4,7 +4,7 @@ A checkpoint is a directory `step-00000250` with these files:
 
 - `rank-00000.safetensors` and so on: parts of the weights and of the optimizer state;
 - `state.json`: the counters;
-- `manifest.json`: step, world size, digests of recipe and data; the place of each part of each
+- `manifest.json`: step, world size, the data's fingerprint; the place of each part of each
   tensor; size and SHA-256 of the files above;
 - `manifest.sha256`: the SHA-256 of manifest.json, as the tool `sha256sum` writes it.
 
@@ -127,7 +127,7 @@ class Manifest(BaseModel):
     save_id: str
     time: str
     world: Count
-    meta: dict[str, Any]  # the trainer's: `reason` (see retention), digests of recipe and data, ...
+    meta: dict[str, Any]  # the trainer's: `reason` (see choose.py), the data's fingerprint, ...
     tensors: dict[str, TensorInfo]
     aliases: dict[str, str]  # of tied weights: a name, and the name under which it is saved
     files: dict[FileName, FileInfo]

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +36,6 @@ from windlass.checkpoint.format import (
     digest_line,
     is_whole,
     names_in,
-    parse,
     read_manifest,
     step_dir,
 )
@@ -155,8 +154,8 @@ class Save:
     def _commit(self, parts: list[dict[str, Any]], serial: int) -> Manifest:
         """Rank 0: counters, manifest and digest, then the name."""
         files = self.files
-        manifest = self._manifest(parts, serial)
-        content = parse(manifest)  # the parts of other ranks are checked like any manifest
+        content = self._manifest(parts, serial)
+        manifest = to_json(content.model_dump())
         files.write_bytes(self.temporary / STATE, self.counters)
         files.write_bytes(self.temporary / MANIFEST, manifest)
         for rank in range(self.world):
@@ -188,8 +187,8 @@ class Save:
             self.warning = f"{problem}: {explain(error)}"
         return content
 
-    def _manifest(self, parts: list[dict[str, Any]], serial: int) -> bytes:
-        """The manifest of the parts of all ranks."""
+    def _manifest(self, parts: list[dict[str, Any]], serial: int) -> Manifest:
+        """The manifest of the parts of all ranks, which it validates."""
         counters = {"size": len(self.counters), "sha256": hashlib.sha256(self.counters).hexdigest()}
         written, tensors = {STATE: counters}, dict[str, dict[str, Any]]()
         for part in parts:
@@ -201,21 +200,18 @@ class Save:
                     chunks += [[file, *chunk] for chunk in entry["chunks"]]
         for tensor in tensors.values():
             tensor["chunks"].sort(key=lambda chunk: chunk[2])  # by their offsets
-        manifest = {
-            "format": "windlass-checkpoint",
-            "version": 3,
-            "step": self.step,
-            "serial": serial,
-            "save_id": self.save_id,
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "world": self.world,
-            "meta": self.meta,
-            "aliases": dict(self.aliases),
-            "tensors": dict(sorted(tensors.items())),
-            "files": written,
-            "base": self.writer.base and self.writer.base.model_dump(),
-        }
-        return to_json(manifest)
+        return Manifest(
+            step=self.step,
+            serial=serial,
+            save_id=self.save_id,
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            world=self.world,
+            meta=dict(self.meta),
+            tensors=dict(sorted(tensors.items())),
+            aliases=dict(self.aliases),
+            files=written,
+            base=self.writer.base,
+        )
 
     def _give_up(self, error: Exception) -> None:
         """Remove a failed save and tell the other ranks, if the disk allows it."""
@@ -287,6 +283,7 @@ class Writer:
     policy: Policy = field(default_factory=Policy)
     background: bool = True  # False: `write` returns after the commit
     base: Base | None = None  # of the weights that no shard has
+    damaged: Container[int] = ()  # checkpoints that retention does not count, by serial number
     while_waiting: Callable[[], None] | None = None  # called every POLL_SECONDS of a wait
 
     def __post_init__(self) -> None:
@@ -306,10 +303,6 @@ class Writer:
     @property
     def busy(self) -> bool:
         return any(not save.ended for save in self._saves)
-
-    def resume_from(self, step: int) -> None:
-        """Training starts from, or has returned to, the committed checkpoint of `step`."""
-        self.newest = self.committed = step
 
     def write(
         self,
@@ -464,7 +457,8 @@ class Writer:
                 match[1] != self.attempt or int(match[2]) <= self._started
             ):
                 self.files.remove_tree(self.directory / name)
-        why = retain(self._known.values(), self.policy, scores)
-        for path in [path for path, saved in self._known.items() if not why[saved.serial]]:
+        good = [saved for saved in self._known.values() if saved.serial not in self.damaged]
+        why = retain(good, self.policy, scores)
+        for path in [path for path, saved in self._known.items() if why.get(saved.serial) == []]:
             discard(path, self.files)
             del self._known[path]

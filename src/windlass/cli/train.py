@@ -57,11 +57,8 @@ def train(
     if env.launcher == "none" and (world > 1 or max_restarts):
         gc.enable()
         return train_local_ranks(loaded, world or 1, max_restarts, start)
-    if env.launcher not in ("none", "windlass") and world not in (0, env.world):
-        problem = f"this process is one of {env.world} ({env.launcher})"
-        raise UserError(f"--world {world}: {problem}; leave --world out")
     with StopSignals():  # while torch is imported; the training has its own
-        run = api.train(loaded, **start, stop_at=stop_at)
+        run = api.train(loaded, world=world, **start, stop_at=stop_at)
     return show_end(run) if env.rank == 0 and run.state == "finished" else DONE
 
 
@@ -74,6 +71,7 @@ def train_local_ranks(recipe: Recipe, world: int, max_restarts: int, start: dict
     plan = resolve_start(recipe, **start)
     if plan.finished:
         return show_end(api.finished_run(plan))
+    api.check_start(plan.recipe, world)
     plan.recipe.check_packages()
     code = api.launch_ranks(plan.recipe, sys.argv[1:], world, max_restarts, plan.from_checkpoint)
     if code == DONE:

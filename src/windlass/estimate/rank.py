@@ -175,7 +175,6 @@ class Rank:
         self.first, self.last = stage == 0, stage == layout.pipeline - 1
         self.tied = model.tie_head and self.first and self.last  # two stages have a tensor each
         self.head_width, self.heads = model.width // model.heads, model.heads // t
-        # With fewer heads of keys and values than ranks, ranks compute the same one.
         self.kv_heads = model.kv_heads_ // t
         # The widths of all queries, and of all keys or values.
         self.queries, self.keys = self.heads * self.head_width, self.kv_heads * self.head_width

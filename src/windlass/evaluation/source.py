@@ -91,7 +91,7 @@ def find_source(
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
     if not foreign or Run(path).exists:
-        choice = choose.find_checkpoint(path if path.exists() else name)
+        choice = choose.find_checkpoint(name)
         run = Run(choice.path.parent.parent)
         if not run.exists:
             problem = f"{choice.path} is not in a run directory"

@@ -33,10 +33,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         fill_from_adapter(model.model, path)  # type: ignore[arg-type]
         return
     try:
-        if name.startswith("hf:") or ((path / "config.json").is_file() and not Run(path).exists):
-            trained = f"model.kind=hf model.name={name.removeprefix('hf:')}"
-            raise UserError(f"it is a model of transformers, which {trained} trains")
-        checkpoint = find_checkpoint(path if path.exists() else name, ranks)
+        checkpoint = find_checkpoint(name, ranks)
         source = checkpoint.path.parent.parent / "recipe.toml"
         origin = Recipe.load(source).model if source.is_file() else recipe.model
         keys = [key for key in LoraSettings.model_fields if key != "dropout"]

@@ -23,7 +23,6 @@ from windlass.fileio import read_json
 SETTLE_SECONDS = 2.0  # for the other ranks to fail by themselves, and to report why
 TERM_SECONDS = 5.0
 KILL_SECONDS = 2.0  # for a rank to end after SIGKILL, unless the kernel waits for a disk or device
-END_SECONDS = 10.0  # documented: the launcher ends within it after a rank ended
 STOP_SECONDS = 60.0  # for the other ranks after the first one stopped: trackers of rank 0 finish
 IDLE_STARTS = 2  # in a row without a new step, after which another restart would not help
 TAIL_LINES = 30

@@ -1,9 +1,9 @@
 """AdamW's update (arXiv 1711.05101), also of weights in bf16 and of moments in 8 bits.
 
-Those are widened to float32 a chunk of rows at a time, updated by torch's kernel, and rounded back.
-An 8-bit moment has float8_e4m3fn numbers. The largest in a block has the format's largest value. A
-block is a part of a row, so a shard of rows has whole blocks. The second moment is held as its
-square root, with half the number of decades.
+AdamW converts both to float32, some rows at a time, updates them with torch's kernel, and rounds
+them back. An 8-bit moment has float8_e4m3fn numbers. The largest in a block has the format's
+largest value. A block is a part of a row, so a shard of rows has whole blocks. The second moment is
+held as its square root, with half the number of decades.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded, rou
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
-"""The numbers of the matrices that a rank orthogonalises at once, at least one matrix. A large
-matrix gains nothing from a stack."""
+"""Maximum number of elements that a rank orthogonalises in one stack; one matrix may exceed it."""
 
 
 class Matrix(NamedTuple):

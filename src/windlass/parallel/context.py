@@ -1,7 +1,8 @@
 """The tokens of a pass that a rank computes, and attention among the tokens of all ranks.
 
-Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509) if the heads of keys suffice. Else
-it gathers keys and values of an early and a late part a rank (arXiv 2407.21783, section 3.3.2).
+Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509) if the heads of keys suffice.
+Otherwise each rank holds one early and one late part of the row, and gathers all keys and values
+(arXiv 2407.21783, section 3.3.2).
 
 Legend: B batch, T time, S time seen, H heads, K key and value heads, E width of a head.
 """

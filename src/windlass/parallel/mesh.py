@@ -24,8 +24,8 @@ LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")
 class Mesh:
     """One rank's place in the mesh. Without `connect` it lacks groups, and every sum is local.
 
-    The ranks of `cp` hold equal parameters and add up their gradients, as data ranks do: for torch
-    they belong to `dp_shard`, or to the replicas. A group is None if it would have one rank.
+    `cp` ranks hold equal parameters and sum gradients like data ranks, so torch's mesh counts them
+    under `dp_shard` or `dp_replicate`. A group is None if it would have one rank.
     """
 
     def __init__(self, sizes: Sizes, rank: int, sequence: bool = False):

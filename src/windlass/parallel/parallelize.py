@@ -30,6 +30,7 @@ from windlass.model.loss import loss_tail
 from windlass.model.share import Cut, Peers, become, blocks_of, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
+from windlass.parallel.mesh import Mesh
 from windlass.parallel.pipeline import keep_stages
 from windlass.parallel.tensor import divide_gpt, divide_hf
 from windlass.recipe import Recipe
@@ -149,7 +150,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> nn.Module:
     precision = resolve_precision(recipe.train.precision, ranks.device)
     if recipe.train.stream == "bf16" == precision:
         lower_stream(model)
-    cuts, partial = divide(model, ranks, recipe)
+    cuts, partial = divide(model, ranks.mesh)
     if ranks.mesh.pp is not None:
         keep_stages(model, ranks, recipe)
     blocks = repeated_parts(model, recipe, ranks)
@@ -210,12 +211,9 @@ def _lower_first(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, 
     return (hidden, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}
 
 
-def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cut], set[str]]:
-    """Keep this rank's part of the matrices; UserError if the model cannot be divided.
-
-    Returns the cuts of parameters by name, and the names of parameters with partial gradients.
-    """
-    mesh, settings = ranks.mesh, recipe.parallel
+def divide(model: nn.Module, mesh: Mesh) -> tuple[dict[str, Cut], set[str]]:
+    """Keep this rank's part of the matrices of a recipe's model; returns the cuts of parameters by
+    name, and the names of parameters with partial gradients."""
     if mesh.sizes.tp * mesh.sizes.cp == 1:
         return {}, set()
     tensor, context = (
@@ -224,12 +222,7 @@ def divide(model: nn.Module, ranks: Ranks, recipe: Recipe) -> tuple[dict[str, Cu
     )
     if isinstance(model, GPT):
         return divide_gpt(model, tensor, context, mesh.sequence), set()
-    if not isinstance(model, HfModel):
-        problem = f"{settings.layout}: Windlass divides its own GPT and models of transformers"
-        raise UserError(f"{problem}, not {type(model).__name__}: use data parallelism")
-    if context is not None or mesh.sequence or tensor is None:
-        key = "parallel.sequence=false" if mesh.sequence else "parallel.context=1"
-        raise UserError(f"a model of transformers keeps its residual stream whole: write {key}")
+    assert tensor is not None and context is None  # the recipe rejects others for transformers
     return divide_hf(model, tensor)
 
 

@@ -35,7 +35,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("gate", "
 
 
 class Entrance:
-    """The way of a tensor into sibling layers; it enters once, so its gradient is summed once."""
+    """Gathers an input once for sibling layers, so that its gradient is reduced once."""
 
     def __init__(self, readers: int):
         self.readers, self.left = readers, 0

@@ -190,7 +190,6 @@ def fit_law(
     *,
     embeddings: bool = True,
     samples: int = SAMPLES,
-    huber: float = HUBER,
 ) -> Law:
     """Fit a form to the runs with `in_fit`, and bootstrap over these runs."""
     runs = [one for one in observations if one.in_fit]
@@ -200,13 +199,13 @@ def fit_law(
     y = np.log([one.loss for one in runs])
     centre = float(n.mean()), float(d.mean())
     n, d = n - centre[0], d - centre[1]
-    solutions = _minimise(form, n, d, y, _starts(form, y), huber)
+    solutions = _minimise(form, n, d, y, _starts(form, y))
     best, random = solutions[0], np.random.default_rng(0)
     resampled = list[Numbers]()
     while len(resampled) < samples:
         rows = random.integers(len(runs), size=len(runs))
         if len({*n[rows]}) > 1 and len({*d[rows]}) > 1:
-            resampled.append(_minimise(form, n[rows], d[rows], y[rows], solutions[:1], huber)[0])
+            resampled.append(_minimise(form, n[rows], d[rows], y[rows], solutions[:1])[0])
     chosen = FORMS[form]
     full = [chosen.base + chosen.free @ one for one in (best, *resampled)]
     return Law(form, embeddings, runs, full[0], np.array(full[1:]).reshape(-1, 6), centre)
@@ -241,7 +240,7 @@ def _starts(form: str, y: Numbers) -> list[Numbers]:
 
 
 def _minimise(
-    form: str, n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers], huber: float
+    form: str, n: Numbers, d: Numbers, y: Numbers, starts: Sequence[Numbers]
 ) -> list[Numbers]:
     """The minima of the Huber loss from each start, the lowest first."""
     from scipy.optimize import OptimizeResult, minimize
@@ -262,7 +261,7 @@ def _minimise(
         return minimize(objective, start, threshold, **how)
 
     smooth = [descend(start, SMOOTH).x for start in starts]
-    ends = [descend(start, huber) for start in (*starts, *smooth)]
+    ends = [descend(start, HUBER) for start in (*starts, *smooth)]
     return [end.x for end in sorted(ends, key=lambda end: float(end.fun))]
 
 

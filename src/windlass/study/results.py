@@ -60,7 +60,7 @@ class ValidationData(NamedTuple):
 def validation_settings(recipe: Recipe) -> dict[str, Any]:
     flat = recipe.flat()
     if recipe.data.mix:  # its weights do not change the validation data
-        weights = {"name", "weight", "epochs"}
+        weights = {"name", "weight"}
         flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
     own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
     held_out = () if recipe.data.eval_source or own_split else HELD_OUT

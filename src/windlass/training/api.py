@@ -44,7 +44,7 @@ def train(
     model: nn.Module | None = None,
     data: Data | Dataset[Any] | tuple[Dataset[Any], Dataset[Any]] | None = None,
     *,
-    world: int = 1,
+    world: int = 0,
     callbacks: Sequence[Callback] = (),
     suites: Mapping[str, Measuring] | None = None,
     fresh: bool = False,
@@ -55,8 +55,7 @@ def train(
     """Train a recipe and return the run.
 
     Windlass resumes a run with a committed checkpoint, and returns a finished run unchanged. A
-    signal before the first step ends the process with exit code 75 (in a notebook an interrupt is
-    a KeyboardInterrupt), because nothing can be lost.
+    signal before step 1 ends the process with exit code 75 (in a notebook: KeyboardInterrupt).
 
     Args:
         recipe: A recipe, a preset's name, a `.toml` file, or a run.
@@ -68,8 +67,7 @@ def train(
         data: Your own samples, or a map-style `torch.utils.data.Dataset` of integer token
             tensors [T + 1] for `model.context` T, or a pair of these, for training and validation.
             Windlass generates no text without a tokenizer.
-        world: Ranks, as local processes, which train the recipe alone. With 1 this process is a
-            rank of the launcher that started it, or trains alone.
+        world: Local processes to start; by default this process trains, alone or under a launcher.
         callbacks: Objects of `windlass.Callback`, called in order.
         suites: Your own suites by name. `f(model, step)` returns a dictionary of numbers at each
             evaluation; `windlass.Suite(f, lower=[NAME])` says that less of a number is better.
@@ -86,7 +84,10 @@ def train(
     from windlass.training.callbacks import UserCode
 
     env, code = detect_env(), UserCode(callbacks, suites or {})
-    local = world != 1 and env.launcher == "none"
+    if env.launcher != "none" and world not in (0, env.world):
+        problem = f"this process is one of {env.world} ({env.launcher})"
+        raise UserError(f"{argument('world', world)}: {problem}; leave it out")
+    local = env.launcher == "none" and world not in (0, 1)
     if local and (model is not None or data is not None or callbacks or suites):
         problem = "local processes cannot receive your own model, data, callbacks or suites"
         raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
@@ -101,8 +102,7 @@ def train(
         if not local:
             from windlass.training.setup import train_rank
 
-            samples = own_data(data, plan.recipe)
-            train_rank(plan, code, stop, module=model, data=samples, stop_at=stop_at)
+            train_rank(plan, code, stop, model, own_data(data, plan.recipe), stop_at)
     if local:
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
         train_local_ranks(plan, wanted, world, fresh, options)
@@ -118,7 +118,7 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
     recipe.batch(world)
     layout = recipe.parallel
     if own_model and layout.model_ranks > 1:
-        problem = f"{layout.layout}: Windlass divides its own GPT only"
+        problem = f"{layout.layout}: Windlass divides the model of a recipe"
         raise UserError(f"{problem}, not your module: use data parallelism")
     if own_model and recipe.model.kernels == "liger":
         problem = 'model.kernels = "liger" is for the model of a recipe'
@@ -167,7 +167,6 @@ def launch_ranks(
 ) -> int:
     """Prepare the data of `recipe` and train it by a `windlass` command as local ranks, which leave
     the end of the run to this process; returns the exit code."""
-    check_start(recipe, world)
     with StopSignals():
         prepare(recipe, resuming=resuming)
     before = os.environ.get(QUIET_END)

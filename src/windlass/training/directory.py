@@ -90,7 +90,7 @@ class RunDirectory:
             problem += f"{before['data']}, here {now['data']})"
             advice = f"bring the old data back (data.dir), or start over with {argument('fresh')}"
             raise UserError(f"{problem}: {advice}")
-        effects = [  # a branch may change the kinds of optimizer and average
+        effects = [  # a branch may change `optim.*` and `train.average`
             ("optimizer", "optim.kind", "the saved optimizer state is not used"),
             ("average", "train.average", "the average changes"),
             ("precision", "train.precision", "the losses differ"),

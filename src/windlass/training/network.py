@@ -188,10 +188,9 @@ class Network:
     def facts(self, data: Data, micro_batch: int) -> dict[str, Any]:
         """The meta data of this start's checkpoints."""
         recipe = self.recipe
-        facts = {"recipe": recipe.config_hash, "data": data.fingerprint, "vocab": data.vocab}
-        facts |= {"micro_batch": micro_batch, "precision": self.precision}
-        facts |= {"compiles": self.compiled, "optimizer": recipe.optimizer_state}
-        return facts | {"average": recipe.train.average}
+        facts = {"data": data.fingerprint, "vocab": data.vocab, "micro_batch": micro_batch}
+        facts |= {"precision": self.precision, "compiles": self.compiled}
+        return facts | {"optimizer": recipe.optimizer_state, "average": recipe.train.average}
 
     def divide(self, data: Data, run: Path, *, from_checkpoint: bool) -> nn.Module:
         """The model on its device, divided among the ranks; with its first weights, unless they

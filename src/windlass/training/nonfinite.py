@@ -34,22 +34,21 @@ def decide_nonfinite(
     counts: Counts,
     bad_ranks: list[int],  # whose loss is not finite
     step: int,
-    grad_norm: float,
     settings: TrainSettings,
     fp16: bool,
 ) -> tuple[str, str]:
     """`skip` or `stop` after bad steps up to `step`, by `train.on_nonfinite`; and why.
     In fp16 an overflow of the gradient alone halves the loss scale and skips the step."""
-    problem = "gradient not finite (every rank's loss is finite)"
+    where, problem = f"up to step {step}", "gradient not finite (every rank's loss is finite)"
     if bad_ranks:
         problem = f"loss not finite on rank {', '.join(map(str, bad_ranks))}"
     policy = settings.on_nonfinite if bad_ranks or not fp16 else "skip"
     if policy == "stop":
-        if not fp16:  # the updates since the first bad step were skipped
-            step -= counts.bad - 1
+        if not fp16:  # no update followed the first bad step
+            where = f"step {step - counts.bad + 1}"
         advice = "look at its samples, lower optim.lr, or set train.on_nonfinite=skip"
-        problem += f" (gradient norm {grad_norm}). The update was skipped: {advice}"
-    return policy, f"step {step}: {problem}"
+        problem += f". The update was skipped: {advice}"
+    return policy, f"{where}: {problem}"
 
 
 def check_is_deferred(
@@ -73,7 +72,6 @@ class BadSteps:
         # Whether no update follows a bad step until the host has looked.
         self._hold_updates = settings.on_nonfinite == "stop" and not scaler.enabled
         self._zero = torch.zeros((), dtype=torch.float32, device=self.ranks.device)
-        self._grad_norm = self._zero  # of the last step
         self._bad = self._count = self._loss_bad = self._zero
         self._in_a_row = self._longest = self._zero + self.state.skips_in_a_row
 
@@ -83,7 +81,7 @@ class BadSteps:
         `loss` is this rank's, and may be infinite with a finite gradient. `grad_norm` and `zero`
         are equal on all ranks, which must act alike; `zero` is NaN if a rank's loss is not finite.
         """
-        bad, self._grad_norm = (grad_norm * 0 + zero != 0).float(), grad_norm.detach()
+        bad = (grad_norm * 0 + zero != 0).float()
         if self.deferred or bool(bad):
             self._loss_bad = torch.maximum(self._loss_bad, (loss * 0 != 0).float())
             self._bad = torch.maximum(self._bad, bad) if self._hold_updates else bad
@@ -111,8 +109,8 @@ class BadSteps:
             return
         flags = self.ranks.all_gather_object("bad steps", counts.loss_bad)
         bad_ranks = [rank for rank, bad in enumerate(flags) if bad]
-        norm, fp16 = float(self._grad_norm), self.scaler.enabled
-        policy, reason = decide_nonfinite(counts, bad_ranks, state.step, norm, self.settings, fp16)
+        fp16 = self.scaler.enabled
+        policy, reason = decide_nonfinite(counts, bad_ranks, state.step, self.settings, fp16)
         if policy == "stop":
             raise RunFailed(reason)
         self.recorder.emit(
@@ -168,7 +166,7 @@ def recorded_micro_batch(run: Run, world: int, starts: bool) -> int:
 
 
 def is_new_size(run: Run, micro_batch: int) -> bool:
-    """Whether memory ran out in the start before, which could not write the event."""
+    """Whether the previous start ran out of memory and could not record the event."""
     reported = [e["micro_batch"] for e in run.events if e["event"] == OUT_OF_MEMORY]
     recorded = read_json(run.path / SMALLER).get("micro_batch")
     return recorded == micro_batch and micro_batch not in reported

@@ -62,8 +62,8 @@ class Recorder:
         self.timer = StepTimer(ranks.device, self.goodput)
         self.started_up = False  # whether this start has done a step
         self.padded_tokens = 0  # tokens of this start, with padding
-        # Step, samples, tokens and padded tokens at the last `train` line.
-        self.logged: tuple[int, ...] = ()
+        # Step, samples, tokens and padded tokens at the last `train` line, or at this start.
+        self.logged = (state.step, state.samples, state.tokens, 0)
         self.evaluations: list[dict[str, Any]] = []  # the effective `eval` lines
         self._next_beat = 0.0  # of the monotonic clock
         seconds = self.goodput.seconds
@@ -121,11 +121,6 @@ class Recorder:
         line = self.ledger.write("eval", self.state.step, **scores, **where)
         self.console.eval(line)
         self.evaluations.append(line)
-
-    def restart_counts(self) -> None:
-        """Measure speeds from the present step on."""
-        self.logged = (self.state.step, self.state.samples, self.state.tokens, self.padded_tokens)
-        self.timer.read()
 
     def log(self, measures: dict[str, float]) -> None:
         """A `log` line with the numbers that callbacks logged at this step, as `log.NAME`."""
@@ -270,7 +265,6 @@ class Recorder:
             "world": self.ranks.world,
             "parameters": start["parameters"],
             "trained": start["trained"],
-            "updates_skipped": state.updates_skipped,
             "attempts": self.ledger.attempt + 1,
         }
         if state.losses:

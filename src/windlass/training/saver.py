@@ -60,7 +60,8 @@ class Saver(Writer):
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
         self.average, self.meta, self.own = average, meta, own
         if start is not None:
-            self.resume_from(self.state.step)
+            self.newest = self.committed = self.state.step
+            self.damaged = {checkpoint.serial for checkpoint in start.passed_over}
 
     @property
     def due(self) -> bool:

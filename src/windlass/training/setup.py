@@ -180,7 +180,7 @@ def open_trainer(
     batch = batch_of(plan, ranks, data, own)
     horizon = horizon_of(recipe, data, own)
 
-    # The model without values, so that bad input is found before the directory changes.
+    # The model without values, so that most bad input is found before the directory changes.
     origin = None if plan.fresh else run.path
     network = Network(recipe, ranks, data, horizon, stack, module, origin)
     check_prompt(recipe, data, network.model)
@@ -376,6 +376,8 @@ def header(
     parts = [": ".join(data[key] for key in ("data", "training") if key in data)]
     parts += [f"validation {data['validation']}", data["tokenizer"]]
     parts += [f"{count} epoch{'s' * (count != '1')}"]
+    if recipe.data.order == "shards-shuffled":
+        parts += ["shards in file order, then in a new order each epoch"]
     per_sample = facts["train"].get("tokens_per_sample", batch.context)  # at most the context
     tokens = round(per_sample * horizon.samples_per_step)
     about = "about " * (per_sample != batch.context)  # rows differ in length

@@ -1,6 +1,5 @@
-"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It
-changes nothing, so command line, launcher and ranks decide alike from equal files; `directory.py`
-writes."""
+"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It writes
+nothing, so command line, launcher and ranks reach the same decision from the same files."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.checkpoint.choose import candidates, read_lineage
-from windlass.checkpoint.format import checkpoints_in, step_dir
+from windlass.checkpoint.choose import candidates, named_candidates, read_lineage
+from windlass.checkpoint.format import checkpoints_in, read_checkpoint, step_dir
 from windlass.errors import UserError, argument, plural
 from windlass.launch.schedulers import SCHEDULERS, find_job
 from windlass.optim.schedule import phases
@@ -90,7 +89,25 @@ def resolve_start(
     if branch is None and (resume := recipe.checkpoint.resume).isdigit():
         problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
         raise UserError(f"{problem}; leave it or {argument('fresh')} out")
+    if branch is None and recipe.model.init_from:
+        check_origin(recipe.model.init_from)
     return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
+
+
+def check_origin(name: str) -> None:
+    """Raise UserError if `model.init_from` is not an adapter or a run with a checkpoint. The
+    trainer looks for damage and compares the settings."""
+    path = Path(name).expanduser()
+    is_run = Run(path).exists
+    if (path / "adapter_config.json").is_file() and not is_run:
+        return
+    try:
+        if name.startswith("hf:") or ((path / "config.json").is_file() and not is_run):
+            trained = f"model.kind=hf model.name={name.removeprefix('hf:')}"
+            raise UserError(f"it is a model of transformers, which {trained} trains")
+        named_candidates(name)
+    except UserError as error:
+        raise UserError(f"model.init_from = {name}: {error}") from None
 
 
 def _resume(
@@ -133,6 +150,10 @@ def _resume(
     if finished:  # a run whose extension was killed has an earlier end in its ledger
         end = next(line for line in reversed(run.events) if line["event"] == "finished")
         finished = end["step"] == steps_of(run, run.recipe.train.steps)
+    if finished and not restarted and (resume := recipe.checkpoint.resume) != "latest":
+        # The run continues from an earlier step if the user names one.
+        paths = candidates(run.path, resume, measure=recipe.checkpoint.best)
+        finished = not paths or read_checkpoint(paths[0]).step == end["step"]
     old = run.recipe.flat()
     moved = recipe.run.base not in ("", run.recipe.run.base)
     unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
@@ -165,7 +186,7 @@ def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
     if not paths:
         raise UserError(f"{origin.path} holds no checkpoint yet")
     checkpoint = paths[0]
-    step = int(checkpoint.name.removeprefix("step-").removesuffix(".replaced"))
+    step = read_checkpoint(checkpoint).step
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     advice, same = "undo the changes", {"init_from": ""}
     if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):

@@ -150,7 +150,7 @@ def load_state(
     state = TrainState.from_json(checkpoint.counters)
     if not average.tensors or not checkpoint.names(AVERAGE):
         state.averaged = 0
-    # A branch may have changed the kind.
+    # A branch may have changed `optim.kind`.
     same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
     averages = average.tensors if state.averaged else {}
     fill_base(checkpoint, unwrap(model), recipe, ranks)

@@ -116,7 +116,7 @@ class Trainer:
         compiling = "compiling, and " if self.compiled else ""
         recorder.console.begin(f"{compiling}the first step: {size}")
         recorder.goodput.enter("compile" if self.compiled else "train")
-        recorder.restart_counts()
+        recorder.timer.read()  # the first `train` line has times from here on
 
     def loop(self) -> bool:  # noqa: PLR0915 (the algorithm in one piece)
         """Step, log, save, evaluate; False if a stop was asked for before the end."""
