@@ -249,7 +249,7 @@ def test_the_writer_uses_the_device_of_the_state(tmp_path, monkeypatch):
     assert calls == {"checkpoint-writer": torch.device("cuda", 3)}
 
 
-@pytest.mark.parametrize("where", ["save.parse", "save.Writer._copy"])
+@pytest.mark.parametrize("where", ["save.Save._manifest", "save.Writer._copy"])
 def test_an_error_in_the_writer_or_the_copy_is_an_outcome(tmp_path, monkeypatch, where):
     writer = Writer(tmp_path / "checkpoints")
     with monkeypatch.context() as patch:

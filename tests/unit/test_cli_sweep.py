@@ -82,7 +82,9 @@ def test_the_end_names_the_command_that_trains_the_winner(tmp_path, call):
     words = ["sweep", "quickstart", *axes, *options]
     out, _ = call(*words)
     assert "\nbest: " in out
-    winner = f"windlass train {folder}/recipe.toml optim.lr=0.001 'optim.betas=[0.9, 0.99]'"
+    winner = (
+        f"windlass train {folder}/recipe.toml optim.lr=0.001 'optim.betas=[0.9, 0.99]' --world 2"
+    )
     assert f"  {winner}\n" in out
     out, errors = call(*words, "--json")
     assert [row["best_loss"] for row in json.loads(out)] == [3.0, 2.9, 2.8, 2.7]

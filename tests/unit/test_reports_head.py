@@ -68,18 +68,17 @@ def test_runs_that_did_not_end_well(tmp_path):
     assert "MFU" in fast.remark
 
 
-def test_skipped_steps_and_warnings_are_counted_and_listed(tmp_path):
+def test_skipped_steps_and_failed_saves_are_counted_and_listed(tmp_path):
     run = build_run(tmp_path / "run", steps=100)
     add_lines(
         run,
         event("skipped", 30, 10, reason="step 30: gradient not finite", count=3),
-        event("warning", 1, 1, reason="the first loss is low"),
         event("save_failed", 50, 12, reason="No space left on device"),
         event("finished", 100, 20),
     )
     worked, *_, wrong = answers([RunView(run)])
-    assert wrong.text == "1 warning, 3 skipped steps, 1 failed save"
-    assert wrong.more[0] == "step 1: the first loss is low" and len(wrong.more) == 3
+    assert wrong.text == "3 skipped steps, 1 failed save"
+    assert wrong.more[0] == "step 30: gradient not finite" and len(wrong.more) == 2
     assert "0 kills" in worked.remark
 
 
