@@ -142,6 +142,10 @@ class Tokenizer:
             table[i] = text.encode()
         return table
 
+    @cached_property
+    def _sizes(self) -> np.ndarray:
+        return np.array([len(piece) for piece in self._bytes or ()], np.int64)
+
     def encode(self, text: str, before: str = "") -> np.ndarray:
         """Token ids of a text, int64 [n]; half a surrogate pair becomes "?".
 
@@ -207,7 +211,7 @@ class Tokenizer:
         """UTF-8 bytes of each id, decoded after another token, int64 [V]; 0 for special tokens."""
         sizes = np.zeros(self.vocab, dtype=np.int64)
         if self._bytes is not None:
-            sizes[:] = [len(piece) for piece in self._bytes]
+            sizes[:] = self._sizes
         else:
             # Pieces are letters for bytes, or text with "\u2581" for spaces, as the decoder says.
             state = json.loads(self.inner.to_str())
@@ -254,8 +258,28 @@ class Tokenizer:
         The joined texts are encoded together. A token over several parts has their largest mark.
         """
         parts = [part for part in parts if part[0] != ""]
-        if self.kind == "char":  # names an unknown character
-            self.encode("".join(part for part, _ in parts if isinstance(part, str)))
+        if self._bytes is None:
+            return self._encode_spans(parts)
+        ids, marks = list[int](), list[int]()
+        for is_special, run in groupby(parts, lambda part: isinstance(part[0], int)):
+            pieces, own = zip(*run, strict=True)
+            if is_special:
+                ids += pieces
+                marks += own
+                continue
+            texts = [text.encode("utf-8", "replace") for text in pieces]
+            tokens = self.encode(b"".join(texts).decode())
+            ids += tokens.tolist()
+            if len(set(own)) == 1 or not len(tokens):
+                marks += [own[0]] * len(tokens)
+                continue
+            by_byte = np.repeat(own, list(map(len, texts)))
+            starts = np.cumsum(self._sizes[tokens]) - self._sizes[tokens]
+            marks += np.maximum.reduceat(by_byte, starts).tolist()
+        return ids, marks
+
+    def _encode_spans(self, parts: Sequence[tuple[str | int, int]]) -> tuple[list[int], list[int]]:
+        """`encode_marked` by the places of the library's tokens in the text."""
         inner, sentinels, sentinel_ids = self._sentinels
         texts = [sentinels[part] if isinstance(part, int) else part for part, _ in parts]
         text = "".join(texts).encode("utf-8", "replace").decode()
