@@ -319,36 +319,6 @@ def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
     assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
 
 
-def llama(**changes):
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config("llama", vocab=50, **changes))
-
-
-def test_a_model_of_transformers_is_trained_as_it_is(tmp_path, page):
-    """As the same weights train by name; it is evaluated, sampled and exported, and has its new
-    weights in place.
-    """
-    model = llama()
-    model.save_pretrained(tmp_path / "base")
-    before = model.lm_head.weight.detach().clone()
-    small = {"train.steps": 6, "train.global_batch": 8, "model.context": 16, "optim.lr": 2e-3}
-    own = Recipe().replace({**small, "telemetry.every": 1, "run.dir": str(tmp_path / "run")})
-    run = train(own, model, page["data"])
-    by_name = {"model.kind": "hf", "model.name": str(tmp_path / "base"), "optim.lr": 2e-3}
-    named = train(own.replace({**by_name, "run.dir": str(tmp_path / "named")}), data=page["data"])
-    losses = [[line["loss"] for line in one.lines("train")] for one in (run, named)]
-    assert run.state == "finished" and losses[0] == losses[1]
-    assert not model.lm_head.weight.equal(before)
-    assert run.environment["own_model"] == "LlamaForCausalLM"
-    again = evaluate(run, model=llama(), data=page["data"])
-    assert again.results["loss"]["loss"] == pytest.approx(run.lines("eval")[-1]["loss"], rel=1e-6)
-    weights = load_file(export(run, tmp_path / "out") / "model.safetensors")
-    assert weights.keys() <= model.state_dict().keys()
-    assert all(tensor.equal(model.state_dict()[name]) for name, tensor in weights.items())
-
-
 def test_a_model_that_cannot_be_trained_leaves_no_run_behind(tmp_path, page):
     class Mean(torch.nn.Linear):
         def forward(self, tokens):
