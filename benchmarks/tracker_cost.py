@@ -30,19 +30,15 @@ CASES = ("none", "healthy", "hung imports", "refused")
 
 
 def environment(case: str, folder: Path) -> dict[str, str]:
-    if case == "hung imports":
-        for name in ALL:
-            (folder / "hung" / name).mkdir(parents=True)
-            (folder / "hung" / name / "__init__.py").write_text("import time\ntime.sleep(3600)\n")
-        return {"PYTHONPATH": os.pathsep.join([str(folder / "hung"), *sys.path])}
     if case == "refused":
-        nowhere = "http://127.0.0.1:9"
-        return {
-            "MLFLOW_TRACKING_URI": nowhere,
-            "WANDB_BASE_URL": nowhere,
-            "WANDB_API_KEY": "0" * 40,
-        }
-    return {}
+        nowhere = dict.fromkeys(("MLFLOW_TRACKING_URI", "WANDB_BASE_URL"), "http://127.0.0.1:9")
+        return nowhere | {"WANDB_API_KEY": "0" * 40}
+    if case != "hung imports":
+        return {}
+    for name in ALL:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("import time\ntime.sleep(3600)\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
 
 def train(case: str, steps: int) -> tuple[list[float], float, float]:
@@ -53,7 +49,7 @@ def train(case: str, steps: int) -> tuple[list[float], float, float]:
         recipe = Recipe.model_validate({"telemetry": {"trackers": [] if case == "none" else ALL}})
         (run / "recipe.toml").write_text(recipe.toml())
         before = dict(os.environ)
-        os.environ.update(environment(case, Path(name)))
+        os.environ.update(environment(case, Path(name) / "hung"))
         trackers = Trackers(run, recipe.telemetry.trackers)
         os.environ.clear()
         os.environ.update(before)
