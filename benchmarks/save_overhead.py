@@ -1,7 +1,7 @@
 """What a save costs: tokens/s with saves in the background beside tokens/s without, and beside
 saves that are waited for.
 
-    python benchmarks/save_overhead.py [RECIPE] [KEY=VALUE ...] [--rounds 8] [--steps 6] [--dir DIR] [--json FILE]
+    python benchmarks/save_overhead.py [RECIPE] [KEY=VALUE ...] [--rounds 8] [--steps 6] [--dir DIR]
 
 The three are measured interleaved, in an order that changes from round to round, because two runs
 of the same command differ by more than a save costs. A segment is `steps` training steps with one
@@ -14,7 +14,6 @@ difference of the fastest segments, because what else runs on a machine only eve
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 import time
@@ -94,7 +93,8 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, dict[str, float]
             seconds, called = bench.segment(mode, steps)
             times[mode].append(seconds)
             blocked[mode].append(called)
-    without, found = times["without"], {}
+    without = times["without"]
+    found = {}
     for mode, own in times.items():
         found[mode] = {
             "tokens_per_s": bench.tokens.numel() * steps / median(own),
@@ -115,7 +115,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="a save must fit into them")
     parser.add_argument("--micro-batch", type=int, default=12)
     parser.add_argument("--dir", type=Path, help="where to save: the disk that is measured")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="save-overhead-", dir=options.dir))
     try:
@@ -142,9 +141,6 @@ def main() -> None:
     print(f"a save in the background costs {ratios}")
     if waiting["lost_s"] > 2 * waiting["blocked_s"]:
         print("more time was lost than the calls took: the machine was busy, so ignore the medians")
-    if options.json:
-        tree = {"bytes": size, "share": share, **found}
-        options.json.write_text(json.dumps(tree, indent=1) + "\n")
 
 
 if __name__ == "__main__":

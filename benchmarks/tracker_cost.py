@@ -85,9 +85,9 @@ def main() -> None:
     print(f"{'trackers':<14} {'median step':>12} {'longest look':>13} {'end':>8}")
     for case, rounds in found.items():
         steps = statistics.median(x for times, _, _ in rounds for x in times)
-        print(
-            f"{case:<14} {steps:>9.2f} ms {max(x for _, x, _ in rounds):>10.2f} ms {max(x for *_, x in rounds):>6.1f} s"
-        )
+        look = max(x for _, x, _ in rounds)
+        end = max(x for _, _, x in rounds)
+        print(f"{case:<14} {steps:>9.2f} ms {look:>10.2f} ms {end:>6.1f} s")
 
 
 if __name__ == "__main__":
