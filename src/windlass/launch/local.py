@@ -163,6 +163,7 @@ class Group:
         # The kernel's signal follows the thread that forks. If that is not the main thread, each
         # rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
+        preexec = processes.kill_with_parent if is_main else None
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             environ["MASTER_PORT"] = str(listening.getsockname()[1])
             for rank in range(self.world):
@@ -181,7 +182,7 @@ class Group:
                             pass_fds=() if rank else (listening.fileno(),),
                             # Ctrl-C reaches only the launcher, which passes it on once.
                             start_new_session=True,
-                            preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509
+                            preexec_fn=preexec,  # noqa: PLW1509
                         )
                     except OSError as error:
                         why = f"{self.command[0]}: {error}"
