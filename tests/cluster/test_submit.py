@@ -101,18 +101,6 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
 
 
 @pytest.mark.full
-def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path):
-    run = Run(tmp_path / "run")
-    job = submitted(cluster, run.path, settings(run.path, **LONG))
-    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
-    done = cluster.call(*SUBMIT, "--cancel", str(run.path))
-    assert done.returncode == 0, done.stdout
-    job_end(cluster, job, run, "FAILED 75:0 0")
-    assert run.state == "preempted"
-    assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
-
-
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, settings, tmp_path):
     """slurmd, batch shell and ranks die at once; the controller notices, requeues, and the run

@@ -110,7 +110,9 @@ def make_job(
 ) -> Job:
     """A job that trains any of these recipes, with a signal early enough for a save."""
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
-    gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    if on_cpu:
+        gpus = 0
     if not gpus and not on_cpu:
         choice = f"write --gpus-per-node N (or gpus_per_node in {site_file()})"
         raise UserError(f"how many GPUs has a node? {choice}, or parallel.device=cpu")

@@ -79,13 +79,14 @@ class Recipe(Frozen):
     def _resolve(self) -> Recipe:
         """Make paths absolute (`run.base`). Derive learning rate and tokenizer from `model` if
         unset; they still count as unset."""
-        home = self.home or Path()
-        for name in ("data", "model", "eval", "checkpoint") if self.home else ():
-            part = getattr(self, name)
-            absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
-            if changed := {key: new for key, new in absolute.items() if new != getattr(part, key)}:
-                self._written[name] = part
-                self.__dict__[name] = part.model_copy(update=changed)
+        if home := self.home:
+            for name in ("data", "model", "eval", "checkpoint"):
+                part = getattr(self, name)
+                absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
+                changed = {key: new for key, new in absolute.items() if new != getattr(part, key)}
+                if changed:
+                    self._written[name] = part
+                    self.__dict__[name] = part.model_copy(update=changed)
         derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
         for section, name, default in derived:
             part = getattr(self, section)
@@ -319,7 +320,8 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
     path = Path(origin.partition("@")[0]).expanduser()
-    for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
+    runs = (path, path.parent.parent) if origin else ()  # a run, or a checkpoint in one
+    for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError):
             file = run / RECIPE
             saved = run / "tokenizer"
