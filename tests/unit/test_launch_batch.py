@@ -202,7 +202,8 @@ def test_a_slow_save_is_signalled_earlier(tmp_path, monkeypatch):
     for seconds, lead in expected:
         report_saved(seconds)
         assert int((tmp_path / "saved").read_text()) == lead and job_grace() == lead - 10
-    programs(tmp_path / "tools", monkeypatch, qsub="", qrerun="exit 0")
+    quick = "exec /bin/sleep 0.05"  # the script looks at its clock every 5 s
+    programs(tmp_path / "tools", monkeypatch, qsub="", qrerun="exit 0", sleep=quick)
     slow = f'echo 118 >"$WINDLASS_SAVED"; {SAVES}'  # of 120 seconds
     job = job_of(tmp_path, "bash", "-c", slow, time="00:02:00", lead=60)
     assert run_job(job, "pbs", PBS_JOBID="7.server").wait(30) == 75
