@@ -61,7 +61,8 @@ def evaluate(
         if not json_:
             rows = []
             for key, value in numbers.items():
-                rows.append((key, as_text(value), of_eval(key).unit))
+                form = "" if isinstance(value, str) else ",.4f" if isinstance(value, float) else ","
+                rows.append((key, format(value, form), of_eval(key).unit))
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides, weights=weights)
@@ -78,12 +79,6 @@ def evaluate(
     if result.predictions_path:
         typer.echo(f"predictions: {result.predictions_path}", err=True)
     return 0
-
-
-def as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
 def sample(
