@@ -214,22 +214,12 @@ class Bench:
 
 def nanogpt_words(shape: Shape, data: Path, *more: str) -> list[str]:
     """Words of nanoGPT's train.py for steps of one micro-batch, each shown, without evaluation."""
-    return [
-        f"--n_layer={shape.layers}",
-        f"--n_head={shape.heads}",
-        f"--n_embd={shape.width}",
-        f"--block_size={shape.context}",
-        f"--batch_size={shape.batch}",
-        f"--max_iters={shape.steps}",
-        f"--dataset={data.resolve()}",
-        "--gradient_accumulation_steps=1",
-        "--eval_interval=1000000",
-        "--eval_iters=1",
-        "--log_interval=1",
-        "--warmup_iters=2",
-        "--always_save_checkpoint=False",
-        *more,
-    ]
+    sizes = {"n_layer": shape.layers, "n_head": shape.heads, "n_embd": shape.width}
+    sizes |= {"block_size": shape.context, "batch_size": shape.batch, "max_iters": shape.steps}
+    settings = "gradient_accumulation_steps=1 eval_interval=1000000 eval_iters=1 log_interval=1"
+    settings += " warmup_iters=2 always_save_checkpoint=False"
+    words = [*(f"{name}={size}" for name, size in sizes.items()), *settings.split()]
+    return [*(f"--{word}" for word in [*words, f"dataset={data.resolve()}"]), *more]
 
 
 def nanogpt_seconds(text: str) -> list[float]:
@@ -330,21 +320,12 @@ def loss(bench: Bench) -> Comparison:
     """Seconds of the whole command to the loss of nanoGPT's README on a CPU, 1.88."""
     steps, muon = (20, 20) if bench.options.quick else (2000, MUON_STEPS)
     data = bench.tokens(SMALL.vocab)
-    settings = [
-        f"data.source={bench.text()}",
-        f"data.dir={bench.folder / 'prepared'}",
-        "model.tie_head=false",
-        "optim.kind=muon",
-        "optim.lr=0.02",
-        "optim.muon_momentum=0.85",
-        "train.global_batch=16",
-        f"train.steps={muon}",
-        f"eval.every={muon}",
-        "eval.batches=20",
-        "eval.at_end=all",
-        "eval.sample_every=0",
-        "checkpoint.every=0",
-    ]
+    settings = [f"data.source={bench.text()}", f"data.dir={bench.folder / 'prepared'}"]
+    settings += (
+        "model.tie_head=false optim.kind=muon optim.lr=0.02 optim.muon_momentum=0.85".split()
+    )
+    settings += "train.global_batch=16 eval.batches=20 eval.at_end=all eval.sample_every=0".split()
+    settings += ["checkpoint.every=0", f"train.steps={muon}", f"eval.every={muon}"]
     bench.windlass("prepare", "shakespeare-char-fast", settings)
     words = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False"]
     words += ["--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12"]
@@ -397,22 +378,12 @@ def adapters(bench: Bench, precision: str, context: int, steps: int) -> Comparis
                         {"role": "assistant", "content": qa["answers"][0]["text"]},
                     ]
                     file.write(json.dumps({"messages": messages}) + "\n")
-    settings = [
-        f"model.name={folder}",
-        f"model.context={context}",
-        f"data.source={talk}",
-        "data.eval_split=",
-        f"data.dir={bench.folder / 'prepared-chat'}",
-        f"train.global_batch={batch}",
-        f"train.micro_batch={batch}",
-        f"train.steps={steps}",
-        f"train.precision={precision}",
-        "optim.betas=[0.9,0.999]",
-        "optim.schedule.kind=constant",
-        "optim.schedule.warmup=0",
-        "telemetry.every=1",
-        *QUIET,
-    ]
+    settings = [f"model.name={folder}", f"data.source={talk}", "data.eval_split="]
+    settings += [f"data.dir={bench.folder / 'prepared-chat'}", f"model.context={context}"]
+    settings += [f"train.global_batch={batch}", f"train.micro_batch={batch}"]
+    settings += [f"train.steps={steps}", f"train.precision={precision}", "telemetry.every=1"]
+    settings += ["optim.betas=[0.9,0.999]", "optim.schedule.kind=constant"]
+    settings += ["optim.schedule.warmup=0", *QUIET]
     bench.windlass("prepare", "chat-lora", settings)
 
     def measures(rates: list[float], losses: list[float], peak_gb: float) -> Measures:
@@ -566,21 +537,8 @@ def generate(bench: Bench) -> Comparison:
     )
 
 
-COMPARISONS: dict[str, Callable[[Bench], Comparison]] = {
-    function.__name__: function
-    for function in (
-        small,
-        large,
-        loss,
-        gpt2,
-        chat,
-        curve,
-        overhead,
-        tokenize,
-        start,
-        generate,
-    )
-}
+FUNCTIONS = (small, large, loss, gpt2, chat, curve, overhead, tokenize, start, generate)
+COMPARISONS = {function.__name__: function for function in FUNCTIONS}
 
 
 def interleave(sides: dict[str, Side], rounds: int) -> dict[str, list[Measures]]:

@@ -261,6 +261,10 @@ def left_out(by: Callable[[PublishedRun], str]) -> dict[str, list[tuple[Publishe
     return result
 
 
+def source_of(run: PublishedRun) -> str:
+    return run.source
+
+
 def project_of(run: PublishedRun) -> str:
     return run.source.split()[0]
 
@@ -321,10 +325,7 @@ def main() -> None:
     for source, family, speed, sizes in validation():
         peak = " | ".join(cells(sizes).split(" | ")[:3])
         print(f"| {source} | {family} | {cells(speed)} | {peak} |")
-    for title, by in (
-        ("source left out", lambda run: run.source),
-        ("project left out", project_of),
-    ):
+    for title, by in (("source left out", source_of), ("project left out", project_of)):
         print(f"\n{head.replace('source', title)}\n|---|---" + "|---:" * 5 + "|")
         result = left_out(by)
         for source, rows in result.items():
@@ -336,9 +337,8 @@ def main() -> None:
     print("\n| row that misses by more than 15 % | error % |\n|---|---:|")
     for run in published_runs():
         if abs(error := run.error()) > MISSED:
-            print(
-                f"| {run.id}{': ' * (run.id in FAILURES)}{FAILURES.get(run.id, '')} | {100 * error:+.0f} |"
-            )
+            why = f": {FAILURES[run.id]}" if run.id in FAILURES else ""
+            print(f"| {run.id}{why} | {100 * error:+.0f} |")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a save costs: tokens/s with saves in the background beside tokens/s without, and beside
 saves that are waited for.
 
-    python benchmarks/save_overhead.py [RECIPE] [KEY=VALUE ...] [--rounds 8] [--steps 6] [--dir DIR] [--json FILE]
+    python benchmarks/save_overhead.py [RECIPE] [KEY=VALUE ...] [--rounds 8] [--steps 6] [--dir DIR]
 
 The three are measured interleaved, in an order that changes from round to round, because two runs
 of the same command differ by more than a save costs. A segment is `steps` training steps with one
@@ -14,12 +14,11 @@ difference of the fastest segments, because what else runs on a machine only eve
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -41,14 +40,13 @@ class Bench:
         self.model = build_model(recipe, vocab, self.device)
         initialise(self.model, recipe.run.seed)
         self.optimizer = build_optimizer(self.model, recipe.optim, self.device)
-        self.shape = (micro_batch, recipe.model.context)
-        self.tokens = torch.randint(0, vocab, self.shape, device=self.device)
+        shape = (micro_batch, recipe.model.context)
+        self.tokens = torch.randint(0, vocab, shape, device=self.device)
         self.number = 0
+        policy = Policy(last=1, best=False)
         self.writers = {
             mode: Writer(
-                folder / mode / "checkpoints",
-                policy=Policy(last=1, best=False),
-                background=mode == "background",
+                folder / mode / "checkpoints", policy=policy, background=mode == "background"
             )
             for mode in MODES[1:]
         }
@@ -60,27 +58,25 @@ class Bench:
             writer.settle()
         self.optimizer.step()
 
-    def sync(self) -> None:
+    def clock(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter()
 
     def segment(self, mode: str, steps: int) -> tuple[float, float]:
         """Seconds of a segment, and of the call to `save` in it."""
-        self.sync()
-        began = time.perf_counter()
+        began = self.clock()
         self.step()
         blocked = 0.0
         if mode != "without":
-            self.sync()
-            called = time.perf_counter()
+            called = self.clock()
             self.number += 1
-            self.writers[mode].write(
-                self.number, gather_shard(self.model, self.optimizer), {"step": self.number}
-            )
+            shard = gather_shard(self.model, self.optimizer)
+            self.writers[mode].write(self.number, shard, {"step": self.number})
             blocked = time.perf_counter() - called
         for _ in range(steps - 1):
             self.step()
-        self.sync()
+        self.clock()
         if mode != "without":
             outcomes = self.writers[mode].wait()
             assert len(outcomes) == 1 and not outcomes[0].error, outcomes
@@ -97,20 +93,18 @@ def measure(bench: Bench, rounds: int, steps: int) -> dict[str, dict[str, float]
             seconds, called = bench.segment(mode, steps)
             times[mode].append(seconds)
             blocked[mode].append(called)
-    tokens = bench.tokens.numel() * steps
-    return {
-        mode: {
-            "tokens_per_s": tokens / statistics.median(times[mode]),
-            "segment_s": statistics.median(times[mode]),
-            "lost_s": statistics.median(
-                t - base for t, base in zip(times[mode], times["without"], strict=True)
-            ),
-            "fastest_s": min(times[mode]),
-            "lost_fastest_s": min(times[mode]) - min(times["without"]),
-            "blocked_s": statistics.median(blocked[mode]),
+    without = times["without"]
+    found = {}
+    for mode, own in times.items():
+        found[mode] = {
+            "tokens_per_s": bench.tokens.numel() * steps / median(own),
+            "segment_s": median(own),
+            "lost_s": median(a - b for a, b in zip(own, without, strict=True)),
+            "fastest_s": min(own),
+            "lost_fastest_s": min(own) - min(without),
+            "blocked_s": median(blocked[mode]),
         }
-        for mode in MODES
-    }
+    return found
 
 
 def main() -> None:
@@ -118,12 +112,9 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="shakespeare-char")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--steps", type=int, default=6, help="steps in a segment; a save must fit into them"
-    )
+    parser.add_argument("--steps", type=int, default=6, help="a save must fit into them")
     parser.add_argument("--micro-batch", type=int, default=12)
     parser.add_argument("--dir", type=Path, help="where to save: the disk that is measured")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="save-overhead-", dir=options.dir))
     try:
@@ -133,30 +124,23 @@ def main() -> None:
         size = gather_shard(bench.model, bench.optimizer).nbytes
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(
-        f"{options.recipe} on {bench.device}, {size / 1e6:,.0f} MB a save, {options.rounds} rounds of {options.steps} steps"
-    )
-    print(
-        f"{'saves':<12}{'tokens/s':>10}{'segment s':>11}{'lost s':>9}{'fastest s':>11}{'lost s':>9}{'in save() s':>13}"
-    )
+    how = f"{size / 1e6:,.0f} MB a save, {options.rounds} rounds of {options.steps} steps"
+    print(f"{options.recipe} on {bench.device}, {how}")
+    head = ("tokens/s", "segment s", "lost s", "fastest s", "lost s", "in save() s")
+    widths = (10, 11, 9, 11, 9, 13)
+    columns = "".join(f"{text:>{width}}" for text, width in zip(head, widths, strict=True))
+    print(f"{'saves':<12}{columns}")
     for mode, row in found.items():
-        print(
-            f"{mode:<12}{row['tokens_per_s']:>10,.0f}{row['segment_s']:>11.3f}{row['lost_s']:>9.3f}"
-            f"{row['fastest_s']:>11.3f}{row['lost_fastest_s']:>9.3f}{row['blocked_s']:>13.3f}"
-        )
-    share = found["background"]["lost_s"] / found["waiting"]["lost_s"]
-    fastest = found["background"]["lost_fastest_s"] / found["waiting"]["lost_fastest_s"]
-    print(
-        f"a save in the background costs {share:.0%} of one that is waited for (medians), {fastest:.0%} (fastest segments)"
-    )
-    if found["waiting"]["lost_s"] > 2 * found["waiting"]["blocked_s"]:
-        print(
-            "more time was lost than the call took: the machine was busy with other things, and the medians mean nothing"
-        )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"bytes": size, "share": share, **found}, indent=1) + "\n"
-        )
+        rate, *seconds = row.values()
+        columns = "".join(f"{s:>{width}.3f}" for s, width in zip(seconds, widths[1:], strict=True))
+        print(f"{mode:<12}{rate:>10,.0f}{columns}")
+    background, waiting = found["background"], found["waiting"]
+    share = background["lost_s"] / waiting["lost_s"]
+    fastest = background["lost_fastest_s"] / waiting["lost_fastest_s"]
+    ratios = f"{share:.0%} of one that is waited for (medians), {fastest:.0%} (fastest segments)"
+    print(f"a save in the background costs {ratios}")
+    if waiting["lost_s"] > 2 * waiting["blocked_s"]:
+        print("more time was lost than the calls took: the machine was busy, so ignore the medians")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from windlass.launch.job import Site
 from windlass.launch.submit import Resources, submit_run
 from windlass.recipe import Recipe, presets, settings, study_presets
 from windlass.recipe.keys import other_tools, rows_of, values
+from windlass.recipe.layers import first_sentence
 from windlass.telemetry import measures
 
 DOCS = Path(__file__).parent
@@ -46,13 +47,6 @@ def table(*rows: tuple[str, ...]) -> str:
     """A Markdown table; the first row is its head."""
     head, *lines = (f"| {' | '.join(row)} |\n" for row in rows)
     return f"{head}|{'---|' * len(rows[0])}\n{''.join(lines)}"
-
-
-def first_sentence(path: Path) -> str:
-    """The first sentence of the comment at the top of a preset's file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = " ".join(line.lstrip("# ") for line in lines[:5] if line.startswith("#"))
-    return comment.partition(". ")[0].rstrip(".") + "."
 
 
 def preset_table() -> str:

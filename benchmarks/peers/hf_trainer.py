@@ -64,19 +64,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(sys.argv[5], dtype=torch.float32)
     else:
         vocab, layers, heads, width = map(int, sys.argv[5:])
-        config = GPT2Config(
-            vocab_size=vocab,
-            n_positions=context,
-            n_layer=layers,
-            n_head=heads,
-            n_embd=width,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model = GPT2LMHeadModel(config)
+        sizes = {"vocab_size": vocab, "n_positions": context, "n_layer": layers}
+        sizes |= {"n_head": heads, "n_embd": width}
+        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        no_ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **no_dropout, **no_ends))
     arguments = TrainingArguments(
         output_dir="trainer",
         per_device_train_batch_size=batch,

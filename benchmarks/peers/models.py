@@ -7,11 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 # The assistant's turns count in the loss, as the marks of a generation tell TRL.
 CHAT = (
@@ -21,24 +17,19 @@ CHAT = (
 )
 
 
-def shape(layers: int) -> LlamaConfig:
-    """SmolLM2-135M."""
-    return LlamaConfig(
+def main() -> None:
+    kind, gpt2, out, layers = sys.argv[1:]
+    torch.manual_seed(0)
+    config = LlamaConfig(  # SmolLM2-135M
         vocab_size=50_304,
         hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=layers or 30,
+        num_hidden_layers=int(layers) or 30,
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
-
-
-def main() -> None:
-    kind, gpt2, out, layers = sys.argv[1:]
-    torch.manual_seed(0)
-    config = shape(int(layers))
     end = "<|endoftext|>"
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(Path(gpt2) / "gpt2-tokenizer.json"), eos_token=end, pad_token=end

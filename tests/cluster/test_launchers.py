@@ -68,9 +68,9 @@ def test_a_signal_to_launch_stops_all_ranks_with_everything_saved(pbs_job, setti
 def test_torchrun_starts_again_after_a_kill(settings, tmp_path, two_local_ranks):
     """Torch elastic's own restart: the second start resumes from the first's checkpoint."""
     run = tmp_path / "run"
-    worker = str(Path(__file__).parent / "killed_once.py")
+    killed = str(Path(__file__).parents[1] / "e2e" / "killed.py")
     words = settings(run, **(DDP | {"checkpoint.every": 3}))
-    launched([*TORCHRUN, "--max-restarts", "1", worker, *words])
+    launched([*TORCHRUN, "--max-restarts", "1", killed, "quickstart", "8", *words])
     starts = [e for e in Run(run).events if e["event"] in ("started", "resumed")]
     assert [e["event"] for e in starts] == ["started", "resumed"] and starts[1]["step"] >= 3
     assert_same(run, two_local_ranks)

@@ -53,15 +53,6 @@ def test_a_run_over_two_nodes(cluster: Cluster, settings, tmp_path, two_local_ra
         assert text in log_of(run)
 
 
-def test_what_the_scheduler_refuses_is_one_message(cluster: Cluster, settings, tmp_path):
-    site = tmp_path / "site.toml"
-    site.write_text('partition = "nowhere"\n')
-    words = [*settings(tmp_path / "run", **DDP), "parallel.device=cpu", "--site", str(site)]
-    done = cluster.call(*SUBMIT, "quickstart", *words, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout
-    assert "nvalid partition" in done.stdout and "--site" in done.stdout
-
-
 @pytest.fixture(scope="module")
 def undisturbed(settings, tmp_path_factory) -> list[float]:
     """The losses of the long run that nobody stops."""
@@ -110,19 +101,6 @@ def test_cancel_leaves_more_time_for_a_save_than_killwait(
 
 
 @pytest.mark.full
-def test_cancel_saves_and_does_not_requeue(cluster: Cluster, settings, tmp_path):
-    run = Run(tmp_path / "run")
-    job = submitted(cluster, run.path, settings(run.path, **LONG))
-    wait_for(lambda: run.path.exists() and run.lines("train"), 150)
-    done = cluster.call(*SUBMIT, "--cancel", str(run.path))
-    assert done.returncode == 0, done.stdout
-    job_end(cluster, job, run, "FAILED 75:0 0")
-    assert run.state == "preempted"
-    assert run.state == "preempted"
-    assert cluster.call(*SUBMIT, "--cancel", str(run.path)).returncode == 2
-
-
-@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_node_that_is_killed_restarts_the_run_on_the_other(cluster: Cluster, settings, tmp_path):
     """slurmd, batch shell and ranks die at once; the controller notices, requeues, and the run
@@ -164,6 +142,7 @@ def test_a_study_that_is_submitted_twice(cluster: Cluster, tmp_path, monkeypatch
     cluster.wait(second.job)
 
 
+@pytest.mark.full
 def test_check_under_its_bandwidth_ends_job_before_training(cluster: Cluster, settings, tmp_path):
     run = Run(tmp_path / "run")
     job = submitted(cluster, run.path, settings(run.path, **DDP), "--min-busbw", "100000")

@@ -25,14 +25,7 @@ WSD = {
     "optim.schedule.decay": 4,
     "checkpoint.keep_last": 10,
 }
-
-OPTIONS = {
-    "optim.schedule.kind": "wsd",
-    "optim.schedule.warmup": 2,
-    "optim.schedule.decay": 6,
-    "checkpoint.keep_last": 10,
-}
-"""Options of the schedule."""
+OPTIONS = WSD | {"optim.schedule.decay": 6}
 
 
 @pytest.fixture(scope="module")

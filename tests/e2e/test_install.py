@@ -2,6 +2,7 @@
 answers without the extras.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -127,30 +128,46 @@ def test_pip_brings_as_few_from_the_registry(wheel, tmp_path):
     trains(tmp_path / "venv", tmp_path)
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+from windlass.cli import main
+ends = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.suppress(SystemExit):
+        main(words)
+    ends.append(errors.getvalue())
+print(json.dumps(ends))
+"""
+"""Run several commands in one process, and print what each writes to standard error."""
+
+
 def test_what_is_missing_is_one_message_at_the_start(base, tmp_path):
-    corpus = write_corpus(tmp_path / "words.txt", words=200)
     compressed = tmp_path / "words.txt.zst"
     compressed.touch()
-    windlass = base / "bin/windlass"
+    corpus = write_corpus(tmp_path / "words.txt", words=200)
     tiny = overrides({**TINY, "data.source": str(corpus), "run.dir": "run"})
-    train, prepare = ([windlass, verb, "quickstart"] for verb in ("train", "prepare"))
-    suite = ['eval.suites=["lm-eval:arc_easy"]', "eval.every=4"]
-    bpe = ["data.tokenizer=gpt2", "model.vocab=0"]
+    train = ["train", "quickstart", *tiny]
+    prepare = ["prepare", "quickstart"]
     hf = '[model]\nkind = "hf"\nname = "some/model"\n[train]\nsteps = 1\n'
     (tmp_path / "hf.toml").write_text(hf)
-    for command, package, extra, key in [
-        ([*train, *tiny, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
-        ([*train, *tiny, *suite], "lm_eval", "lm-eval", "eval.suites"),
-        ([windlass, "train", "hf.toml"], "transformers", "hf", "model.kind"),
-        ([*prepare, *bpe], "tiktoken", "data", "data.tokenizer"),
+    cases = [
+        ([*train, 'telemetry.trackers=["wandb"]'], "wandb", "wandb", "telemetry.trackers"),
+        ([*train, "eval.suites=lm-eval:arc_easy"], "lm_eval", "lm-eval", "eval.suites"),
+        (["train", "hf.toml"], "transformers", "hf", "model.kind"),
+        ([*prepare, "data.tokenizer=gpt2", "model.vocab=0"], "tiktoken", "data", "data.tokenizer"),
         ([*prepare, f"data.source={compressed}"], "pyarrow", "data", "data.source"),
         ([*prepare, "data.source=hf:some/data"], "datasets", "hf", "data.source"),
-    ]:
-        error = run(*command, cwd=tmp_path, code=2).stderr
+    ]
+    commands = json.dumps([words for words, *_ in cases])
+    done = run(base / "bin/python", "-c", COMMANDS, commands, cwd=tmp_path)
+    errors = json.loads(done.stdout.splitlines()[-1])
+    for error, (_, package, extra, key) in zip(errors, cases, strict=True):
         for words in (f"pip install {' '.join(EXTRAS[extra])}", package, key):
             assert words in error, error
         assert len(error.splitlines()) == 1, error
-        assert not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")], error
+    # as a user starts it
+    run(base / "bin/windlass", *cases[2][0], cwd=tmp_path, code=2)
+    assert not [*tmp_path.glob("run*"), *tmp_path.glob("stud*")]
 
 
 def test_every_optional_package_is_in_the_extra_that_the_message_names():

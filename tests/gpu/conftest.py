@@ -14,25 +14,12 @@ import pytest
 HERE = Path(__file__).parent
 DEVICE = os.environ.get("WINDLASS_TEST_DEVICE", "cuda")
 SIZES = {
-    "cuda": ("model.layers=4", "model.width=256", "model.context=256", "train.global_batch=32"),
-    "cpu": (
-        "model.layers=2",
-        "model.width=32",
-        "model.context=32",
-        "train.global_batch=8",
-        "train.threads=1",
-    ),
+    "cuda": "model.layers=4 model.width=256 model.context=256 train.global_batch=32",
+    "cpu": "model.layers=2 model.width=32 model.context=32 train.global_batch=8 train.threads=1",
 }
 SETTINGS = (
-    "model.heads=4",
-    "train.steps=8",
-    "eval.every=0",
-    "eval.sample_every=0",
-    "checkpoint.every=0",
-    "telemetry.every=1",
-    "train.deterministic=true",
-    "optim.schedule.warmup=2",
-    "data.max_tokens=400_000",
+    "model.heads=4 train.steps=8 eval.every=0 eval.sample_every=0 checkpoint.every=0 "
+    "telemetry.every=1 train.deterministic=true optim.schedule.warmup=2 data.max_tokens=400_000"
 )
 
 
@@ -87,12 +74,9 @@ def words(tmp_path: Path, data_dir: Path, device: str) -> Callable[..., list[str
     """`words(name, *settings)`: what follows `windlass train` for a small run in `tmp_path / name`."""
 
     def build(name: str, *settings: str) -> list[str]:
-        where = (
-            f"run.dir='{tmp_path / name}'",
-            f"data.dir='{data_dir}'",
-            f"parallel.device={device}",
-        )
-        return ["quickstart", *SIZES[device], *SETTINGS, *where, *settings]
+        where = (f"run.dir='{tmp_path / name}'", f"data.dir='{data_dir}'")
+        fixed = f"{SIZES[device]} {SETTINGS} parallel.device={device}".split()
+        return ["quickstart", *fixed, *where, *settings]
 
     return build
 

@@ -53,9 +53,8 @@ def test_sampled_text_is_a_function_of_the_seed(run: Any, device: str) -> None:
     from windlass import sample
 
     def text(seed: int) -> str:
-        return "".join(
-            piece for _, piece in sample(run, "def ", device=device, max_tokens=40, seed=seed)
-        )
+        pieces = sample(run, "def ", device=device, max_tokens=40, seed=seed)
+        return "".join(piece for _, piece in pieces)
 
     assert text(1) == text(1) != text(2)
 
@@ -83,13 +82,8 @@ def bare(tmp_path: Path) -> Callable[[str], Path]:
     [("llama", ()), ("bloom", ()), ("gpt2", ()), ("llama", ("model.lora.rank=4",))],
 )
 def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_logits(
-    recipe: Callable[..., Any],
-    bare: Callable[[str], Path],
-    device: str,
-    tmp_path: Path,
-    kind: str,
-    settings: Any,
-) -> None:
+    recipe, bare, device, tmp_path, kind, settings
+):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -98,15 +92,8 @@ def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_l
 
     if settings:
         pytest.importorskip("peft")
-    where = f"data.dir='{tmp_path / 'tokens'}'"
-    more = (
-        "model.kind=hf",
-        f"model.name='{bare(kind)}'",
-        "model.context=64",
-        "train.precision=fp32",
-        where,
-        *settings,
-    )
+    more = [f"data.dir='{tmp_path / 'tokens'}'", f"model.name='{bare(kind)}'", *settings]
+    more += ["model.kind=hf", "model.context=64", "train.precision=fp32"]
     runs = [
         train(hf_recipe(recipe, name, *more, f"parallel.device={d}"))
         for name, d in (("a", "cpu"), ("b", device))
@@ -114,11 +101,8 @@ def test_a_model_of_transformers_trains_as_on_the_cpu_and_is_exported_with_its_l
     for mine, other in zip(*(curve(run, "loss", "grad_norm") for run in runs), strict=True):
         assert mine[1] == pytest.approx(other[1], rel=1e-3)
         assert mine[2] == pytest.approx(other[2], rel=1e-2)
-    exported = (
-        AutoModelForCausalLM.from_pretrained(export(runs[1], tmp_path / "exported"))
-        .to(device)
-        .eval()
-    )
+    folder = export(runs[1], tmp_path / "exported")
+    exported = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
     ours = open_model(find_source(runs[1]), alone(device))
     tokens = torch.randint(1, 300, (2, 20), generator=torch.Generator().manual_seed(0)).to(device)
     with torch.no_grad():

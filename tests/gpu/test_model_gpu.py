@@ -8,22 +8,11 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.gpu
 
+NEW = {"position": "rope", "norm": "rmsnorm"}
 SHAPES: list[dict[str, Any]] = [
     {"activation": "gelu_tanh"},
-    {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "kv_heads": 2,
-        "qk_norm": True,
-        "tie_head": False,
-    },
-    {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "activation": "relu2",
-        "logit_cap": 5.0,
-    },
+    NEW | {"activation": "swiglu", "kv_heads": 2, "qk_norm": True, "tie_head": False},
+    NEW | {"activation": "relu2", "logit_cap": 5.0},
 ]
 
 

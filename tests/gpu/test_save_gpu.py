@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,8 @@ KILLED = Path(__file__).parents[1] / "e2e" / "killed.py"
     [("bf16", "single"), ("fp16", "single"), ("bf16", "shard_optim"), ("fp32", "full_shard")],
 )
 def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
-    recipe: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    precision: str,
-    strategy: str,
-) -> None:
+    recipe, monkeypatch, device, precision, strategy
+):
     """The writer of step 4 waits until step 6 is done; weights and optimizer state have changed
     twice by then. On CUDA the copy begins late, too: when the next backward pass has been launched.
     """
@@ -56,32 +51,25 @@ def test_a_checkpoint_holds_its_own_step_while_training_goes_on(
     class AtStep(Callback):
         def on_step(self, now: Any) -> None:
             tensors, _ = named_state(trainers[0].model, trainers[0].optimizer)
-            local = {
-                name: t.full_tensor() if hasattr(t, "full_tensor") else t
-                for name, t in tensors.items()
-            }
-            snapshots[now.step] = {name: t.detach().clone() for name, t in local.items()}
+            snapshots[now.step] = {}
+            for name, tensor in tensors.items():
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                snapshots[now.step][name] = whole.detach().clone()
             if now.step == 6:
                 two_steps_later.set()
 
     monkeypatch.setattr(Writer, "_copy", copy_late)
     monkeypatch.setattr(Writer, "_write", write_late)
-    settings = (
-        f"train.precision={precision}",
-        f"parallel.strategy={strategy}",
-        "checkpoint.every=4",
-    )
-    run = train(recipe("run", *settings), callbacks=[AtStep()])
+    settings = (f"train.precision={precision}", f"parallel.strategy={strategy}")
+    run = train(recipe("run", *settings, "checkpoint.every=4"), callbacks=[AtStep()])
     assert len(snapshots) == 8
     for step in (4, 8):
         checkpoint = open_checkpoint(run.checkpoints_dir / f"step-{step:08d}")
         assert set(checkpoint.names()) == set(snapshots[step])
         for name, tensor in snapshots[step].items():
             assert checkpoint.tensor(name).equal(tensor.cpu()), (step, name)
-    changed = [
-        name for name, tensor in snapshots[4].items() if not tensor.equal(snapshots[6][name])
-    ]
-    assert len(changed) > len(snapshots[4]) / 2
+    changed = sum(not tensor.equal(snapshots[6][name]) for name, tensor in snapshots[4].items())
+    assert changed > len(snapshots[4]) / 2
     if device == "cuda":
         assert trainers[0].saver._host.is_pinned()
 
@@ -102,9 +90,8 @@ def test_a_killed_run_continues_bit_for_bit(recipe, words, settings):
     settings = (*settings, "checkpoint.every=3")
     whole = train(recipe("whole", *settings))
     preset, *overrides = words("killed", *settings)
-    killed = subprocess.run(
-        [sys.executable, KILLED, preset, "5", *overrides], timeout=120, capture_output=True
-    )
+    command = [sys.executable, KILLED, preset, "5", *overrides]
+    killed = subprocess.run(command, timeout=120, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     resumed = train(recipe("killed", *settings))
     assert [event["step"] for event in resumed.events if event["event"] == "resumed"] == [3]

@@ -37,9 +37,8 @@ def test_each_strategy_on_one_rank_trains_as_a_single_process(recipe, kind, prec
     settings = (f"train.precision={precision}", f"optim.kind={kind}")
     single = train(recipe("single", *settings))
     for strategy in STRATEGIES:
-        close(
-            train(recipe(strategy, *settings, f"parallel.strategy={strategy}")), single, precision
-        )
+        run = train(recipe(strategy, *settings, f"parallel.strategy={strategy}"))
+        close(run, single, precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -60,10 +59,10 @@ def test_an_offloaded_run_resumes_bit_for_bit(recipe: Callable[..., Any]) -> Non
     assert curve(train(recipe("parts", *OFFLOAD))) == curve(whole)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [*(f"strategy={name}" for name in STRATEGIES[:3]), "tensor=2"],
-)
+LAYOUTS = [*(f"strategy={name}" for name in STRATEGIES[:3]), "tensor=2"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_on_one_device_train_as_one(recipe, words, layout, monkeypatch):
     """Over gloo: two processes on the first device, each with half of the samples or matrices.
 
@@ -75,14 +74,11 @@ def test_two_ranks_on_one_device_train_as_one(recipe, words, layout, monkeypatch
 
     settings = ("train.precision=fp64", "train.micro_batch=2")
     alone = train(recipe("alone", *settings))
-    monkeypatch.setenv(
-        "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    )
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", first)
     more = words("two", *settings, f"parallel.{layout}")
-    assert (
-        launch([sys.executable, str(Path(__file__).parent / "over_gloo.py"), "train", *more], 2)
-        == 0
-    )
+    script = str(Path(__file__).with_name("over_gloo.py"))
+    assert launch([sys.executable, script, "train", *more], 2) == 0
     run = Run(recipe("two").run_dir)
     assert [start["world"] for start in run.events if start["event"] == "started"] == [2]
     close(run, alone, "fp64")

@@ -14,6 +14,8 @@ from windlass.telemetry.timing import StepTimer  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
+PRODUCTS = {"forward": 100, "backward": 200, "optimizer": 10, "outside": 300}
+
 
 def work(products: int) -> None:
     matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
@@ -35,19 +37,13 @@ def test_phases_are_device_time_and_nothing_waits_before_the_log(monkeypatch):
         patch.setattr(torch.cuda.Event, "synchronize", waited)
         patch.setattr(torch.cuda, "synchronize", waited)
         for _ in range(3):
-            for phase, products in (
-                ("forward", 100),
-                ("backward", 200),
-                ("optimizer", 10),
-                ("outside", 300),
-            ):
+            for phase, products in PRODUCTS.items():
                 with timer.phase(phase):
                     work(products)
     ms = timer.read()
     assert 1.5 < ms["backward_ms"] / ms["forward_ms"] < 2.5
-    assert ms["step_ms"] == pytest.approx(
-        ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"], rel=0.2
-    )
+    parts = ms["forward_ms"] + ms["backward_ms"] + ms["optimizer_ms"]
+    assert ms["step_ms"] == pytest.approx(parts, rel=0.2)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -81,14 +77,12 @@ def test_times_tokens_and_mfu_are_those_of_the_clock(recipe, device, computes):
     measured = sum(line["step_ms"] * 10 for line in lines if line["step"] > 10) / 1e3
     assert measured == pytest.approx(clock[40] - clock[10], rel=0.1)
     for line in lines:
-        assert line["tokens_per_s"] == pytest.approx(
-            tokens_per_step * 1e3 / line["step_ms"], rel=1e-6
-        )
+        rate = tokens_per_step * 1e3 / line["step_ms"]
+        assert line["tokens_per_s"] == pytest.approx(rate, rel=1e-6)
         parts = sum(line[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer"))
         assert 0.5 * line["step_ms"] < parts < 1.02 * line["step_ms"]
     if device == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(), "bf16")
         assert all(0 < line["mfu"] < 1 if peak else line.get("mfu") is None for line in lines)
-        assert (
-            0 < run.summary["peak_mem_mb"] * 1e6 < torch.cuda.get_device_properties(0).total_memory
-        )
+        total = torch.cuda.get_device_properties(0).total_memory
+        assert 0 < run.summary["peak_mem_mb"] * 1e6 < total

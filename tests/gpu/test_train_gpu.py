@@ -1,7 +1,6 @@
 """Whole trainings on CUDA: deterministic bits, ZeRO-1 over NCCL, and updates that the device skips."""
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,10 +39,8 @@ def test_a_sharded_optimizer_state_changes_no_bit(recipe, words, kind):
             if world == 1:
                 curves.append(curve(train(recipe(name, *settings))))
                 continue
-            assert (
-                launch([sys.executable, "-m", "windlass", "train", *words(name, *settings)], world)
-                == 0
-            )
+            command = [sys.executable, "-m", "windlass", "train", *words(name, *settings)]
+            assert launch(command, world) == 0
             curves.append(curve(Run(recipe(name).run_dir)))
         # Muon shares the matrices out over the ranks otherwise, but each is orthogonalised whole.
         assert curves[0] == curves[1] and len(curves[0]) == 8
@@ -51,20 +48,11 @@ def test_a_sharded_optimizer_state_changes_no_bit(recipe, words, kind):
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [
-        ("single", "adamw"),
-        ("full_shard", "adamw"),
-        ("full_shard", "muon"),
-        ("shard_optim", "adamw"),
-    ],
+    [*((s, "adamw") for s in ("single", "full_shard", "shard_optim")), ("full_shard", "muon")],
 )
 def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
-    recipe: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    strategy: str,
-    kind: str,
-) -> None:
+    recipe, monkeypatch, device, strategy, kind
+):
     import torch
 
     from windlass import Callback, train
@@ -87,16 +75,11 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
                 before.extend(p.clone() for p in others)
                 first.fill_(float("nan"))
 
-    settings = (
-        "telemetry.every=4",
-        "checkpoint.every=1000",
-        f"parallel.strategy={strategy}",
-        f"optim.kind={kind}",
-    )
+    settings = ["telemetry.every=4", "checkpoint.every=1000"]
+    settings += [f"parallel.strategy={strategy}", f"optim.kind={kind}"]
     with pytest.raises(RunFailed) as error:
         train(recipe("run", *settings), callbacks=[AtStep()])
     assert "step 6: loss not finite on rank 0" in str(error.value)
     _, *after = local(trainers[0].model.parameters())
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), (
-        "no update follows the bad step"
-    )
+    no_update = [torch.equal(a, b) for a, b in zip(after, before, strict=True)]
+    assert all(no_update), "no update follows the bad step"

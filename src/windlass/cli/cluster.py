@@ -190,7 +190,8 @@ def check(
     from windlass.parallel.env import detect_env
     from windlass.recipe import Recipe
 
-    loaded, env = Recipe.load(recipe, overrides), detect_env()
+    loaded = Recipe.load(recipe, overrides)
+    env = detect_env()
     if env.launcher == "none" and world > 1:
         from windlass.launch.local import launch as launch_local
 

@@ -108,29 +108,35 @@ def sample(
     from windlass.evaluation.source import find_source
 
     settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
-    settings |= {"top_k": top_k, "top_p": top_p, **({} if seed is None else {"seed": seed})}
+    settings |= {"top_k": top_k, "top_p": top_p}
+    if seed is not None:
+        settings["seed"] = seed
     source = find_source(run, overrides, weights=weights)
     typer.echo(f"# {source.title}", err=True)
     if system and not chat:
         raise UserError("--system begins a conversation: add --chat")
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     if chat:
-        sampler, asks = TextSampler(source, device, **settings), sys.stdin.isatty()
-        sampler.messages += [{"role": "system", "content": system}] * bool(system)
+        sampler = TextSampler(source, device, **settings)
+        if system:
+            sampler.messages.append({"role": "system", "content": system})
         while True:
             try:
-                message = text or input("> " if asks else "").strip()
+                message = text or input("> " if sys.stdin.isatty() else "").strip()
             except EOFError:
                 return
-            for piece in sampler.reply(message) if message else ():
-                _write(piece)
-            _write("\n" * bool(message))
+            if message:
+                for piece in sampler.reply(message):
+                    _write(piece)
+                _write("\n")
             if text:
                 return
     shown = -1
     for number, piece in windlass.sample(source, text, n, device, **settings):
         if number > shown:
-            _write("\n" * (number > 0) + (f"=== {number + 1} of {n} ===\n" if n > 1 else "") + text)
+            if n > 1:
+                _write(f"\n=== {number + 1} of {n} ===\n" if number else f"=== 1 of {n} ===\n")
+            _write(text)
             shown = number
         _write(piece)
     _write("\n")

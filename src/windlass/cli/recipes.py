@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 import tomllib
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +57,7 @@ def recipe(
     """
     from windlass.recipe import Recipe, presets, study_presets
     from windlass.recipe.explain import explain
+    from windlass.recipe.layers import first_sentence
     from windlass.telemetry.terminal import pairs, rich_console
 
     if schema:
@@ -67,11 +67,9 @@ def recipe(
     elif list_:
         rows = []
         for name, path in (presets() | study_presets()).items():
-            text = path.read_text(encoding="utf-8")
-            comment = takewhile(lambda line: line.startswith("#"), text.splitlines())
-            sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0]
-            verb = "" if name in presets() else f" (windlass {tomllib.loads(text)['verb']})"
-            rows.append((name, f"{sentence.rstrip('.')}.{verb}"))
+            preset = tomllib.loads(path.read_text(encoding="utf-8"))
+            verb = f" (windlass {preset['verb']})" if name in study_presets() else ""
+            rows.append((name, f"{first_sentence(path)}{verb}"))
         rich_console(sys.stdout).print(pairs(rows))
     elif recipe:
         if study := study_recipe(recipe, overrides):
@@ -178,16 +176,16 @@ def plan(
         result = make_plan(study[0], **target, world=world or study[2])
     else:
         result = make_plan(recipe, overrides, **target, world=world)
-    predicted, unit = None, ""
+    shown = result.as_dict()
     if law:
-        ladder, planned = open_ladder(law), study[0] if study else Recipe.load(recipe, overrides)
-        predicted, unit = ladder.predict(planned, result), ladder.unit
+        ladder = open_ladder(law)
+        predicted = ladder.predict(study[0] if study else Recipe.load(recipe, overrides), result)
+        shown["law"] = predicted._asdict() | {"unit": ladder.unit}
     if json_:
-        by_law = {"law": predicted._asdict() | {"unit": unit}} if predicted else {}
-        print_json(result.as_dict() | by_law)
+        print_json(shown)
         return
     if study:
         typer.echo(study[1])
     print_plan(result, rich_console(sys.stdout))
-    if predicted:
-        typer.echo(f"validation loss in {unit} by the law of {law}: {predicted}")
+    if law:
+        typer.echo(f"validation loss in {ladder.unit} by the law of {law}: {predicted}")

@@ -67,8 +67,11 @@ def runs(
     print_table(head, cells, text=("run", "state"))
     if total := sum(row.device_hours or 0 for row in rows):
         gpu = sum(row.gpu_hours or 0 for row in rows)
-        parts = [f"{show(gpu, 'hours')} GPU hours"] * (gpu > 0)
-        parts += [f"{show(total - gpu, 'hours')} device-hours on CPUs"] * (total > gpu)
+        parts = []
+        if gpu:
+            parts.append(f"{show(gpu, 'hours')} GPU hours")
+        if total > gpu:
+            parts.append(f"{show(total - gpu, 'hours')} device-hours on CPUs")
         typer.echo(f"in all: {' and '.join(parts)}")
 
 
@@ -89,7 +92,8 @@ def checkpoints(
     from windlass.telemetry.terminal import print_table
 
     listing = list_checkpoints(Path(run), verify)
-    rows, bad = listing.checkpoints, [row for row in listing.checkpoints if row["problem"]]
+    rows = listing.checkpoints
+    bad = [row for row in rows if row["problem"]]
     if json_:
         print_json(asdict(listing))
     elif not rows:
@@ -114,8 +118,8 @@ def checkpoints(
         hint = "" if verify else "; --verify reads every byte"
         typer.echo(f"{plural(len(rows), 'checkpoint')}, {total}{hint}")
         for base in listing.bases:
-            good = ", every byte good" * (verify and not base["problem"])
-            typer.echo(f"base {base['name']}: {decimal(base['bytes'])}{good}")
+            state = ", every byte good" if verify and not base["problem"] else ""
+            typer.echo(f"base {base['name']}: {decimal(base['bytes'])}{state}")
             if base["problem"]:
                 say(f"base {base['name']} is bad: {base['problem']}")
     if bad or any(base["problem"] for base in listing.bases):

@@ -91,7 +91,8 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
     from windlass.reports.study import terminal
     from windlass.study.setups import read_setups
 
-    table, console = read_setups(study), progress.console
+    table = read_setups(study)
+    console = progress.console
     if json_:
         names = ("state", "reason", "spread", "missing", "remarks")
         rows = [{name: getattr(setup, name) for name in names} for setup in table]

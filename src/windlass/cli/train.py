@@ -52,7 +52,8 @@ def train(
     from windlass.training.stop import StopSignals
 
     exit_with_parent()  # a launcher or a sweep
-    loaded, env = Recipe.load(recipe, overrides), detect_env(os.environ)
+    loaded = Recipe.load(recipe, overrides)
+    env = detect_env(os.environ)
     start: dict[str, Any] = {"fresh": fresh, "extend_to": extend_to, "branch_from": branch_from}
     if env.launcher == "none" and (world > 1 or max_restarts):
         gc.enable()
@@ -138,7 +139,8 @@ def verify(
     from windlass import verification
     from windlass.telemetry.terminal import pairs, rich_console
 
-    console, names = rich_console(sys.stdout), list(filter(None, only.split(",")))
+    console = rich_console(sys.stdout)
+    names = [name for name in only.split(",") if name]
 
     def show(proof: Proof) -> None:
         if json_:
@@ -172,7 +174,9 @@ def summary_of(proofs: Sequence[Proof]) -> str:
     untried = [proof.name for proof in proofs if proof.passed is None]
     count = len(proofs) - len(failed) - len(untried)
     words = [f"{count} of {len(proofs)} proved" if failed or untried else "proved"]
-    words += [f"failed: {', '.join(failed)}"] * bool(failed)
+    if failed:
+        words.append(f"failed: {', '.join(failed)}")
     untried += [part for proof in proofs for part in proof.untried]
-    words += [f"not tried: {', '.join(untried)}"] * bool(untried)
+    if untried:
+        words.append(f"not tried: {', '.join(untried)}")
     return "; ".join(words)

@@ -34,6 +34,7 @@ PASSED_ON = re.compile(
 JOB_DIR = "WINDLASS_JOB_DIR"  # set by a batch script: its log directory, which all hosts see
 LOST_HOSTS = "WINDLASS_LOST_HOSTS"  # set by a batch script: the file in which to name lost hosts
 LAUNCHER_SECONDS = 120.0  # srun and mpiexec have ended by then
+POLL_SECONDS = 2.0  # between two looks at the ranks' reports
 OPENMPI = r"open ?mpi|openrte|prrte"  # in `mpiexec --version`; MPICH, Intel MPI and PALS are alike
 
 
@@ -60,7 +61,8 @@ def launch_command(
     more_options: str = "",
 ) -> list[str]:
     """The `srun` or `mpiexec` that runs `command` on all ranks; outside a job `command` itself."""
-    more, environ = shlex.split(more_options), environ or {}
+    more = shlex.split(more_options)
+    environ = environ or {}
     if allocation.scheduler == "none":
         return list(command)
     if words := SCHEDULERS[allocation.scheduler].launcher(allocation, environ):
@@ -93,7 +95,7 @@ def wait_for_ranks(
     deadline = math.inf
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(2.0)
+            return child.wait(POLL_SECONDS)
         codes = {path.read_text() for path in reports.glob("code-*")} - {"", "0", str(STOPPED)}
         if codes or any(reports.glob("failure-*")):
             deadline = min(deadline, time.monotonic() + seconds)
@@ -108,12 +110,14 @@ def outcome(code: int, reports: Path) -> int:
     ranks ended only because others fell silent: a host or rank was lost.
     """
     codes = {path.read_text() for path in reports.glob("code-*")}
-    for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW) if code else ():
+    if code == 0:
+        return 0
+    for special in (STOPPED, BAD_INPUT, NOT_MEASURED, TOO_SLOW):
         if str(special) in codes:
             return special
     failures = [failure for path in reports.glob("failure-*.json") if (failure := read_json(path))]
     only_lost = failures and all(failure["secondary"] or failure["lost"] for failure in failures)
-    return LOST if code and only_lost else code
+    return LOST if only_lost else code
 
 
 def plan_launch(
@@ -132,9 +136,10 @@ def plan_launch(
     if port := free_port(allocation.hosts[0]):  # rank 0 is here, and all ranks meet here
         os.environ.setdefault("MASTER_ADDR", allocation.hosts[0])
         os.environ.setdefault("MASTER_PORT", str(port))
-    for ours in (WINDLASS, ("windlass",)) if program and in_job else ():
-        if tuple(command[: len(ours)]) == ours:
-            command = [*shlex.split(program), *command[len(ours) :]]
+    if program and in_job:
+        for ours in (WINDLASS, ("windlass",)):
+            if tuple(command[: len(ours)]) == ours:
+                command = [*shlex.split(program), *command[len(ours) :]]
     return allocation, launch_command(allocation, command, openmpi, os.environ, more_options)
 
 
@@ -224,7 +229,8 @@ def save_job(environ: Mapping[str, str], directory: Path) -> Path:
 
 def load_job(directory: Path, host: str) -> dict[str, str]:
     """The variables of the newest saved job that has this host, with a host file that exists."""
-    short, jobs = host.partition(".")[0], []
+    short = host.partition(".")[0]
+    jobs = []
     for path in sorted(directory.glob("*.json"), key=lambda p: p.stat().st_mtime, reverse=True):
         saved = json.loads(path.read_text())
         jobs.append(path.stem)

@@ -177,7 +177,8 @@ def _jobs(directory: Path) -> list[Queued]:
     for folder in (directory, *reversed(arrays)):
         for path in (folder / SUBMITTED, *sorted(folder.glob(FOLLOWING))):
             if (record := read_json(path)).get("job"):
-                scheduler, job = SCHEDULERS[record["scheduler"]], str(record["job"])
+                scheduler = SCHEDULERS[record["scheduler"]]
+                job = str(record["job"])
                 query = scheduler.query(job)
                 done = run_program(query)
                 state = "" if done.returncode else scheduler.state(done.stdout)

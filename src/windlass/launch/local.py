@@ -42,7 +42,10 @@ def launch(
     Bad input, a stop by a signal, and two starts in a row without a new step cause no restart. A
     restart with smaller micro-batches, because memory ran out, does not count.
     """
-    attempt = restarts = reached = idle = 0
+    attempt = 0
+    restarts = 0
+    reached = 0  # the last step of all starts
+    idle = 0  # starts in a row without a new step
     log = log or functools.partial(print, file=sys.stderr, flush=True)
     received = list[int]()  # signals to pass on, in their order
     with processes.catch_signals(SIGNALS, received.append):
@@ -60,13 +63,17 @@ def launch(
             if final or (restarts == max_restarts and not group.again):
                 return code
             moves = step > reached or group.again  # smaller micro-batches come to an end
-            idle, reached = 0 if moves else idle + 1, max(step, reached)
+            idle = 0 if moves else idle + 1
+            reached = max(step, reached)
             if idle == IDLE_STARTS:
                 log(f"windlass: {idle} starts in a row made no new step: not started again")
                 return code
-            attempt, restarts = attempt + 1, restarts + (not group.again)
-            count = f"restart {restarts} of {max_restarts}"
-            log(f"windlass: {'starting the ranks again' if group.again else count}")
+            attempt += 1
+            if group.again:
+                log("windlass: starting the ranks again")
+            else:
+                restarts += 1
+                log(f"windlass: restart {restarts} of {max_restarts}")
 
 
 @dataclass
@@ -156,13 +163,14 @@ class Group:
         # The kernel's signal follows the thread that forks. If that is not the main thread, each
         # rank itself watches its parent.
         is_main = threading.current_thread() is threading.main_thread()
+        preexec = processes.kill_with_parent if is_main else None
         with socket.create_server(("127.0.0.1", 0), backlog=max(64, self.world)) as listening:
             environ["MASTER_PORT"] = str(listening.getsockname()[1])
-            # Rank 0 inherits MASTER_PORT as an open socket, so that no other process can take it.
-            store, output = {processes.STORE_FD: str(listening.fileno())}, None
             for rank in range(self.world):
-                if rank:
-                    store, output = {}, self.watch_dir / f"rank-{rank}.log"
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                output = self.watch_dir / f"rank-{rank}.log" if rank else None
+                if rank == 0:  # inherits MASTER_PORT as an open socket, so nobody else takes it
+                    own[processes.STORE_FD] = str(listening.fileno())
                 with output.open("wb") if output else contextlib.nullcontext() as out:
                     try:
                         process = subprocess.Popen(
@@ -170,11 +178,11 @@ class Group:
                             stdin=subprocess.DEVNULL,
                             stdout=out,
                             stderr=out,
-                            env=environ | store | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            env=environ | own,
                             pass_fds=() if rank else (listening.fileno(),),
                             # Ctrl-C reaches only the launcher, which passes it on once.
                             start_new_session=True,
-                            preexec_fn=processes.kill_with_parent if is_main else None,  # noqa: PLW1509
+                            preexec_fn=preexec,  # noqa: PLW1509
                         )
                     except OSError as error:
                         why = f"{self.command[0]}: {error}"
@@ -223,7 +231,8 @@ class Group:
             return first.code
         how = "failed" if first in alive else first.how_it_ended()
         self.again = any(self.report("failure", w.rank).get("again") for w in self.workers)
-        status, failure = (self.report(what, first.rank) for what in ("status", "failure"))
+        status = self.report("status", first.rank)
+        failure = self.report("failure", first.rank)
         where = f" at step {status['step']}, phase {status['phase']}" if status else ""
         place = f" ({status['place']})" if status.get("place") else ""
         name = f"rank {first.rank}{place} of {self.world} on {socket.gethostname()}"

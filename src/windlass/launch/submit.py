@@ -68,7 +68,8 @@ def read_site(path: Path | None = None) -> Site:
     except ValidationError as error:
         lines = [f"{file}:"]
         for e in error.errors():
-            name, key = ".".join(map(str, e["loc"])), Site.model_fields.get(str(e["loc"][0]))
+            name = ".".join(map(str, e["loc"]))
+            key = Site.model_fields.get(str(e["loc"][0]))
             wrong = f"= {e['input']!r}: {e['msg']}. {key.description}" if key else "is not a key"
             lines.append(f"  {name} {wrong}")
         lines.append(f"  The keys are {', '.join(sorted(Site.model_fields))}")
@@ -87,7 +88,7 @@ def read_site(path: Path | None = None) -> Site:
 def find_scheduler(asked: str, site: Site, dry_run: bool = False) -> str:
     """The name of the scheduler: `asked`, the site's, or the installed one."""
     installed = [name for name, one in SCHEDULERS.items() if shutil.which(one.SUBMIT)]
-    name = asked or site.scheduler or next(iter(installed), "")
+    name = asked or site.scheduler or (installed[0] if installed else "")
     if name and name not in SCHEDULERS:
         raise UserError(f"--scheduler {name}: write {', '.join(SCHEDULERS)}")
     if not name or (name not in installed and not dry_run):
@@ -109,7 +110,9 @@ def make_job(
 ) -> Job:
     """A job that trains any of these recipes, with a signal early enough for a save."""
     on_cpu = all(recipe.parallel.device == "cpu" for recipe in recipes)
-    gpus = 0 if on_cpu else asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    gpus = asked.gpus_per_node if asked.gpus_per_node >= 0 else site.gpus_per_node
+    if on_cpu:
+        gpus = 0
     if not gpus and not on_cpu:
         choice = f"write --gpus-per-node N (or gpus_per_node in {site_file()})"
         raise UserError(f"how many GPUs has a node? {choice}, or parallel.device=cpu")
@@ -118,7 +121,8 @@ def make_job(
         raise UserError(f"--gpus-per-node {gpus}: {most}")
     if asked.time and not re.fullmatch(TIME, asked.time):
         raise UserError(f"--time {asked.time}: write hours, minutes and seconds, as 04:00:00")
-    limit, lead = asked.time or site.time, stop_lead(save_seconds)
+    limit = asked.time or site.time
+    lead = stop_lead(save_seconds)
     if limit and seconds_of(limit) <= lead + EARLY_SECONDS:
         hours, minutes = divmod(max(10, 2 * lead // 60), 60)
         early = f"a job saves {lead} s before its limit, and up to {EARLY_SECONDS} s earlier"
@@ -148,10 +152,11 @@ def submit_run(
     site = site or read_site()
     scheduler = find_scheduler(scheduler, site, dry_run)
     job, recipe = run_job(recipe, site, asked)
-    job_id, state = ("", "") if dry_run else queued(job.logs)
-    if state:
-        remedy = f"wait for it, or end it by `windlass submit --cancel {job.logs}`"
-        raise UserError(f"job {job_id} of {job.logs} is {state}: {remedy}")
+    if not dry_run:
+        job_id, state = queued(job.logs)
+        if state:
+            remedy = f"wait for it, or end it by `windlass submit --cancel {job.logs}`"
+            raise UserError(f"job {job_id} of {job.logs} is {state}: {remedy}")
     return submit(job, site, scheduler, dry_run, recipe)
 
 
@@ -164,7 +169,8 @@ def run_job(recipe: Recipe, site: Site, asked: Resources) -> tuple[Job, Recipe]:
     # Without `checkpoint.background` the step also waits for the write.
     alone = not recipe.checkpoint.background
     saves = [e["blocked_s"] + (0.0 if alone else e["write_s"]) for e in written]
-    command, slowest = (*LAUNCH, "train", snapshot), max(saves[-3:], default=0.0)
+    command = (*LAUNCH, "train", snapshot)
+    slowest = max(saves[-3:], default=0.0)
     job = make_job(run.name, command, [recipe], run.path, site, asked, slowest)
     recipe.batch(job.nodes * job.ranks_per_node)  # UserError if it does not divide the global batch
     return replace(job, before=asked.check(snapshot)), recipe

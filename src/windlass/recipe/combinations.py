@@ -69,7 +69,9 @@ def heads(r: Any) -> Problems:
     elif m.kind == "gpt" and m.position == "rope" and (m.width // m.heads) % 2:
         yield "model.heads", f"rotary positions need an even head size, not {m.width} / {m.heads}"
     if m.kind == "gpt" and m.heads % m.kv_heads_:
-        yield "model.kv_heads", f"{m.kv_heads} key/value heads do not divide the {m.heads} heads"
+        near = max(n for n in range(1, m.kv_heads_) if m.heads % n == 0)
+        problem = f"{m.kv_heads} key and value heads do not divide the {m.heads} heads"
+        yield "model.kv_heads", f"{problem}: write {near}"
 
 
 def mup(r: Any) -> Problems:
@@ -80,7 +82,8 @@ def mup(r: Any) -> Problems:
 
 
 def vocab(r: Any) -> Problems:
-    m, tokens = r.model, r.data.vocab_
+    m = r.model
+    tokens = r.data.vocab_
     if m.kind == "gpt" and 0 < m.vocab < tokens:
         yield "model.vocab", f"{m.vocab} is smaller than the tokenizer's vocabulary of {tokens:,}"
 
@@ -174,7 +177,8 @@ def average(r: Any) -> Problems:
 
 
 def evaluations(r: Any) -> Problems:
-    suite, suites = r.checkpoint.best.partition(".")[0], r.eval.suites
+    suite = r.checkpoint.best.partition(".")[0]
+    suites = r.eval.suites
     if suite not in ("loss", *suites) and not suite.startswith(sections.OWN_SUITE):
         more = json.dumps([*suites, suite], separators=(",", ":"))
         write = f'write eval.suites={more}, or checkpoint.best="loss"'
@@ -194,7 +198,8 @@ def batch(r: Any) -> Problems:
 
 
 def sharding(r: Any) -> Problems:
-    p, strategy = r.parallel, r.strategy(1)
+    p = r.parallel
+    strategy = r.strategy(1)
     if p.offload and not strategy.shards_parameters:
         yield "parallel.offload", f'offload belongs to FSDP2; parallel.strategy is "{p.strategy}"'
     if p.shard_size and not strategy.grouped:
@@ -202,7 +207,8 @@ def sharding(r: Any) -> Problems:
 
 
 def layout(r: Any) -> Problems:
-    p, m = r.parallel, r.model
+    p = r.parallel
+    m = r.model
     if p.model_ranks == 1:
         return
     if p.strategy == "single":

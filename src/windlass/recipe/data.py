@@ -44,6 +44,12 @@ def _one_or_many(value: str | list[str]) -> str | list[str]:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def _as_list(source: str | list[str]) -> list[str]:
+    if isinstance(source, list):
+        return source
+    return [source] if source else []
+
+
 Source = Annotated[str, Field(min_length=1)]
 Sources = Annotated[
     str | Annotated[list[Source], Field(min_length=1)], AfterValidator(_one_or_many)
@@ -166,17 +172,12 @@ class DataSettings(Section):
 
     @property
     def sources(self) -> list[str]:
-        if self.mix:
-            return [part.source for part in self.mix]
-        return self.source if isinstance(self.source, list) else [self.source] * bool(self.source)
+        return [part.source for part in self.mix] if self.mix else _as_list(self.source)
 
     @property
     def eval_sources(self) -> list[str]:
         """The validation corpora, which may be none; of a mixture one for each source, or empty."""
-        if self.mix:
-            return [part.eval_source for part in self.mix]
-        source = self.eval_source
-        return source if isinstance(source, list) else [source] * bool(source)
+        return [part.eval_source for part in self.mix] if self.mix else _as_list(self.eval_source)
 
     @property
     def formats(self) -> set[str]:

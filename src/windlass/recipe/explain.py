@@ -55,7 +55,9 @@ def explain(key: str, recipe: str | Path = "", overrides: Iterable[str] = ()) ->
 def sources_of(data: str) -> list[str]:
     """The sources that `--data` names: one, or several as a list in TOML or JSON."""
     value = parse_override(f"data.source={data}")[1]
-    return [str(source) for source in value] if isinstance(value, list) else [data] if data else []
+    if isinstance(value, list):
+        return [str(source) for source in value]
+    return [data] if data else []
 
 
 def write_first_recipe(

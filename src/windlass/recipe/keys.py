@@ -38,18 +38,21 @@ def answers_of(key: str, fields: Iterable[str]) -> dict[str, str]:
     The whole key counts first, then its name without the section. A name alone may also be the end
     of a key of another tool, unless it is the end of one of ours (`fields`).
     """
-    tools, answers = other_tools().values(), dict[str, str]()
+    tools = other_tools().values()
     for name in (key, key.rpartition(".")[2]):
-        for keys in tools if not answers else ():
-            if name in keys:
-                answers.setdefault(*keys[name])
-    if answers or any(field.endswith(f".{key}") for field in fields):
-        return answers
-    for keys in tools:
-        for other, (ours, remark) in keys.items():
-            if key == other.rpartition(".")[2]:
-                answers.setdefault(ours, remark)
-    return answers
+        if found := [keys[name] for keys in tools if name in keys]:
+            return _first_remarks(found)
+    if any(field.endswith(f".{key}") for field in fields):
+        return {}
+    pairs = [pair for keys in tools for pair in keys.items()]
+    return _first_remarks(answer for other, answer in pairs if key == other.rpartition(".")[2])
+
+
+def _first_remarks(answers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    remarks: dict[str, str] = {}
+    for ours, remark in answers:
+        remarks.setdefault(ours, remark)
+    return remarks
 
 
 def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
@@ -72,8 +75,10 @@ def meant(key: str, fields: Mapping[str, Any]) -> list[str]:
 def nearest(key: str, fields: Mapping[str, Any]) -> str:
     """The answer to an unknown key: a setting to write instead, or the names in its section."""
     if answers := answers_of(key, fields):
-        notes = {ours: f" ({remark})" * bool(remark) for ours, remark in answers.items()}
-        words = (f"write {ours}{notes[ours]}" if ours else answers[ours] for ours in answers)
+        words = []
+        for ours, remark in answers.items():
+            note = f" ({remark})" if remark else ""
+            words.append(f"write {ours}{note}" if ours else remark)
         return " or ".join(words)
     if likely := meant(key, fields):
         return f"did you mean {' or '.join(likely)}?"
@@ -104,7 +109,8 @@ def problems_of(errors: list[Any], fields: Mapping[str, Any]) -> list[tuple[str,
 
     for error in errors:
         prefixes = list(accumulate(map(str, error["loc"]), "{}.{}".format))
-        whole, value = prefixes[-1], error["input"]
+        whole = prefixes[-1]
+        value = error["input"]
         # pydantic appends the member of a union or the index of a list to the key
         key = next((k for k in reversed(prefixes) if without_index(k) in known), "")
         if error["type"] == "extra_forbidden":

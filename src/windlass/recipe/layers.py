@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from collections.abc import Iterable, Mapping
 from datetime import date, time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,14 @@ def study_presets() -> dict[str, Path]:
     return presets("studies")
 
 
+def first_sentence(preset: Path) -> str:
+    """The first sentence of the comment at the top of a preset."""
+    lines = preset.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    sentence = " ".join(line.lstrip("# ") for line in comment).partition(". ")[0]
+    return f"{sentence.rstrip('.')}."
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """`a.b=value` as key and TOML value; a date is text, and so is a value that is not TOML."""
     key, equals, value = text.partition("=")
@@ -145,7 +154,8 @@ def merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
     Another `model.kind` first removes the settings of the old one's network and its learning rate.
     `data.mix.NAME.KEY` is a key of the section with that name.
     """
-    model, kind = tree.get("model"), changes.get("model.kind")
+    model = tree.get("model")
+    kind = changes.get("model.kind")
     if isinstance(model, dict) and kind and kind != model.get("kind", "gpt"):
         for key in set(model) - {"context"}:
             del model[key]
@@ -179,7 +189,9 @@ def _named(sections: list[Any], name: str, key: str) -> Any:
 
 def _find(recipe: str | Path) -> Path:
     """The file of a preset, a path or a run directory; UserError suggests a valid one."""
-    shipped, path, name = presets(), Path(recipe), str(recipe)
+    shipped = presets()
+    path = Path(recipe)
+    name = str(recipe)
     for file in (path / RECIPE, path if path.suffix == ".toml" else None, shipped.get(name)):
         if file and (file.is_file() or recorded(file)):
             return file
@@ -207,7 +219,8 @@ def _find(recipe: str | Path) -> Path:
 
 
 def layers(recipe: str | Path, overrides: Changes = ()) -> list[tuple[str, dict[str, Any]]]:
-    path, shipped = _find(recipe), presets().values()
+    path = _find(recipe)
+    shipped = presets().values()
     preset = path.stem if path.stem != "recipe" else path.resolve().parent.name
     files = [
         (f"preset {p.stem}" if p in shipped else str(p), settings) for p, settings in _files(path)
@@ -247,8 +260,10 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
     if path.resolve() in seen:
         raise UserError(f"{path}: extends itself by way of {', '.join(str(p) for p in seen)}")
     try:
-        text = "" if (outdated := is_outdated(path)) else path.read_text(encoding="utf-8-sig")
-        tree = recorded(path) if outdated else tomllib.loads(text)
+        if is_outdated(path):
+            tree = recorded(path)
+        else:
+            tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UserError(f"{path}: line {line} is not UTF-8; save it as UTF-8") from None
@@ -256,15 +271,17 @@ def _files(path: Path, seen: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         why = f"{error}; texts need quotation marks"
-        why += "; if you delete it, Windlass writes the run's own" * bool(recorded(path))
+        if recorded(path):
+            why += "; if you delete it, Windlass writes the run's own"
         raise UserError(f"{path} cannot be read as TOML: {why}") from None
     base = tree.pop("extends", None)
     mine = [(path, flatten(tree, keep_empty=True))]
     if base is None:
         check_preset(mine[0][1], str(path))
         return mine
-    beside, files = path.parent / str(base), []
+    beside = path.parent / str(base)
     below = beside if beside.is_file() else _find(str(base))
+    files = []
     for file, settings in _files(below, (*seen, path.resolve())):
         own = settings
         if "run.base" in settings:  # a run's recipe, for another run

@@ -79,13 +79,14 @@ class Recipe(Frozen):
     def _resolve(self) -> Recipe:
         """Make paths absolute (`run.base`). Derive learning rate and tokenizer from `model` if
         unset; they still count as unset."""
-        home = self.home or Path()
-        for name in ("data", "model", "eval", "checkpoint") if self.home else ():
-            part = getattr(self, name)
-            absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
-            if changed := {key: new for key, new in absolute.items() if new != getattr(part, key)}:
-                self._written[name] = part
-                self.__dict__[name] = part.model_copy(update=changed)
+        if home := self.home:
+            for name in ("data", "model", "eval", "checkpoint"):
+                part = getattr(self, name)
+                absolute = {key: located(f"{name}.{key}", value, home) for key, value in part}
+                changed = {key: new for key, new in absolute.items() if new != getattr(part, key)}
+                if changed:
+                    self._written[name] = part
+                    self.__dict__[name] = part.model_copy(update=changed)
         derived = (("optim", "lr", default_lr), ("data", "tokenizer", own_tokenizer))
         for section, name, default in derived:
             part = getattr(self, section)
@@ -169,7 +170,8 @@ class Recipe(Frozen):
     @property
     def tokenizer(self) -> str:
         """`data.tokenizer`; the tokenizer that comes with a model has the model's revision."""
-        place, m = self.data.tokenizer, self.model
+        place = self.data.tokenizer
+        m = self.model
         comes_with_model = m.kind == "hf" and place == f"hf:{m.name}"
         return f"{place}@{m.revision}" if comes_with_model and m.revision else place
 
@@ -193,7 +195,8 @@ class Recipe(Frozen):
     def sizes(self, world: int, ranks_of_host: int = 0) -> Sizes:
         """How `world` ranks are arranged, `ranks_of_host` of them on each of several hosts (0: on
         one); UserError if the layout does not divide the ranks."""
-        p, strategy = self.parallel, self.strategy(world)
+        p = self.parallel
+        strategy = self.strategy(world)
         if world % p.model_ranks:
             fewer = world // p.model_ranks * p.model_ranks
             near = [ranks for ranks in (fewer, fewer + p.model_ranks) if ranks]
@@ -211,7 +214,9 @@ class Recipe(Frozen):
 
     def batch(self, world: int, device: str = "cpu") -> BatchPlan:
         """How `world` ranks divide a step's samples; UserError names the sizes that would work."""
-        t, data_world, context = self.train, self.sizes(world).data_world, self.model.context
+        t = self.train
+        data_world = self.sizes(world).data_world
+        context = self.model.context
         stages = self.parallel.pipeline
         batch = plan_batch(t.global_batch, t.micro_batch, data_world, context, device, stages)
         if batch.share // batch.micro_batch < stages:
@@ -224,7 +229,8 @@ class Recipe(Frozen):
 
     @property
     def optimizer_state(self) -> str:
-        return self.optim.kind + " in bf16" * (self.train.master == "bf16")
+        kind = self.optim.kind
+        return f"{kind} in bf16" if self.train.master == "bf16" else kind
 
     def check_packages(self) -> None:
         """Raise UserError if training this recipe needs an optional package that is missing."""
@@ -278,7 +284,8 @@ class Recipe(Frozen):
         if "extends" in settings:
             return Recipe.load(settings["extends"], changes)
         check_preset(changes, "from_dict")
-        _put(tree := dict[str, Any](), changes)
+        tree = dict[str, Any]()
+        _put(tree, changes)
         return validate(tree, str(changes.get("preset", "custom")))
 
 
@@ -297,7 +304,8 @@ def as_recipe(source: Any) -> Recipe:
     recipe = getattr(source, "recipe", source)
     if not isinstance(recipe, Recipe):
         advice = "give a Recipe, a preset's name or a .toml's path"
-        advice += ", or use Recipe.from_dict" * isinstance(source, Mapping)
+        if isinstance(source, Mapping):
+            advice += ", or use Recipe.from_dict"
         raise UserError(f"{type(source).__name__} is not a recipe: {advice}")
     return recipe
 
@@ -312,9 +320,11 @@ def own_tokenizer(model: ModelSettings, default: str = "byte") -> str:
     """The tokenizer for `data.tokenizer = "auto"`: of the weights, of the model, else `byte`."""
     origin = model.init_from
     path = Path(origin.partition("@")[0]).expanduser()
-    for run in (path, path.parent.parent) if origin else ():  # a run, or a checkpoint in one
+    runs = (path, path.parent.parent) if origin else ()  # a run, or a checkpoint in one
+    for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            file, saved = run / RECIPE, run / "tokenizer"
+            file = run / RECIPE
+            saved = run / "tokenizer"
             recipe = recorded(file) or tomllib.loads(file.read_text(encoding="utf-8"))
             name = str(recipe["data"]["tokenizer"])
             # trained on the corpus, or with more tokens than the named one

@@ -148,8 +148,8 @@ class ModelSettings(Section):
     @property
     def unused(self) -> list[str]:
         """The keys without an effect for this `kind`."""
-        gpt, keys = self.kind == "gpt", [k for k in type(self).model_fields if k not in ALL_KINDS]
-        return [key for key in keys if (key in HF_ONLY) == gpt]
+        keys = [key for key in type(self).model_fields if key not in ALL_KINDS]
+        return [key for key in keys if (key in HF_ONLY) == (self.kind == "gpt")]
 
     @property
     def is_new(self) -> bool:

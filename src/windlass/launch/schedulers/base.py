@@ -104,7 +104,8 @@ class Scheduler(Protocol):
 
     def allocation(self, environ: Mapping[str, str]) -> Allocation:
         """The hosts of this shell's job and the tasks on each (empty: unknown)."""
-        job, path = environ.get(self.JOB_ID, ""), environ.get(self.NODEFILE, "")
+        job = environ.get(self.JOB_ID, "")
+        path = environ.get(self.NODEFILE, "")
         try:
             lines = Path(path).read_text().split()
         except OSError:

@@ -28,10 +28,16 @@ new=
 
 
 class PBS(Scheduler):
-    TITLE, SUBMIT, MARK, REPEATED, LISTS = "PBS", "qsub", "#PBS", "-l", False
+    TITLE = "PBS"
+    SUBMIT = "qsub"
+    MARK = "#PBS"
+    REPEATED = "-l"
+    LISTS = False
     UNWRITABLE = "\n\\:"  # in `-o` a colon ends the name of a host
     JOB_SHELL = "${PBS_JOBID%%.*}"
-    JOB_ID, MACHINE, NODEFILE = "PBS_JOBID", "PBS_SERVER", "PBS_NODEFILE"
+    JOB_ID = "PBS_JOBID"
+    MACHINE = "PBS_SERVER"
+    NODEFILE = "PBS_NODEFILE"
     LOGGED = (JOB_ID, "PBS_QUEUE", MACHINE)
     JOB_VARIABLES = r"PBS(_\w+)?|NCPUS(_\w+)?"
     TASK_VARIABLES = "PBS_(TASKNUM|NODENUM|VNODENUM)"
@@ -46,7 +52,8 @@ class PBS(Scheduler):
         "E": "exiting",
         "X": "",
     }
-    DELETE, SIGNAL = ("qdel",), ("qsig", "-s", "SIGUSR2")
+    DELETE = ("qdel",)
+    SIGNAL = ("qsig", "-s", "SIGUSR2")
 
     def options(self, job: Job, site: Site) -> Mapping[str, object]:
         """The script writes its own log; what PBS says before and after it goes to `<job>.OU`."""

@@ -38,11 +38,14 @@ trap '' TERM; new=
 
 
 class SLURM(Scheduler):
-    TITLE, SUBMIT, MARK = "SLURM", "sbatch", "#SBATCH"
+    TITLE = "SLURM"
+    SUBMIT = "sbatch"
+    MARK = "#SBATCH"
     LAUNCHER = "srun"
     WRITES_LOG = True
     JOB_SHELL = "$SLURM_JOB_ID"
-    JOB_ID, MACHINE = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME"
+    JOB_ID = "SLURM_JOB_ID"
+    MACHINE = "SLURM_CLUSTER_NAME"
     LOGGED = (JOB_ID, "SLURM_JOB_NUM_NODES", "SLURM_JOB_PARTITION", MACHINE)
     JOB_VARIABLES = r"SLURMD?(_\w+)?"
     TASK_VARIABLES = (
@@ -155,8 +158,7 @@ class SLURM(Scheduler):
         per_host = allocation.per_host
         equal = len(set(per_host)) == 1
         spread = f"--ntasks-per-node={per_host[0]}" if equal else "--distribution=block"
-        nodes, ranks = f"--nodes={len(allocation.hosts)}", f"--ntasks={allocation.ranks}"
-        words = ["srun", nodes, ranks, spread]
+        words = ["srun", f"--nodes={len(allocation.hosts)}", f"--ntasks={allocation.ranks}", spread]
         if given := environ.get("SLURM_CPUS_PER_TASK"):  # srun 22.05 and later ignores the job's
             words.append(f"--cpus-per-task={given}")
         return [*words, "--kill-on-bad-exit=0", "--wait=0"]
