@@ -9,7 +9,7 @@ from rich.console import Console
 from helpers import write_ledger
 from windlass.estimate.calendar import resolve_steps
 from windlass.recipe import Recipe
-from windlass.study.runner import Progress, cells_table
+from windlass.study.progress import Progress, cells_table
 from windlass.study.study import Study
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 import hf_fixtures
+from windlass.estimate.advice import PlannedMemory, advise, savings
+from windlass.estimate.inputs import PlanInputs, read_inputs
 from windlass.estimate.plan import plan
-from windlass.estimate.subject import Subject, subject_of
-from windlass.estimate.text import Planned, advise, savings
 from windlass.recipe import Recipe
 
 WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}
@@ -44,16 +44,7 @@ def models(tmp_path_factory):
     return folder
 
 
-PLANNED: dict[str, Planned] = {}  # a pass with fake tensors takes seconds
-
-
-def planned_case(case, models) -> Planned:
-    if case not in PLANNED:
-        PLANNED[case] = Planned(subject(case, models))
-    return PLANNED[case]
-
-
-def subject(case, models) -> Subject:
+def inputs(case, models) -> PlanInputs:
     settings = dict(CASES[case])
     world = settings.pop("world", 1)
     if name := settings.get("model.name"):
@@ -61,20 +52,19 @@ def subject(case, models) -> Subject:
         more |= {"train.global_batch": 8, "data.tokenizer": "byte", "train.steps": 10}
         settings |= more
     recipe = Recipe().replace(settings)
-    return subject_of(recipe, world=world, device="RTX-4090", activations=True)
+    return read_inputs(recipe, world=world, device="RTX-4090", activations=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_advice_lowers_the_memory(case, models):
-    planned = planned_case(case, models)
-    own = planned.subject
-    before = planned({})
+def test_every_advice_lowers_the_memory_and_advised_settings_fit(case, models):
+    planned = PlannedMemory(inputs(case, models))
+    own, before = planned.inputs, planned.of({})
     changes = list(savings(own.recipe, own.world, True, own.counted))
     for change in changes:
         # The gathered tables of a small model are larger than its weights.
         if "parallel.offload" in change and own.counted:
             continue
-        after = planned(change)
+        after = planned.of(change)
         assert after is not None and after.total < before.total, change
     keys = [set(change) for change in changes]
     trains_most = case not in ("muon", "already low", "adapters", "adapters of bf16")
@@ -82,25 +72,17 @@ def test_every_advice_lowers_the_memory(case, models):
     assert ({"model.lora.base"} in keys) == case.startswith("adapters")
     assert ({"model.frozen_precision"} in keys) == (case in ("adapters", "frozen"))
     assert ({"train.master"} in keys) == ((trains_most and case != "fp32") or case == "muon")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_advised_settings_fit_and_each_is_necessary(case, models):
-    planned = planned_case(case, models)
-    own = planned.subject
     for part in (0.8, 0.3):
-        usable = int(part * planned({}).total)
+        usable = int(part * before.total)
         settings, text = advise(planned, usable)
         if not settings:
             assert "nothing fits: the least is" in text and "device with more than" in text
-            changes = savings(own.recipe, own.world, True, own.counted)
-            every = {key: value for change in changes for key, value in change.items()}
-            assert planned(every) is None or planned(every).total > usable
+            every = planned.of({key: value for change in changes for key, value in change.items()})
+            assert every is None or every.total > usable
             continue
-        assert planned(settings).total <= usable and "GB" in text
-        kept = {key: value for key, value in settings.items() if key != "parallel.strategy"}
-        for key in kept:
-            fewer = planned({k: v for k, v in settings.items() if k != key})
+        assert planned.of(settings).total <= usable and "GB" in text
+        for key in settings.keys() - {"parallel.strategy"}:  # each is necessary
+            fewer = planned.of({k: v for k, v in settings.items() if k != key})
             assert fewer is None or fewer.total > usable, (key, settings)
 
 

@@ -6,17 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from windlass.estimate.candidates import Machine, layout_rows, layouts, settings_of, variants
+from windlass.estimate.collectives import Collective, work_of
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import (
-    Machine,
-    layout_rows,
-    layouts,
-    settings_of,
-    variants,
-)
+from windlass.estimate.layout import Layout, layout_of
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Collective, Layout, layout_of, ranks_of, work_of
+from windlass.estimate.rank import ranks_of
 from windlass.estimate.step import Links
 from windlass.model.size import count, stage_layers, unit_blocks
 from windlass.recipe import ModelSettings, Recipe

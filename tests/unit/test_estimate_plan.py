@@ -22,8 +22,9 @@ from windlass.estimate.calendar import (
     resolve_steps,
 )
 from windlass.estimate.devices import GIB, find_device, peak_flops
+from windlass.estimate.inputs import PlanInputs
 from windlass.estimate.plan import assemble, plan
-from windlass.estimate.subject import Speed, Subject
+from windlass.estimate.speed import Speed
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
 
@@ -112,8 +113,8 @@ def test_a_plan_of_every_preset(name):
     if recipe.train.steps == "compute-optimal" and recipe.model.kind == "hf":
         recipe = recipe.replace({"train.steps": 100})  # the Hub's model, whose size is not known
     device, context = find_device("A100-80GB"), recipe.model.context
-    subject = Subject(recipe, world, device, "bf16", 65, 10_000, context)
-    result = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
+    inputs = PlanInputs(recipe, world, device, "bf16", 65, 10_000, context)
+    result = assemble(inputs, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.milestones[-1].what == "end"
     assert result.milestones[-1].first_seconds == pytest.approx(result.seconds)

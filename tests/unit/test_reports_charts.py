@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, edit
 
+from windlass.reports.answers import fast
 from windlass.reports.charts import charts, pattern
-from windlass.reports.head import fast
 from windlass.reports.page import payload
 from windlass.reports.plots import draw
 from windlass.reports.view import RunView, Track, thin, views

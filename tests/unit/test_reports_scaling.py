@@ -7,19 +7,14 @@ import pytest
 from report_fixtures import rows_of
 from scaling_fixtures import build_scaling, phases, worlds
 
-from windlass.reports.page import Contents, page
+from windlass.reports.contents import Contents
+from windlass.reports.page import page
 from windlass.reports.plots import draw
-from windlass.reports.study import (
-    StudyView,
-    recommended,
-    scaling_charts,
-    sentences,
-    setup_table,
-    terminal,
-)
+from windlass.reports.scaling import recommended, scaling_charts, sentences, setup_table, terminal
+from windlass.reports.study import StudyView
 from windlass.reports.write import report
+from windlass.study.efficiency import read_setups
 from windlass.study.grid import WORLD
-from windlass.study.setups import read_setups
 from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP
 
@@ -118,19 +113,6 @@ def test_the_terminals_table_leaves_no_setup_out(strong):
         assert "1 host, 8 ranks" in text and "100.0 %" in text
         assert max(map(len, text.splitlines())) <= width
     assert sentences(strong, table)[0].startswith("Step: the median")
-
-
-def test_the_ideal_throughput_of_layers_that_double_counts_their_flops(tmp_path):
-    cells = worlds(1, 2, model__layers=lambda n: 2 * n)
-    scaling, step = Scaling("weak", "model"), lambda a: phases(50.0 + 10 * a[WORLD])
-    study = build_scaling(tmp_path / "s", scaling, cells, step)
-    one, two = read_setups(study)
-    more = two.values["parameters"] / one.values["parameters"]
-    assert 1 < more < 2
-    throughput = charts_of(study)[0]
-    ideal = throughput.series[1].y
-    flops = two.values["flops_per_device"] / one.values["flops_per_device"]
-    assert ideal[1] == pytest.approx(ideal[0] / flops), "the batch of a step stays"
 
 
 def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp_path):

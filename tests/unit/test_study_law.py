@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from windlass.errors import UserError
-from windlass.study.law import FORMS, Observation, fit_law, judge, log_loss
+from windlass.study.law import FORMS, Observation, compare_forms, fit_law, log_loss
 
 SIZES, TOKENS = (10**6, 4 * 10**6, 2 * 10**7, 10**8), (10**8, 10**9, 10**10)
 # Table A3 of Hoffmann et al. as corrected by Besiroglu et al. (arXiv 2404.10102)
@@ -106,9 +106,9 @@ def test_the_larger_half_of_published_runs_is_predicted_from_the_smaller(data_fi
         if float(r["tokens_per_param"]) >= 10
     ]
     ordered = sorted(observed, key=lambda one: one.parameters * one.effective_tokens)
-    judged = judge(observed, ordered[len(observed) // 2 :])
-    assert judged[0].mean < 0.013
-    assert len(judged[0].errors) == 14
+    compared = compare_forms(observed, ordered[len(observed) // 2 :])
+    assert compared[0].mean < 0.013
+    assert len(compared[0].errors) == 14
 
 
 def test_too_few_runs_give_no_law():

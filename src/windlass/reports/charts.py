@@ -13,7 +13,8 @@ import numpy as np
 from windlass.errors import plural
 from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
-from windlass.study.results import BITS, common_measure
+from windlass.study.comparison import common_measure
+from windlass.study.numbers import BITS, score_fields
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
@@ -116,7 +117,7 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
             factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
         series += _losses(views, run, factor)
     unit = "bits per byte" if in_bits else "nats per token"
-    note = "lines: training, points: validation" * (len(views) > 1)
+    note = "lines: training, points: validation" if len(views) > 1 else ""
     return Chart("loss", "Loss", unit, series, y=Axis(log=is_spread(series)), note=note)
 
 
@@ -160,7 +161,8 @@ def _score_charts(views: Sequence[RunView]) -> list[Chart]:
     charts.append((chart, tracks, columns))
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
-        names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        lines = (view.numbers.suites.get(suite, []) for view in views)
+        names = dict.fromkeys(name for own in lines for name in score_fields(own))
         columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
             chart = Chart(f"suite-{slug(suite)}", suite, "", ())

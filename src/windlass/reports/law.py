@@ -36,7 +36,7 @@ def ladder_view(study: Study) -> LawView:
         return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
     law, runs = seen.law, seen.observations
     charts = [compute_chart(law, runs, seen.unit), slices(law, runs, seen.unit)]
-    off = show(seen.judged[0].mean, "share")
+    off = show(seen.forms[0].mean, "share")
     summary = f"It predicts the largest runs from the others with a mean error of {off}"
     return LawView(tables, [*charts, residuals(law, runs)], summary)
 
@@ -51,7 +51,7 @@ def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:
 def law_table(ladder: Ladder) -> Table:
     """The constants of each form, its error on the largest runs, and the chosen form."""
     rows: list[Sequence[Any]] = []
-    for one in ladder.judged:
+    for one in ladder.forms:
         chosen = (one.form, one.embeddings) == (ladder.law.form, ladder.law.embeddings)
         counted = "all" if one.embeddings else "without embeddings"
         worst = max(one.errors.values(), key=abs)
@@ -63,7 +63,7 @@ def law_table(ladder: Ladder) -> Table:
         Column("largest_error", "Largest error", "share"),
         Column("chosen", "Chosen"),
     ]
-    predicted = "; ".join(ladder.judged[0].errors)
+    predicted = "; ".join(ladder.forms[0].errors)
     notes = [
         f"The errors are of the largest runs, predicted from the others: {predicted}.",
         f"The chosen form, fitted to all runs: {ladder.law}; 80 % ranges by bootstrap over runs.",
@@ -73,8 +73,8 @@ def law_table(ladder: Ladder) -> Table:
 
 
 def error_table(ladder: Ladder) -> Table:
-    """Each run's measured and fitted loss; a run that judges the law also has a prediction."""
-    errors, law, rows = ladder.judged[0].errors, ladder.law, []
+    """Each run's measured and fitted loss; a run outside the fit also has a prediction."""
+    errors, law, rows = ladder.forms[0].errors, ladder.law, []
     for one, flops in zip(ladder.observations, law.flops(ladder.observations), strict=True):
         error = errors.get(one.name)
         before = None if error is None else one.loss * (1 + error)

@@ -8,10 +8,10 @@ from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.study import scaling_charts, sentences
+from windlass.reports.scaling import scaling_charts, sentences
 from windlass.run import Run, timestamp
+from windlass.study.efficiency import read_setups, windows
 from windlass.study.grid import NODES, REPEAT, WORLD
-from windlass.study.setups import read_setups, windows
 from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
