@@ -24,7 +24,6 @@ from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 from windlass.telemetry.timing import STEP_PHASES
 
-LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 # Numbers of a whole run, by their names in `measures.RUN`.
 WHOLE_RUN = (
     *("train_loss", "train_loss_mean", "runtime_s", "samples_per_s_whole_run"),
@@ -47,7 +46,7 @@ class Setup:
     # Lowest and highest over the repeats.
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
-    remarks: list[str] = field(default_factory=list)  # low efficiency, noise, too few cores
+    remarks: list[str] = field(default_factory=list)  # noise, too few cores
     start: Line = field(default_factory=dict)  # the last start of the first finished repeat
 
     @property
@@ -282,17 +281,6 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
         values["efficiency"] = efficiency
-        if efficiency < LOW_EFFICIENCY:
-            cause = "without a probe the part of the step that grew is unknown"
-            if "compute_ms" in values and "compute_ms" in first:
-                # With perfect scaling, computing takes its share of FLOPs, and the others stay.
-                ideal = {part: first.get(part, 0.0) for part in STEP_PARTS}
-                ideal["compute_ms"] *= values["flops_per_device"] / first["flops_per_device"]
-                excess = {part: values.get(part, 0.0) - ms for part, ms in ideal.items()}
-                part = max(excess, key=lambda part: excess[part])
-                more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
-                cause = f"{SETUP[part].words} grew most, by {more}"
-            setup.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {cause}")
 
 
 def _recommend(table: list[Setup]) -> None:
