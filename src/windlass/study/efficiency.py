@@ -21,7 +21,7 @@ from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
 from windlass.study.probe import WARMUP, read_probe
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
-from windlass.telemetry.measures import SETUP, STEP_PARTS
+from windlass.telemetry.measures import SETUP
 from windlass.telemetry.timing import STEP_PHASES
 
 # Numbers of a whole run, by their names in `measures.RUN`.
