@@ -123,15 +123,7 @@ def test_the_recommended_strategy_has_the_command_that_trains_it(strategies, tmp
     assert "parallel.strategy=shard_grad_op" in best.command and best.command.endswith("--world 4")
     assert "Recommended" in html and best.command.split()[-4] in html
     assert best.command in "".join(str(part) for part in terminal(strategies, table, 120))
-    [pareto] = charts_of(strategies)
-    front = next(one for one in pareto.series if one.name == "Pareto front")
-    assert list(front.x) == [280, 350, 500, 900]
-    assert pareto.x.values == sorted({280, 350, 400, 500, 630, 900})
-    drawn = draw(pareto)
-    names = drawn.axes[0].get_legend_handles_labels()[1]
-    assert "shard_grad_op, recommended" in names and "full_shard, checkpointing full" in names
-    assert list(pareto.series[-1].x) == [400, 630]
-    assert pareto.series[-1].name == names[-1] == "not on the front"
+    assert charts_of(strategies) == [], "at one number of ranks"
 
 
 def test_other_studies_name_the_layout_of_their_setups(tmp_path):
@@ -157,7 +149,6 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
     (first, *_), notes = shown(strategies)
     assert (first["Steps/s"], first["Utilisation (%)"]) == ("10.000", "87.5") and "F1" not in first
     assert "Each setup ran once" in notes and "--repeats 3" in notes
-    assert "each setup ran once" in charts_of(strategies)[0].note
     cells = [
         {WORLD: 2, "repeat": r, "parallel.strategy": kind}
         for kind in ("ddp", "full_shard")
@@ -170,8 +161,6 @@ def test_strategies_have_utilisation_steps_and_the_scores_of_the_suite(strategie
         lambda a: phases(100.0 + a["repeat"]),
         settings=["eval.suites=['loss', 'squad']", "data.format=squad", "data.source=squad"],
     )
-    ids = [chart.id for chart in charts_of(scored)]
-    assert "scaling-pareto" not in ids, "resident memory of a CPU decides nothing"
     (first, second), notes = shown(scored)
     assert [(row["Exact match"], row["F1"]) for row in (first, second)] == [("12.5", "25.0")] * 2
     assert "ran once" not in notes

@@ -4,14 +4,16 @@ the recommended setup."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from windlass.errors import by_text
-from windlass.reports.charts import Axis, Chart, Series, pattern
+from windlass.reports.charts import Axis, Chart, Series
 from windlass.reports.study import Recommendation
 from windlass.reports.tables import Column, Table
+from windlass.reports.view import Numbers
 from windlass.study.efficiency import Setup, baseline
 from windlass.study.grid import NODES, WORLD
 from windlass.study.probe import WARMUP
@@ -149,80 +151,54 @@ def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | 
     return parts
 
 
-def scaling_charts(scaling: Scaling, table: Sequence[Setup]) -> list[Chart]:
-    """Charts against ranks, or at one world throughput against memory."""
-    measured = [setup for setup in table if setup.measured]
-    if scaling.mode == "strategies":
-        return pareto(measured, scaling.repeats)
-    return against_ranks(scaling, measured, baseline(table))
-
-
-def against_ranks(scaling: Scaling, measured: Sequence[Setup], base: Setup) -> list[Chart]:
-    measured = sorted(measured, key=lambda setup: setup.world)
+def scaling_charts(scaling: Scaling, setups: Sequence[Setup]) -> list[Chart]:
+    """Throughput and efficiency against ranks; none at one number of ranks."""
+    measured = sorted((s for s in setups if s.measured), key=lambda setup: setup.world)
     if len({setup.world for setup in measured}) < 2:
         return []
     ranks = np.array([float(setup.world) for setup in measured])
-
-    def line(name: str, factor: float = 1) -> Series:
-        y = np.array([setup.values.get(name, np.nan) for setup in measured], dtype=np.float64)
-        ends = (setup.spread.get(name, (v, v)) for setup, v in zip(measured, y, strict=True))
-        low, high = np.array(list(ends)).T * factor
-        spread = any(name in setup.spread for setup in measured)
-        band = {"low": low, "high": high} if spread else {}
-        return Series("measured", y * factor, {"x": ranks}, colour=0, points="line", **band)
-
-    def ideal(y: Any) -> Series:
-        y = np.broadcast_to(np.asarray(y, dtype=np.float64), ranks.shape)
-        return Series("ideal", y, {"x": ranks}, grey=True, dash=1, minor=True)
-
-    def chart(name: str, title: str, unit: str, *series: Series, **options: Any) -> Chart:
-        x = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
-        return Chart(f"scaling-{name}", title, unit, series, x=x, **options)
-
+    axis = Axis("ranks", ranks.tolist(), [f"{n:g}" for n in ranks], log=True)
     note = "against ranks"
-    throughput, efficiency = [line("samples_per_s")], [line("efficiency", factor=100)]
-    charts = []
+    throughput, efficiency = [_measured(measured, "samples_per_s", 1)], list[Series]()
+    base = baseline(setups)
     if base.measured:  # nothing compares with a baseline without numbers
         growth = ranks / base.world
         if scaling.grow == "model":
             flops = np.array([setup.values["flops_per_device"] for setup in measured])
             growth = base.values["flops_per_device"] / flops
-        throughput.append(ideal(base.values["samples_per_s"] * growth))
-        efficiency.append(ideal(100))
-        zero = Axis(zero=True)
-        charts.append(chart("efficiency", "Efficiency", "%", *efficiency, y=zero, note=note))
+        throughput.append(_ideal(ranks, base.values["samples_per_s"] * growth))
+        efficiency.append(_measured(measured, "efficiency", 100))
+        efficiency.append(_ideal(ranks, np.full_like(ranks, 100)))
+    of_repeats = ""
     if any("samples_per_s" in setup.spread for setup in measured):
-        note += ", band: lowest to highest of the repeats"
+        of_repeats = ", band: lowest to highest of the repeats"
     # proportional throughput is a straight line only if both scales are logarithmic
-    both = chart("throughput", "Throughput", "samples/s", *throughput, y=Axis(log=True), note=note)
-    return [both, *charts]
+    log, zero = Axis(log=True), Axis(zero=True)
+    charts = [
+        Chart(
+            "scaling-throughput",
+            "Throughput",
+            "samples/s",
+            throughput,
+            axis,
+            log,
+            note + of_repeats,
+        ),
+        Chart("scaling-efficiency", "Efficiency", "%", efficiency, axis, zero, note),
+    ]
+    return [chart for chart in charts if chart.series]
 
 
-def pareto(measured: Sequence[Setup], repeats: int) -> list[Chart]:
-    """Throughput against memory, with the line of the setups that no other one beats in both.
+def _measured(setups: Sequence[Setup], name: str, factor: float) -> Series:
+    y = np.array([setup.values.get(name, np.nan) for setup in setups], dtype=np.float64)
+    x = {"x": np.array([float(setup.world) for setup in setups])}
+    series = Series("measured", y * factor, x, points="line")
+    if not any(name in setup.spread for setup in setups):
+        return series
+    ends = (setup.spread.get(name, (v, v)) for setup, v in zip(setups, y, strict=True))
+    low, high = np.array(list(ends)).T * factor
+    return replace(series, low=low, high=high)
 
-    There is none on a CPU, where resident memory is mostly libraries.
-    """
-    rivals = [setup for setup in measured if "pareto" in setup.values and not setup.on_cpu]
-    rivals.sort(key=lambda setup: setup.values["peak_mem_mb"])
-    places = sorted({float(setup.values["peak_mem_mb"]) for setup in rivals})
-    if len(places) < 2:
-        return []
 
-    def series(name: str, setups: Sequence[Setup], **look: Any) -> Series:
-        x = np.array([setup.values["peak_mem_mb"] for setup in setups], dtype=np.float64)
-        y = np.array([setup.values["samples_per_s"] for setup in setups], dtype=np.float64)
-        return Series(name, y, {"x": x}, **look)
-
-    front, others = ([r for r in rivals if r.values["pareto"] is on] for on in (True, False))
-    lines = [series("Pareto front", front, grey=True, dash=1, minor=True)]
-    for i, setup in enumerate(front):
-        name = f"{setup.name}, recommended" if setup.values["recommended"] else setup.name
-        lines.append(series(name, [setup], points="only", **pattern(i)))
-    if others:  # the table names them; there are more of them than colours
-        lines.append(series("not on the front", others, grey=True, points="only"))
-    x = "MB allocated on the fullest rank"
-    noise = "each setup ran once" if repeats == 1 else f"medians over {repeats} repeats"
-    axis, note = Axis(x, places, [show(place, "mb") for place in places]), f"against {x}; {noise}"
-    title = "Throughput against memory"
-    return [Chart("scaling-pareto", title, "samples/s", lines, x=axis, note=note)]
+def _ideal(ranks: Numbers, y: Numbers) -> Series:
+    return Series("ideal", y, {"x": ranks}, grey=True, dash=1, minor=True)
