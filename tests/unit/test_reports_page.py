@@ -89,7 +89,7 @@ def test_the_data_are_the_runs_numbers(text, one):
 
 @pytest.fixture(scope="module")
 def written(one):
-    return report(one.run)
+    return report(one.run, pdf=True)
 
 
 def rows(path):
@@ -113,6 +113,8 @@ def test_a_report_has_a_page_tables_and_plots(written, one):
         width, height = struct.unpack(">II", raw[16:24])
         assert raw.startswith(b"\x89PNG") and width == 1280 and height >= 250 and len(raw) < 300_000
         assert not [kind for kind in (b"tEXt", b"iTXt", b"zTXt", b"tIME") if kind in raw]
+        pdf = path.with_suffix(".pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
 
 
 def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one, tmp_path):
@@ -123,18 +125,9 @@ def test_the_same_run_gives_the_same_bytes_whatever_the_users_style(written, one
     style = {"figure.facecolor": "red", "lines.linewidth": 9, "savefig.dpi": 30}
     with matplotlib.rc_context(style):
         again = report(one.run.path, tmp_path / "elsewhere")
+        assert not list((tmp_path / "elsewhere").glob("plots/*.pdf"))
         assert matplotlib.rcParams["lines.linewidth"] == 9
     assert contents(again) == contents(written)
-
-
-def test_a_pdf_of_each_plot_is_drawn_on_request(written, tmp_path):
-    run = build_run(tmp_path / "run", steps=20, device="cpu", ranks=1)
-    made = report(run, plots=False, pdf=True)
-    assert made.plots
-    for path in made.plots.values():
-        pdf = path.with_suffix(".pdf").read_bytes()
-        assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
-    assert not list(written.page.parent.glob("plots/*.pdf"))
 
 
 def test_the_end_of_a_training_draws_plots_only_if_an_earlier_report_did(tmp_path, monkeypatch):
