@@ -201,4 +201,4 @@ def _measured(setups: Sequence[Setup], name: str, factor: float) -> Series:
 
 
 def _ideal(ranks: Numbers, y: Numbers) -> Series:
-    return Series("ideal", y, {"x": ranks}, grey=True, dash=1, minor=True)
+    return Series("ideal", y, {"x": ranks}, number=1, grey=True, minor=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.errors import by_text
-from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread, pattern
+from windlass.reports.charts import SPREAD, Axis, Chart, Series, is_spread
 from windlass.reports.tables import Column, Table, measure_column, numeric
 from windlass.reports.view import RunView
 from windlass.study.efficiency import read_setups
@@ -131,17 +131,16 @@ def _against(seen: StudyView, key: str, values: Sequence[Any]) -> Chart:
             own.append(group)
     series, circles = list[Series](), False
     for number, (name, groups) in enumerate(lines.items()):
-        look = pattern(number)
         at = [places[values.index(group.assignment[key])] for group in groups]
         several = any(len(group.scores) > 1 for group in groups)
         if groups:
             medians = np.array([group.median for group in groups], dtype=np.float64)
             points = "median" if several else "line"
-            series.append(Series(scrub(name), medians, {"x": np.array(at)}, points=points, **look))
+            series.append(Series(scrub(name), medians, {"x": np.array(at)}, number, points=points))
         if several:
             counts = [len(group.scores) for group in groups]
             seeds = np.array([score for group in groups for score in group.scores])
-            series.append(Series("", seeds, {"x": np.repeat(at, counts)}, points="only", **look))
+            series.append(Series("", seeds, {"x": np.repeat(at, counts)}, number, points="only"))
             circles = True
     log = numbers and places[0] > 0 and places[-1] / places[0] >= SPREAD
     lower = any(result.numbers.lower for result in seen.results)
