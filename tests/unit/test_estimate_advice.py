@@ -27,7 +27,7 @@ CASES = {
     "all weights": {"model.name": "float32"},
     "adapters": {"model.name": "float32", "model.lora.rank": 8},
     "adapters of bf16": {"model.name": "bfloat16", "model.lora.rank": 8},
-    "frozen": {"model.name": "float32", "model.freeze": ["model.layers.0.*"]},
+    "frozen": {"model.name": "float32", "model.freeze": ["model.layers.0.mlp.*"]},
 }
 
 
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
     """Configurations of a Llama by the precision of its files."""
     folder = tmp_path_factory.mktemp("models")
     shape = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     for dtype in ("float32", "bfloat16"):
         config = hf_fixtures.config("llama")
         config.update(shape | {"dtype": dtype})

@@ -21,7 +21,7 @@ from windlass.model.size import count
 from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
-from windlass.study.law import Law, Observation, effective_tokens, fit_law
+from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
 from windlass.study.numbers import BITS
 from windlass.telemetry.measures import show
 
@@ -145,6 +145,7 @@ def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call, capsys):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("windlass.study.ladder.fit_law", partial(fit_law, samples=5))  # it is slow
+    monkeypatch.delitem(FORMS, "chinchilla")  # the slowest form
     write_corpus(tmp_path / "words.txt")
     settings = "data.source=words.txt data.tokenizer=byte model.context=16 eval.every=1000"
     shape = "model.layers=1 model.width=8 model.heads=1 train.global_batch=8"

@@ -63,6 +63,8 @@ class PlannedMemory:
             return None
         inputs = replace(inputs, counted=self.counted[measured])
         counted, vocab = inputs.counted, inputs.size.vocab or 0
+        if counted is None and recipe.model.kind == "hf":  # it cannot be built
+            return None
         if counted is not None and not counted.peaks:
             return None
         return memory(counted or recipe.model, vocab, inputs.layout, recipe.optim.kind)

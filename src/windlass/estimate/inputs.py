@@ -1,4 +1,4 @@
-"""The inputs of a plan: recipe, ranks, device, and what the prepared data or a run's ledger say.
+"""The inputs of a plan: recipe, ranks, device, and sizes of the data and of the model.
 
 Torch only counts the parameters of a Hugging Face model.
 """

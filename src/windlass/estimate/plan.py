@@ -142,7 +142,7 @@ def plan(
 def assemble(
     inputs: PlanInputs, speed: Speed | None, why_unknown: str = "", run: Run | None = None
 ) -> Plan:
-    """The plan but for its layouts; `why_unknown`: the reason if there is no speed."""
+    """The plan but for its layouts; `why_unknown`: the reason if the speed is unknown."""
     recipe, size, unknown = inputs.recipe, inputs.size, dict[str, str]()
     if size.parameters is None:
         vocabulary = f"the vocabulary of {recipe.data.tokenizer!r} is unknown"

@@ -1,4 +1,4 @@
-"""What a report adds for a ladder: the law, how well it predicts, and its pictures."""
+"""A ladder in a report: the law, its errors, and its charts."""
 
 from __future__ import annotations
 

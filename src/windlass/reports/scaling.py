@@ -1,5 +1,5 @@
-"""What a report adds for a scaling study: the table of setups with its sentences, the charts, and
-the recommended setup."""
+"""A scaling study in a report: the table of setups with its sentences, the charts, and the
+recommended setup."""
 
 from __future__ import annotations
 

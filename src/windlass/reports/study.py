@@ -1,5 +1,6 @@
-"""What a report adds for a study: its cells, the score against each swept setting, the best. The
-score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
+"""A study in a report: its cells, the score against each swept setting, and the best cell.
+
+The score is the measure that `checkpoint.best` names, as the validation loss or `squad.f1`.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def base_settings(preset: str) -> Mapping[str, Any]:
 
 
 def base_of(views: Sequence[RunView]) -> str:
-    """What `SettingRow.changed` compares with, in a sentence."""
+    """The settings that `SettingRow.changed` compares with, in a sentence."""
     names = {str(view.settings["preset"]) for view in views}
     if not names & {*presets()}:
         return "the defaults"

@@ -37,7 +37,7 @@ COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio"
 class Setup:
     """A setup of a scaling study; its numbers are medians over the finished repeats."""
 
-    name: str  # `1 host, 4 ranks`, or what a study of strategies varies
+    name: str  # `1 host, 4 ranks`, or the settings that strategies vary
     assignment: Assignment  # of its cells, without the repeat
     results: list[CellResult]  # one for each repeat
     state: str  # of its cells, by STATES

@@ -24,7 +24,7 @@ from windlass.errors import UserError, argument, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
-from windlass.run import Run, last_start
+from windlass.run import Run
 from windlass.study.comparison import TOKENIZER
 from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
 from windlass.study.numbers import BITS, RunNumbers, read_numbers
@@ -81,8 +81,8 @@ class Study:
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
     scaling: Scaling | None = None  # the options of a scaling study
     # By run the size and time of its ledger, and its numbers then.
-    _read: dict[Path, tuple[tuple[int, ...], RunNumbers]] = field(
-        default_factory=dict, repr=False, compare=False
+    _numbers: dict[Path, tuple[tuple[int, ...], RunNumbers]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __repr__(self) -> str:
@@ -251,9 +251,9 @@ class Study:
         with suppress(OSError):
             stat = run.metrics_path.stat()
             version = stat.st_size, stat.st_mtime_ns
-        if run.path not in self._read or self._read[run.path][0] != version:
-            self._read[run.path] = version, read_numbers(run, self.measure)
-        return cell_result(cell, run, self._read[run.path][1], failures.get(cell.key))
+        if run.path not in self._numbers or self._numbers[run.path][0] != version:
+            self._numbers[run.path] = version, read_numbers(run, self.measure)
+        return cell_result(cell, run, self._numbers[run.path][1], failures.get(cell.key))
 
     def failures(self) -> dict[str, str]:
         """The reasons of failed cells, by a cell's key."""
@@ -294,7 +294,7 @@ class Study:
         """The command that trains an assignment; `world`: the ranks, if it does not set them; 0: as
         the first cell has, which a job may have trained on all of its devices."""
         settings = {key: value for key, value in assignment.items() if value is not None}
-        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
+        starts = [result.numbers.start for result in self.results()]
         trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
         world = settings.pop(WORLD, world or trained)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]

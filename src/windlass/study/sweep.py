@@ -206,7 +206,7 @@ class Sweep:
     def _start_cells(
         self, queue: list[Cell], threads: int, results: Mapping[str, CellResult]
     ) -> None:
-        """Start queued cells while a worker is free; what starts or has ended leaves the queue."""
+        """Start queued cells while a worker is free; cells that start or have ended leave the queue."""
         for cell in list(queue):
             if self.stopping or len(self.running) >= self.workers:
                 return
