@@ -93,7 +93,7 @@ def _show(study: Study, progress: Progress, json_: bool) -> None:
 
     table, console = read_setups(study), progress.console
     if json_:
-        names = ("state", "reason", "spread", "missing", "remarks")
+        names = ("state", "reason", "spread", "missing", "remarks", "recommended_because")
         rows = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
         print_json([one | more for one, more in zip(head, rows, strict=True)])

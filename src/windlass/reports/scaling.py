@@ -67,7 +67,7 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
             repeated = any(name in row.spread for row in setups)
             columns.append(Column("spread", "Lowest to highest (ms)", "", "low to high", repeated))
     ends = [f"{name}_{end}" for name in ("step_ms", "samples_per_s") for end in ("low", "high")]
-    hidden = (*ends, "repeats", "reason", "remarks", "reasons")
+    hidden = (*ends, "repeats", "reason", "remarks", "recommended_because", "reasons")
     columns += [Column(name, shown=False) for name in hidden]
     rows = []
     for row in setups:
@@ -79,6 +79,7 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
             "reason": row.reason,
             "repeats": len(row.results),
             "remarks": "; ".join(row.remarks),
+            "recommended_because": row.recommended_because,
             "reasons": "; ".join(f"{name}: {text}" for name, text in row.missing.items()),
         }
         for name in ("samples_per_s", "step_ms"):
@@ -107,8 +108,7 @@ def sentences(study: Study, setups: Sequence[Setup]) -> list[str]:
         text.append(
             f"All setups ran on one host, {hosts.pop()}: this says nothing about several hosts."
         )
-    remarks = [(row.name, f"{remark}.") for row in setups for remark in row.remarks]
-    text += by_text(pair for pair in remarks if not pair[1].startswith("recommended"))
+    text += by_text((row.name, f"{remark}.") for row in setups for remark in row.remarks)
     text += by_text((row.name, row.reason) for row in setups if row.reason)
     return text + _reasons(scaling, measured)
 
@@ -128,18 +128,20 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
 
 
 def recommended(study: Study, setups: Sequence[Setup]) -> list[Recommendation]:
+    """The recommended setup of a study of strategies."""
+    recommendations = []
     for row in setups:
-        if row.values.get("recommended"):
+        if row.recommended_because:
             assignment = {key: value for key, value in row.assignment.items() if key != NODES}
             command = study.winner_command(assignment, row.world)
             speed = show(row.values["samples_per_s"], "rate")
             memory = show(row.values["peak_mem_mb"], "mb")
-            why = next(text for text in row.remarks if text.startswith("recommended"))
-            why = f"{speed} samples/s, {memory} MB on the fullest rank; {why}"
+            why = f"{speed} samples/s, {memory} MB on the fullest rank; recommended: "
             own = {result.cell.key for result in row.results}
             cells = [place for place, cell in enumerate(study.cells) if cell.key in own]
-            return [Recommendation(row.name, why, command, cells)]
-    return []
+            why += row.recommended_because
+            recommendations.append(Recommendation(row.name, why, command, cells))
+    return recommendations
 
 
 def terminal(study: Study, setups: Sequence[Setup], width: int) -> list[Group | str]:

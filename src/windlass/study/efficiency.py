@@ -33,7 +33,7 @@ WHOLE_RUN = (
 COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
     """A setup of a scaling study; its numbers are medians over the finished repeats."""
 
@@ -47,6 +47,7 @@ class Setup:
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
     remarks: list[str] = field(default_factory=list)  # noise, too few cores
+    recommended_because: str = ""  # empty: it is not the recommended setup
     start: Line = field(default_factory=dict)  # the last start of the first finished repeat
 
     @property
@@ -304,12 +305,11 @@ def _recommend(table: list[Setup]) -> None:
     near = [setup for setup in rivals if speeds(setup)[1] >= limit]
     smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
     smallest.values["recommended"] = True
-    why = "the fastest"
+    smallest.recommended_because = "the fastest"
     if smallest is not fastest:
         saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
         tie = f"as fast as {fastest.name}, within 2 % or the spread of its repeats"
-        why = f"{tie}, with {100 * saved:.0f} % less memory"
-    smallest.remarks.append(f"recommended: {why}")
+        smallest.recommended_because = f"{tie}, with {100 * saved:.0f} % less memory"
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:
