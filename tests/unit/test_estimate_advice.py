@@ -98,16 +98,3 @@ def test_a_plan_that_does_not_fit_has_no_time_and_names_what_does(models):
     changed = [*lora, *(f"{key}={value}" for key, value in small.recommended.items())]
     again = plan("bloom-560m-squad", changed, device="RTX-4090", memory_bytes=int(0.9 * needed))
     assert next(row for row in again.memory if row.chosen).fits and again.seconds
-
-
-def test_a_smaller_micro_batch_is_named_if_it_is_enough():
-    recipe = Recipe().replace(OWN | {"train.micro_batch": 8})
-    large = plan(recipe, device="RTX-4090")
-    needed = min(row.memory.total for row in large.memory if not row.layout.offload)
-    small = plan(recipe, device="RTX-4090", memory_bytes=int(needed * 0.95 / 0.9))
-    assert small.recommended["train.micro_batch"] <= 8
-    own = next(row for row in small.memory if row.chosen)
-    changed = plan(
-        recipe.replace(small.recommended), device="RTX-4090", memory_bytes=small.device.memory_bytes
-    )
-    assert next(row for row in changed.memory if row.chosen).fits and not own.fits

@@ -173,11 +173,3 @@ def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
     assert not compiles(r.replace({"model.kind": "hf", "model.name": "gpt2"}), "cuda")
     epochs = r.replace('train.steps="1 epoch"')
     assert [compiles(epochs, "cuda", steps) for steps in (999, 1000)] == [False, True]
-
-
-def test_a_first_evaluation_does_not_count_for_the_later_ones(tmp_path):
-    """12 s at step 0, which compiles; the next one is at step 25."""
-    early = plan(write_run(tmp_path / "early", first_eval_s=12.0, until=6).path)
-    assert early.seconds == pytest.approx(94 * 0.1) and "evaluation" in early.not_counted
-    later = plan(write_run(tmp_path / "later", first_eval_s=12.0, until=30).path)
-    assert later.seconds == pytest.approx(70 * 0.1 + 3 * 2)
