@@ -18,7 +18,7 @@ from windlass.launch.job import Job, Site
 from windlass.launch.submit import Resources, submit
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.study.runner import submit_study
+from windlass.study.jobs import submit_study
 from windlass.study.study import Study
 
 pytestmark = pytest.mark.dist
@@ -126,7 +126,7 @@ def test_a_study_that_is_submitted_twice(cluster: Cluster, tmp_path, monkeypatch
     recipe = Recipe.load("quickstart", ["parallel.device=cpu", "train.steps=100000"])
     study = Study.create(recipe, ["run.seed=1,2,3"], tmp_path / "study")
     how, messages = {"scheduler": "slurm", "site": Site(), "asked": Resources(2)}, list[str]()
-    monkeypatch.setattr("windlass.study.runner.WINDLASS", ("bash", "-c", "sleep 100"))
+    monkeypatch.setattr("windlass.study.jobs.WINDLASS", ("bash", "-c", "sleep 100"))
     [first] = submit_study(study, **how)
     tasks = ("squeue", "--noheader", "--array", "-o", "%i %T")
     wait_for(lambda: f"{first.job}_0 RUNNING" in cluster.call(*tasks).stdout, 60)

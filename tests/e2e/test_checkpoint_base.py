@@ -30,7 +30,7 @@ from windlass.checkpoint.choose import list_checkpoints
 from windlass.checkpoint.format import Checkpoint, open_checkpoint
 from windlass.cli import main
 from windlass.errors import installed
-from windlass.estimate.subject import subject_of
+from windlass.estimate.inputs import read_inputs
 from windlass.evaluation.source import load_model as load
 from windlass.interop.export import export
 from windlass.model.build import build_model
@@ -133,7 +133,7 @@ def test_a_checkpoint_holds_what_is_trained_and_a_resume_is_exact(kind: str, bas
     numbers = 12 * sum(p.numel() for p in trained)
     file = next(saved.path.glob("*.safetensors")).stat().st_size
     assert numbers < file < numbers + 1000 * len(trained)
-    assert subject_of(halves).size.checkpoint_bytes == numbers
+    assert read_inputs(halves).size.checkpoint_bytes == numbers
 
 
 def test_without_its_base_every_verb_says_what_to_do_and_with_its_new_place_works(

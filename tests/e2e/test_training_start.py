@@ -409,7 +409,7 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     changed = next(e["settings"] for e in run.events if e["event"] == "settings_changed")
     assert list(changed) == ["eval.every", "telemetry.every"]
     seen = RunView(run)
-    assert seen.start["steps"] == seen.step == 16
+    assert seen.start["steps"] == seen.numbers.step == 16
     assert [r.what for r in seen.restarts] == ["resumed"]
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4

@@ -13,7 +13,6 @@ def write_run(
     device: str = "CPU",
     world: int = 1,
     step_s: float = 0.1,
-    first_eval_s: float = 2.0,
     until: int = 100,
 ) -> Run:
     """A run of 100 steps on quickstart's data, evaluated at 0, 25, 50, 75 and 100, logged every 2
@@ -37,7 +36,7 @@ def write_run(
     start = {"world": world, "steps": 100, "strategy": recipe.strategy(world).name}
     start |= {"device": device, "precision": "fp32"}
     line("event", 0, event="started", **start, samples_per_epoch=0, data={"vocab": 257})
-    evaluate(0, first_eval_s)
+    evaluate(0, 2.0)
     for step in range(2, 101, 2):
         spent["train"] += 2 * step_s
         speed = {"step_ms": 1e3 * step_s, "tokens_per_s": tokens / step_s}

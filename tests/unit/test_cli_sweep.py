@@ -9,7 +9,7 @@ from rich.console import Console
 from helpers import write_ledger
 from windlass.estimate.calendar import resolve_steps
 from windlass.recipe import Recipe
-from windlass.study.runner import Progress, cells_table
+from windlass.study.progress import Progress, cells_table
 from windlass.study.study import Study
 
 
@@ -26,7 +26,7 @@ def finish(study, number, loss):
         {"kind": "event", "event": "started", "steps": 400, "world": 2},
         {"kind": "train", "step": 400, "loss": loss, **speed},
         {"kind": "eval", "step": 400, "suite": "loss", "loss": loss},
-        {"kind": "summary", "step": 400, "device_hours": 0.01234},
+        {"kind": "summary", "step": 400, "seconds": {"train": 0.01234 * 3600 / 2}},
         {"kind": "event", "step": 400, "event": "finished"},
     )
 
@@ -52,7 +52,7 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)
     run.heartbeat_path.touch()
     row = next(line for line in drawn(study).splitlines() if "running" in line)
-    assert row.split()[3:6] == ["running", "300/400", "1s"]
+    assert row.split()[3:6] == ["running", "300/400", "1.0s"]
     out = io.StringIO()
     with Progress(out) as progress:
         for _ in range(2):

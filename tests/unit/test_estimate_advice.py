@@ -3,9 +3,9 @@
 import pytest
 
 import hf_fixtures
+from windlass.estimate.advice import PlannedMemory, advise, savings
+from windlass.estimate.inputs import PlanInputs, read_inputs
 from windlass.estimate.plan import plan
-from windlass.estimate.subject import Subject, subject_of
-from windlass.estimate.text import Planned, advise, savings
 from windlass.recipe import Recipe
 
 WIDE = {"layers": 4, "width": 1024, "heads": 8, "context": 256, "vocab": 20_000}
@@ -27,7 +27,7 @@ CASES = {
     "all weights": {"model.name": "float32"},
     "adapters": {"model.name": "float32", "model.lora.rank": 8},
     "adapters of bf16": {"model.name": "bfloat16", "model.lora.rank": 8},
-    "frozen": {"model.name": "float32", "model.freeze": ["model.layers.0.*"]},
+    "frozen": {"model.name": "float32", "model.freeze": ["model.layers.0.mlp.*"]},
 }
 
 
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
     """Configurations of a Llama by the precision of its files."""
     folder = tmp_path_factory.mktemp("models")
     shape = {"vocab_size": 4000, "hidden_size": 128, "intermediate_size": 256}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     for dtype in ("float32", "bfloat16"):
         config = hf_fixtures.config("llama")
         config.update(shape | {"dtype": dtype})
@@ -44,16 +44,7 @@ def models(tmp_path_factory):
     return folder
 
 
-PLANNED: dict[str, Planned] = {}  # a pass with fake tensors takes seconds
-
-
-def planned_case(case, models) -> Planned:
-    if case not in PLANNED:
-        PLANNED[case] = Planned(subject(case, models))
-    return PLANNED[case]
-
-
-def subject(case, models) -> Subject:
+def inputs(case, models) -> PlanInputs:
     settings = dict(CASES[case])
     world = settings.pop("world", 1)
     if name := settings.get("model.name"):
@@ -61,20 +52,19 @@ def subject(case, models) -> Subject:
         more |= {"train.global_batch": 8, "data.tokenizer": "byte", "train.steps": 10}
         settings |= more
     recipe = Recipe().replace(settings)
-    return subject_of(recipe, world=world, device="RTX-4090", activations=True)
+    return read_inputs(recipe, world=world, device="RTX-4090", activations=True)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_advice_lowers_the_memory(case, models):
-    planned = planned_case(case, models)
-    own = planned.subject
-    before = planned({})
+def test_every_advice_lowers_the_memory_and_advised_settings_fit(case, models):
+    planned = PlannedMemory(inputs(case, models))
+    own, before = planned.inputs, planned.of({})
     changes = list(savings(own.recipe, own.world, True, own.counted))
     for change in changes:
         # The gathered tables of a small model are larger than its weights.
         if "parallel.offload" in change and own.counted:
             continue
-        after = planned(change)
+        after = planned.of(change)
         assert after is not None and after.total < before.total, change
     keys = [set(change) for change in changes]
     trains_most = case not in ("muon", "already low", "adapters", "adapters of bf16")
@@ -82,25 +72,17 @@ def test_every_advice_lowers_the_memory(case, models):
     assert ({"model.lora.base"} in keys) == case.startswith("adapters")
     assert ({"model.frozen_precision"} in keys) == (case in ("adapters", "frozen"))
     assert ({"train.master"} in keys) == ((trains_most and case != "fp32") or case == "muon")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_advised_settings_fit_and_each_is_necessary(case, models):
-    planned = planned_case(case, models)
-    own = planned.subject
     for part in (0.8, 0.3):
-        usable = int(part * planned({}).total)
+        usable = int(part * before.total)
         settings, text = advise(planned, usable)
         if not settings:
             assert "nothing fits: the least is" in text and "device with more than" in text
-            changes = savings(own.recipe, own.world, True, own.counted)
-            every = {key: value for change in changes for key, value in change.items()}
-            assert planned(every) is None or planned(every).total > usable
+            every = planned.of({key: value for change in changes for key, value in change.items()})
+            assert every is None or every.total > usable
             continue
-        assert planned(settings).total <= usable and "GB" in text
-        kept = {key: value for key, value in settings.items() if key != "parallel.strategy"}
-        for key in kept:
-            fewer = planned({k: v for k, v in settings.items() if k != key})
+        assert planned.of(settings).total <= usable and "GB" in text
+        for key in settings.keys() - {"parallel.strategy"}:  # each is necessary
+            fewer = planned.of({k: v for k, v in settings.items() if k != key})
             assert fewer is None or fewer.total > usable, (key, settings)
 
 
@@ -116,16 +98,3 @@ def test_a_plan_that_does_not_fit_has_no_time_and_names_what_does(models):
     changed = [*lora, *(f"{key}={value}" for key, value in small.recommended.items())]
     again = plan("bloom-560m-squad", changed, device="RTX-4090", memory_bytes=int(0.9 * needed))
     assert next(row for row in again.memory if row.chosen).fits and again.seconds
-
-
-def test_a_smaller_micro_batch_is_named_if_it_is_enough():
-    recipe = Recipe().replace(OWN | {"train.micro_batch": 8})
-    large = plan(recipe, device="RTX-4090")
-    needed = min(row.memory.total for row in large.memory if not row.layout.offload)
-    small = plan(recipe, device="RTX-4090", memory_bytes=int(needed * 0.95 / 0.9))
-    assert small.recommended["train.micro_batch"] <= 8
-    own = next(row for row in small.memory if row.chosen)
-    changed = plan(
-        recipe.replace(small.recommended), device="RTX-4090", memory_bytes=small.device.memory_bytes
-    )
-    assert next(row for row in changed.memory if row.chosen).fits and not own.fits

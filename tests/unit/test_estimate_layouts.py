@@ -6,17 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from windlass.estimate.candidates import Machine, layout_rows, layouts, settings_of, variants
+from windlass.estimate.collectives import Collective, work_of
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import (
-    Machine,
-    layout_rows,
-    layouts,
-    settings_of,
-    variants,
-)
+from windlass.estimate.layout import Layout, layout_of
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Collective, Layout, layout_of, ranks_of, work_of
+from windlass.estimate.rank import ranks_of
 from windlass.estimate.step import Links
 from windlass.model.size import count, stage_layers, unit_blocks
 from windlass.recipe import ModelSettings, Recipe
@@ -58,6 +54,8 @@ def test_parameters_of_a_rank():
     first, last = ranks_of(MODEL, VOCAB, Layout("ddp", 2, pipeline=2, accumulation=2))
     assert first.total == VOCAB * D + T * D + first.layers * BLOCK
     assert last.total == VOCAB * D + 2 * D + last.layers * BLOCK
+    assert [unit_blocks(8, 8 * size) for size in (2**10, 2**18, 2**21)] == [8, 4, 1]
+    assert unit_blocks(0, 0) == 1  # a model without blocks is one unit
     assert stage_layers(MODEL, 0, 3) == [1, 1, 2]  # the later stages hold fewer micro-batches
     assert stage_layers(MODEL, VOCAB, 3) == [1, 2, 1]  # the head takes time, too
 
@@ -213,8 +211,3 @@ def test_the_plan_lists_layouts():
     assert not plan("gpt2-124m", device="A100-40GB").layouts  # one rank
     small = plan("gpt2-124m", world=2, device="A100-40GB", memory_bytes=10**9)
     assert not small.layouts and small.layouts_advice in repr(small)
-
-
-def test_blocks_share_a_unit_of_fsdp2_if_they_are_small():
-    assert [unit_blocks(8, 8 * size) for size in (2**10, 2**18, 2**21)] == [8, 4, 1]
-    assert unit_blocks(0, 0) == 1  # a model without blocks is one unit

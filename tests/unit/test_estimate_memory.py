@@ -9,14 +9,15 @@ from itertools import accumulate
 import pytest
 import torch
 
+from windlass.estimate.advice import recommend
+from windlass.estimate.candidates import memory_rows
 from windlass.estimate.devices import USABLE, Device, find_device
-from windlass.estimate.layouts import memory_rows
+from windlass.estimate.inputs import PlanInputs
+from windlass.estimate.layout import Layout, Program
 from windlass.estimate.memory import memory
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import Layout, Program, ranks_of
-from windlass.estimate.subject import Subject
+from windlass.estimate.rank import ranks_of
 from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
-from windlass.estimate.text import recommend
 from windlass.model import loss
 from windlass.model.frozen import use_float8
 from windlass.model.gpt import GPT, initialise
@@ -203,16 +204,16 @@ def test_the_largest_micro_batch_is_the_largest(gigabytes):
         assert row.largest_micro_batch == largest
 
 
-def subject(micro_batch=0, usable=70e9):
+def inputs(micro_batch=0, usable=70e9):
     """GPT-2 on 8 ranks with `usable` bytes each."""
     recipe = GPT2.replace({"train.micro_batch": micro_batch, "train.steps": 10})
-    return Subject(recipe, 8, Device("", "cuda", int(usable / USABLE) + 1), "bf16")
+    return PlanInputs(recipe, 8, Device("", "cuda", int(usable / USABLE) + 1), "bf16")
 
 
 def test_what_is_recommended_fits_and_nothing_cheaper_does():
     rows = memory_rows(GPT2.model, ROWS, "adamw", BASE_LAYOUT, int(70e9))
     assert [row.layout for row in rows if row.chosen] == [BASE_LAYOUT]
-    assert recommend(rows, subject())[0] == {
+    assert recommend(rows, inputs())[0] == {
         "parallel.strategy": "ddp",
         "parallel.activation_checkpointing": "none",
         "train.micro_batch": 64,
@@ -220,7 +221,7 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     strategies = set()
     for gigabytes in (6, 10, 16, 30):
         rows = memory_rows(LARGE, ROWS, "adamw", BASE_LAYOUT, int(gigabytes * 1e9))
-        settings, _ = recommend(rows, subject())
+        settings, _ = recommend(rows, inputs())
         first = next(row for row in rows if row.largest_micro_batch)
         assert settings["parallel.strategy"] == first.layout.strategy
         assert settings.get("parallel.offload", False) == first.layout.offload
@@ -228,11 +229,11 @@ def test_what_is_recommended_fits_and_nothing_cheaper_does():
     assert len(strategies) > 2
     whole = replace(BASE_LAYOUT, micro_batch=64, accumulation=1)
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(20e9))
-    settings, _ = recommend(rows, subject(64))  # the recipe's own micro-batch stays
+    settings, _ = recommend(rows, inputs(64))  # the recipe's own micro-batch stays
     assert settings["train.micro_batch"] == 64
     assert settings["parallel.activation_checkpointing"] != "none"
     rows = memory_rows(GPT2.model, ROWS, "adamw", whole, int(0.1e9))
-    settings, advice = recommend(rows, subject(usable=0.1e9))
+    settings, advice = recommend(rows, inputs(usable=0.1e9))
     assert settings == {} and all(word in advice for word in ("nothing fits", "device with more"))
 
 

@@ -22,8 +22,9 @@ from windlass.estimate.calendar import (
     resolve_steps,
 )
 from windlass.estimate.devices import GIB, find_device, peak_flops
+from windlass.estimate.inputs import PlanInputs
 from windlass.estimate.plan import assemble, plan
-from windlass.estimate.subject import Speed, Subject
+from windlass.estimate.speed import Speed
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Horizon, Recipe, presets
 
@@ -60,21 +61,6 @@ def test_steps_for_every_way_they_are_written():
         assert remedy in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "gib", "tflops"),
-    [
-        ("NVIDIA A100 80GB PCIe", 80, 312),
-        ("NVIDIA H200", 141, 989),
-        ("Tesla V100-PCIE-16GB", 16, 112),
-        ("NVIDIA GeForce RTX 3090", 24, 71),
-    ],
-)
-def test_a_driver_s_name_is_in_the_table(name, gib, tflops):
-    device = find_device(name)
-    assert device.name == name and device.memory_bytes == gib * GIB
-    assert peak_flops(device.name, "fp16") == pytest.approx(tflops * 1e12)
-
-
 PEAKS = {
     ("NVIDIA A100-SXM4-80GB", "bf16"): 312,
     ("NVIDIA A100 80GB PCIe", "fp32"): 19.5,
@@ -83,6 +69,8 @@ PEAKS = {
     ("NVIDIA L40S", "bf16"): 362,
     ("NVIDIA L4", "bf16"): 121,
     ("Tesla V100-SXM2-32GB", "fp16"): 125,
+    ("Tesla V100-PCIE-16GB", "fp16"): 112,
+    ("NVIDIA GeForce RTX 3090", "fp16"): 71,
     ("Tesla T4", "fp16"): 65,
     ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
     ("NVIDIA H800 SXM", "tf32"): 494,
@@ -104,6 +92,10 @@ PEAKS = {
 def test_peaks_of_real_names():
     assert {key: (peak_flops(*key) or 0) / 1e12 or None for key in PEAKS} == PEAKS
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
+    memory = {"NVIDIA A100 80GB PCIe": 80, "NVIDIA H200": 141, "Tesla V100-PCIE-16GB": 16}
+    for name, gib in memory.items():
+        device = find_device(name)
+        assert device.name == name and device.memory_bytes == gib * GIB
 
 
 @pytest.mark.parametrize("name", sorted(presets()))
@@ -112,8 +104,8 @@ def test_a_plan_of_every_preset(name):
     if recipe.train.steps == "compute-optimal" and recipe.model.kind == "hf":
         recipe = recipe.replace({"train.steps": 100})  # the Hub's model, whose size is not known
     device, context = find_device("A100-80GB"), recipe.model.context
-    subject = Subject(recipe, world, device, "bf16", 65, 10_000, context)
-    result = assemble(subject, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
+    inputs = PlanInputs(recipe, world, device, "bf16", 65, 10_000, context)
+    result = assemble(inputs, Speed(1e5, world, "measured", "", {"evaluation": 3.0}))
     assert json.loads(json.dumps(result.as_dict()))["speed"]["basis"] == "measured"
     assert result.milestones[-1].what == "end"
     assert result.milestones[-1].first_seconds == pytest.approx(result.seconds)
@@ -141,6 +133,9 @@ def test_what_is_not_known_is_none_and_has_a_reason():
     assert epochs.steps is epochs.seconds is None
     assert epochs.milestones == [] and epochs.seconds_per_step > 0
     assert "prepare them first" in epochs.unknown["steps"]
+    result = plan("gpt2-124m", device="A100-80GB", world=8)
+    assert result.checkpoints is None and "epochs" in result.unknown["checkpoints"]
+    assert "unknown, because some are written at epochs" in repr(result)
 
 
 def test_a_plan_of_a_hugging_face_model(tmp_path, monkeypatch):
@@ -250,13 +245,6 @@ def test_ragged_rows_cost_what_training_computes(tmp_path, buckets):
                 flops += size * width * flops_per_token(recipe.model, result.size.vocab, width)
     assert result.padded_tokens_per_step == pytest.approx(computed / steps)
     assert result.flops / result.steps == pytest.approx(flops / steps, rel=0.02)
-
-
-def test_checkpoints_at_epochs_are_not_forgotten_before_the_data_is_known():
-    result = plan("gpt2-124m", device="A100-80GB", world=8)
-    assert result.checkpoints is None and "epochs" in result.unknown["checkpoints"]
-    assert "unknown, because some are written at epochs" in repr(result)
-    assert plan("gpt2-124m", ["checkpoint.keep_every=0"], device="A100-80GB", world=8).checkpoints
 
 
 def test_a_preset_of_studies_is_planned_as_its_recipe(call):

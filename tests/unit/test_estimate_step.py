@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from windlass.estimate.candidates import Machine
+from windlass.estimate.collectives import work_of
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import Machine
-from windlass.estimate.rank import Layout, Program, ranks_of, work_of
+from windlass.estimate.layout import Layout, Program
+from windlass.estimate.rank import ranks_of
 from windlass.estimate.step import (
     ShapeUnknown,
     Speeds,

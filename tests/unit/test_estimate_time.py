@@ -6,12 +6,13 @@ import pytest
 from estimate_fixtures import write_run
 
 from helpers import refused
-from windlass.estimate.calendar import checkpoints_to_come, milestone_rows, milestones, occurrences
+from windlass.estimate.calendar import milestone_rows, milestones, most_checkpoints, occurrences
+from windlass.estimate.candidates import Machine
 from windlass.estimate.devices import find_device
-from windlass.estimate.layouts import Machine
+from windlass.estimate.inputs import PlanInputs
+from windlass.estimate.layout import compiles, layout_of
 from windlass.estimate.plan import plan
-from windlass.estimate.rank import compiles, layout_of
-from windlass.estimate.subject import Subject, measured_speed, past_speed, predicted_speed
+from windlass.estimate.speed import measured_speed, past_speed, predicted_speed
 from windlass.recipe import Horizon, Recipe
 from windlass.run import Run
 
@@ -60,7 +61,7 @@ def test_a_schedule_that_is_shorter_or_longer_than_the_run():
     assert turns(300) == {"warm-up ends": 30, "end": 100}
 
 
-def test_what_is_left_and_when_and_the_checkpoints_to_come():
+def test_what_is_left_and_when_and_the_most_checkpoints():
     events = milestones(recipe(**{"eval.every": 30, "checkpoint.every": 25}), Horizon(100, 0, 4))
     costs = {"evaluation": 10.0, "checkpoint": 1.0}
     whole = {row.what: row for row in milestone_rows(events, 0, 2.0, costs)}
@@ -75,9 +76,7 @@ def test_what_is_left_and_when_and_the_checkpoints_to_come():
     assert whole["evaluation"].first_seconds == 10 and whole["end"].last_seconds == 254
     r = recipe(**{"checkpoint.every": 10, "checkpoint.keep_last": 3})
     # three, the best, and one while it is written
-    assert checkpoints_to_come(r, Horizon(100, 0, 4), 0, 0) == 5
-    assert checkpoints_to_come(r, Horizon(100, 0, 4), 90, 4) == 1
-    assert checkpoints_to_come(r, Horizon(100, 0, 4), 100, 4) == 0
+    assert most_checkpoints(r, Horizon(100, 0, 4)) == 5
 
 
 START = {"kind": "event", "event": "started", "step": 0, "attempt": 0, "world": 2}
@@ -123,10 +122,10 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
     cpu = write_run(tmp_path / "one")
     gpu = write_run(tmp_path / "two", device="NVIDIA A100-SXM4-80GB", step_s=0.01)
     r = Recipe.load("quickstart")
-    subject = Subject(r, 1, find_device("A100-80GB"), "fp32")
-    assert past_speed(subject, [cpu, gpu]).tokens_per_s == pytest.approx(204_800)
-    assert past_speed(subject, [cpu]) is past_speed(subject, [Run(tmp_path / "none")]) is None
-    assert past_speed(replace(subject, recipe=r.replace("model.layers=8")), [gpu]) is None
+    inputs = PlanInputs(r, 1, find_device("A100-80GB"), "fp32")
+    assert past_speed(inputs, [cpu, gpu]).tokens_per_s == pytest.approx(204_800)
+    assert past_speed(inputs, [cpu]) is past_speed(inputs, [Run(tmp_path / "none")]) is None
+    assert past_speed(replace(inputs, recipe=r.replace("model.layers=8")), [gpu]) is None
     assert plan(cpu).speed.basis == "measured"
     assert plan(cpu, device="A100-80GB").speed.basis == "predicted"
     # the first run's
@@ -137,12 +136,12 @@ def test_a_speed_is_of_its_own_device_and_model(tmp_path, monkeypatch):
 
 def test_predicted_speed():
     r, device = Recipe.load("gpt2-124m", ["train.micro_batch=16"]), find_device("A100-80GB")
-    full = Subject(r, 8, device, "bf16", 50257, 1000, 1024.0)
+    full = PlanInputs(r, 8, device, "bf16", 50257, 1000, 1024.0)
 
     def speed(**changes):
-        subject = replace(full, **changes)
-        machine = Machine(subject.device, subject.world, subject.precision)
-        return predicted_speed(subject, machine)
+        inputs = replace(full, **changes)
+        machine = Machine(inputs.device, inputs.world, inputs.precision)
+        return predicted_speed(inputs, machine)
 
     one, _ = speed()
     assert one.basis == "predicted" and "149 published runs on A100" in one.detail
@@ -174,11 +173,3 @@ def test_auto_compiles_a_run_of_a_thousand_steps_on_a_gpu():
     assert not compiles(r.replace({"model.kind": "hf", "model.name": "gpt2"}), "cuda")
     epochs = r.replace('train.steps="1 epoch"')
     assert [compiles(epochs, "cuda", steps) for steps in (999, 1000)] == [False, True]
-
-
-def test_a_first_evaluation_does_not_count_for_the_later_ones(tmp_path):
-    """12 s at step 0, which compiles; the next one is at step 25."""
-    early = plan(write_run(tmp_path / "early", first_eval_s=12.0, until=6).path)
-    assert early.seconds == pytest.approx(94 * 0.1) and "evaluation" in early.not_counted
-    later = plan(write_run(tmp_path / "later", first_eval_s=12.0, until=30).path)
-    assert later.seconds == pytest.approx(70 * 0.1 + 3 * 2)

@@ -24,7 +24,7 @@ from windlass.launch.submit import Resources, find_scheduler, read_site, submit_
 from windlass.model.size import checkpoint_bytes
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.study.runner import submit_study
+from windlass.study.jobs import submit_study
 from windlass.study.study import Study
 from windlass.training.start import resolve_start
 

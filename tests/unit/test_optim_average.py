@@ -105,15 +105,15 @@ def test_settings_that_cannot_work_are_refused(settings, words):
 
 
 def test_the_plan_counts_the_average():
+    from windlass.estimate.inputs import read_inputs
+    from windlass.estimate.layout import layout_of
     from windlass.estimate.memory import memory
-    from windlass.estimate.rank import layout_of
-    from windlass.estimate.subject import subject_of
     from windlass.model.size import count
 
     plain = Recipe().replace({"model.vocab": 257})
     averaged = plain.replace({"train.average": 0.999})
     total = count(plain.model, 257).total
-    sizes = [subject_of(recipe).size.checkpoint_bytes for recipe in (plain, averaged)]
+    sizes = [read_inputs(recipe).size.checkpoint_bytes for recipe in (plain, averaged)]
     assert sizes[1] - sizes[0] == 4 * total
     for strategy, ranks in {"ddp": 1, "shard_optim": 1, "full_shard": 2}.items():
         rows = [

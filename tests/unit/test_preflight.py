@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers import command, windlass
-from windlass.estimate.rank import Collective
+from windlass.estimate.collectives import Collective
 from windlass.parallel.dist import Ranks
 from windlass.parallel.env import DistEnv
 from windlass.preflight import check as preflight

@@ -5,7 +5,7 @@ import pytest
 from helpers import refused
 from windlass.checkpoint.choose import policy_of
 from windlass.cli import main
-from windlass.estimate.calendar import checkpoints_to_come, milestones, resolve_steps
+from windlass.estimate.calendar import milestones, most_checkpoints, resolve_steps
 from windlass.estimate.plan import plan
 from windlass.model.size import count
 from windlass.optim.schedule import lr_multiplier, phases
@@ -124,7 +124,7 @@ def test_quotas_of_gpt2_124m():
     assert (policy.last, policy.best) == (10, True)
     saves = {m.step for m in milestones(recipe, horizon) if m.what == "checkpoint"}
     assert saves >= {250, 500, 95_250, *kept, horizon.steps}
-    assert checkpoints_to_come(recipe, horizon) == 10 + 4 + 1 + 1, (
+    assert most_checkpoints(recipe, horizon) == 10 + 4 + 1 + 1, (
         "four epochs before the last ten, one being written"
     )
     assert lr_multiplier(recipe.optim.schedule, horizon, horizon.steps) == pytest.approx(0.1)

@@ -8,11 +8,12 @@ from rich.console import Console
 
 from windlass.recipe import Recipe
 from windlass.reports.charts import charts
-from windlass.reports.page import Contents, page
+from windlass.reports.contents import Contents
+from windlass.reports.page import page
 from windlass.reports.plots import draw, write_plots
 from windlass.reports.study import StudyView, cell_table, seed_table, sweep_charts
 from windlass.run import Run
-from windlass.study.runner import cells_table
+from windlass.study.progress import cells_table
 from windlass.study.study import Study
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_fixtures import add_lines, build_run, changed, loss_at
 
-from windlass.reports.overview import curve
+from windlass.reports.curve import curve
 from windlass.reports.tables import (
     Column,
     Table,
@@ -62,16 +62,16 @@ def test_the_results_of_a_run_by_hand(one):
         "world": 2,
         "parameters": 813_568,
         "util_pct": 91.7,
-        "goodput": 200 / one.wall["total"],
-        "runtime_s": one.wall["total"],
+        "goodput": 200 / one.numbers.wall["total"],
+        "runtime_s": one.numbers.wall["total"],
         "hellaswag_acc": 0.25 + 400 / 9000,
     }
     assert {name: values[name] for name in expected} == pytest.approx(expected)
-    assert values["device_hours"] == pytest.approx(2 * one.wall["total"] / 3600)
-    assert one.wall["lost"] > 15
+    assert values["device_hours"] == pytest.approx(2 * one.numbers.wall["total"] / 3600)
+    assert one.numbers.wall["lost"] > 15
     [row] = read(times([one]))
     parts = [float(seconds) for name, seconds in row.items() if name != "run"]
-    assert sum(parts) == pytest.approx(one.wall["total"])
+    assert sum(parts) == pytest.approx(one.numbers.wall["total"])
     assert "best_measure" not in values, "the loss has its own lines"
 
 

@@ -140,9 +140,6 @@ def test_axes_as_python_has_them():
     ]
     assert read_axes("optim.lr=1,2") == read_axes(["optim.lr=1,2"])
     assert all(type(row[0]) in (float, int) for axis in read_axes(axes)[1:3] for row in axis.values)
-
-
-def test_axes_that_are_no_lists_name_the_key():
     for axes in ({"optim.lr": 0.1}, {"optim.lr": []}, {"optim.lr": "1,2"}):
         with refused(*axes, "list"):
             read_axes(axes)

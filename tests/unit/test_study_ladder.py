@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from report_fixtures import build_run
+from report_fixtures import rows_of as rows_of_table
 
 from helpers import write_corpus
 from windlass import Recipe, Study, UserError, plan, report, train
@@ -20,8 +21,8 @@ from windlass.model.size import count
 from windlass.reports.law import compute_chart, predicted_table, residuals
 from windlass.run import last_start
 from windlass.study.ladder import Ladder, assignments, create_ladder, join, open_ladder, shape_of
-from windlass.study.law import Law, Observation, effective_tokens, fit_law
-from windlass.study.results import BITS
+from windlass.study.law import FORMS, Law, Observation, effective_tokens, fit_law
+from windlass.study.numbers import BITS
 from windlass.telemetry.measures import show
 
 VOCAB = 50_304
@@ -32,31 +33,19 @@ def gpt2() -> Recipe:
     return Recipe.load("gpt2-124m")
 
 
-@pytest.mark.parametrize("size", ["10M", "30M", "124M", "350m", "1.5B"])
-def test_a_size_is_met_within_a_tenth_with_the_recipe_s_proportions(gpt2: Recipe, size: str):
-    shape = shape_of(gpt2, size, VOCAB)
-    wanted = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1].lower()]
-    total = count(gpt2.replace(shape).model, VOCAB).total
-    assert total == pytest.approx(wanted, rel=0.1)
-    assert shape["model.width"] / shape["model.heads"] == 64
-    assert 0.45 < shape["model.width"] / shape["model.layers"] / 64 < 2.2
-
-
-def test_the_recipe_s_own_size_is_its_own_shape(gpt2: Recipe):
-    shape = shape_of(gpt2, str(count(gpt2.model, VOCAB).total), VOCAB)
-    assert shape == {"model.layers": 12, "model.width": 768, "model.heads": 12}
-
-
-def test_a_shape_keeps_groups_of_heads_and_the_feed_forward_ratio():
-    changes = {"model.heads": 8, "model.kv_heads": 2, "model.ff_width": 1024, "model.width": 512}
-    recipe = Recipe.load("quickstart", changes)
-    assert shape_of(recipe, "3x256", 257) == {
-        "model.layers": 3,
-        "model.width": 256,
-        "model.heads": 4,
-        "model.kv_heads": 1,
-        "model.ff_width": 512,
-    }
+def test_a_size_keeps_the_recipe_s_proportions(gpt2: Recipe):
+    for size, wanted in (("10M", 1e7), ("124M", 1.24e8), ("350m", 3.5e8), ("1.5B", 1.5e9)):
+        shape = shape_of(gpt2, size, VOCAB)
+        total = count(gpt2.replace(shape).model, VOCAB).total
+        assert total == pytest.approx(wanted, rel=0.1)
+        assert shape["model.width"] / shape["model.heads"] == 64
+        assert 0.45 < shape["model.width"] / shape["model.layers"] / 64 < 2.2
+    own = shape_of(gpt2, str(count(gpt2.model, VOCAB).total), VOCAB)
+    assert own == {"model.layers": 12, "model.width": 768, "model.heads": 12}
+    grouped = {"model.heads": 8, "model.kv_heads": 2, "model.ff_width": 1024, "model.width": 512}
+    shape = shape_of(Recipe.load("quickstart", grouped), "3x256", 257)
+    widths = {"model.width": 256, "model.heads": 4, "model.kv_heads": 1, "model.ff_width": 512}
+    assert shape == {"model.layers": 3} | widths
 
 
 def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
@@ -68,11 +57,8 @@ def test_learning_rate_and_batch_follow_the_size(gpt2: Recipe):
     assert rows[2]["optim.lr"] == pytest.approx(gpt2.optim.lr)
     batch = gpt2.train.global_batch * ratio ** (2 / 3)
     assert batch / 2 < rows[0]["train.global_batch"] <= batch
-
-
-def test_mup_keeps_the_learning_rate(gpt2: Recipe):
-    recipe = gpt2.replace("model.mup_base_width=256")
-    assert all("optim.lr" not in row for row in assignments(recipe, ["10M", "30M"], [10], VOCAB))
+    mup = gpt2.replace("model.mup_base_width=256")
+    assert all("optim.lr" not in row for row in assignments(mup, ["10M", "30M"], [10], VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -89,14 +75,19 @@ def test_a_size_that_cannot_be_had(gpt2: Recipe, size: str, message: str):
         shape_of(gpt2, size, VOCAB)
 
 
-def test_a_ladder_needs_sizes_evaluations_and_a_gpt(tmp_path: Path):
-    with pytest.raises(UserError, match="name the sizes"):
-        create_ladder("quickstart", [], [5], path=tmp_path / "a")
-    with pytest.raises(UserError, match=r"eval\.every = 0"):
-        create_ladder("quickstart", ["1M"], [5], {"eval.every": 0}, tmp_path / "b")
-    with pytest.raises(UserError, match=r"only model\.kind = gpt"):
-        create_ladder("bloom-560m-squad", ["1M"], [5], path=tmp_path / "c")
+def test_what_cannot_be_a_ladder(tmp_path: Path):
+    for recipe, sizes, changes, message in (
+        ("quickstart", [], {}, "name the sizes"),
+        ("quickstart", ["1M"], {"eval.every": 0}, r"eval\.every = 0"),
+        ("bloom-560m-squad", ["1M"], {}, r"only model\.kind = gpt"),
+    ):
+        with pytest.raises(UserError, match=message):
+            create_ladder(recipe, sizes, [5], changes, tmp_path / "none")
     assert not list(tmp_path.iterdir())
+    study = Study.create(Recipe.load("quickstart"), ["model.layers=1,2"], tmp_path / "sweep")
+    for act in (open_ladder, create_ladder):
+        with pytest.raises(UserError, match="is a sweep"):
+            act(study.path)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +109,13 @@ def test_too_few_runs_are_rejected_before_they_train(tmp_path: Path, sizes, toke
 
 
 def test_without_scipy_no_ladder_begins(tmp_path: Path, monkeypatch):
+    def missing(package: str, what: str) -> None:
+        raise UserError(f"{what} needs {package}")
+
     monkeypatch.setattr("windlass.study.law.require", missing)
     with pytest.raises(UserError, match="scipy"):
         create_ladder("quickstart", ["1M", "2M", "3M"], path=tmp_path / "lad")
     assert not (tmp_path / "lad").exists()
-
-
-def missing(package: str, what: str) -> None:
-    raise UserError(f"{what} needs {package}")
-
-
-def test_a_sweep_is_not_a_ladder(tmp_path: Path):
-    study = Study.create(Recipe.load("quickstart"), ["model.layers=1,2"], tmp_path / "sweep")
-    for act in (open_ladder, create_ladder):
-        with pytest.raises(UserError, match="is a sweep"):
-            act(study.path)
 
 
 def test_a_ladder_rejects_bad_input_before_it_trains(tmp_path: Path, call, monkeypatch):
@@ -162,6 +145,7 @@ def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call, capsys):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("windlass.study.ladder.fit_law", partial(fit_law, samples=5))  # it is slow
+    monkeypatch.delitem(FORMS, "chinchilla")  # the slowest form
     write_corpus(tmp_path / "words.txt")
     settings = "data.source=words.txt data.tokenizer=byte model.context=16 eval.every=1000"
     shape = "model.layers=1 model.width=8 model.heads=1 train.global_batch=8"
@@ -214,21 +198,17 @@ def test_a_ladder_fits_answers_and_reports(ladder, call, tmp_path: Path):
     loss = seen.law.loss(size, effective_tokens(told["tokens"], unique))
     assert told["law"]["loss"] == pytest.approx(loss, rel=1e-4)
     assert told["law"]["loss"] != pytest.approx(seen.law.loss(size, told["tokens"]), rel=1e-4)
-
-
-def test_a_law_predicts_what_compares_with_its_runs(ladder):
-    """Losses of another tokenizer or of other data do not compare; another path to the same does."""
-    seen, _ = ladder
+    # losses of another tokenizer or of other data do not compare; another path to the same does
     changes = {"train.steps": 5, "data.source": str(Path("words.txt").resolve())}
     recipe = Recipe.load("lad/recipe.toml", changes)
-    assert seen.predict(recipe, plan(recipe)).loss > 0
-    assert seen.predict(recipe.replace("data.max_tokens=9000"), plan(recipe)).loss > 0
+    planned = plan(recipe)
+    assert seen.predict(recipe, planned).loss > 0
+    assert seen.predict(recipe.replace("data.max_tokens=9000"), planned).loss > 0
     for change in ("data.tokenizer=char", "data.source=recipe.toml", "data.eval_source=words.txt"):
-        other = recipe.replace(change)
         with pytest.raises(UserError, match=change.partition("=")[0]):
-            seen.predict(other, plan(recipe))
+            seen.predict(recipe.replace(change), planned)
     bits = replace(seen, measure=BITS)
-    assert bits.predict(recipe.replace("data.tokenizer=char"), plan(recipe)).loss > 0
+    assert bits.predict(recipe.replace("data.tokenizer=char"), planned).loss > 0
 
 
 def test_a_further_run_is_predicted_and_joins_the_law(ladder, call, tmp_path: Path):
@@ -304,17 +284,9 @@ def test_a_further_run_does_not_choose_the_law_that_predicts_it(tmp_path: Path, 
     for loss in (2.0, 3.0):
         further = Observation("further", 10**8, 5 * 10**7, 10**10, loss, in_fit=False)
         ladder = Ladder(Study(tmp_path, Recipe(), []), [*runs, further], [], "loss")
-        rows.append(table_row(ladder))
+        table = predicted_table(ladder)
+        (row,) = rows_of_table(table)
+        rows.append((row["predicted"], row["measured"]))
     right = 1.8 + 480 / 1e8**0.35 + 2100 / 1e10**0.37
     assert rows[0] == (pytest.approx(right, rel=0.01), 2.0)
     assert rows[1] == (rows[0][0], 3.0)
-
-
-def table_row(ladder: Ladder) -> tuple[float, float]:
-    """The predicted and the measured loss of a ladder's further run."""
-    table = predicted_table(ladder)
-    titles = {column.name: column.heading for column in table.columns}
-    assert (titles["low"], titles["high"]) == ("10 %", "90 %")
-    names = [column.name for column in table.columns]
-    (row,) = table.rows
-    return row[names.index("predicted")], row[names.index("measured")]

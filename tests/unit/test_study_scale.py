@@ -13,10 +13,10 @@ from windlass import scale, sweep
 from windlass.processes import thread_share
 from windlass.recipe import Recipe, study_presets
 from windlass.study import probe
+from windlass.study.efficiency import read_setups
 from windlass.study.grid import Cell, cells_of, expand, parse_axis
 from windlass.study.probe import probe_dir, probe_recipe
-from windlass.study.scale import assignments, create_study, scaling_of
-from windlass.study.setups import read_setups
+from windlass.study.scale import assignments, create_scaling, scaling_of
 from windlass.study.study import Scaling, Study, load_study
 
 WORLD = "parallel.world"
@@ -27,7 +27,7 @@ def recipe(*settings):
 
 
 def study_of(path, *settings, worlds=(1, 2), **options):
-    return create_study(recipe(*settings), worlds, path=path, **options)
+    return create_scaling(recipe(*settings), worlds, path=path, **options)
 
 
 def test_strong_keeps_the_recipe_and_every_other_repeat_is_reversed():
@@ -174,9 +174,9 @@ def test_a_study_is_continued_and_grows(tmp_path):
 def test_ranks_that_a_study_gains_keep_the_layers_of_a_rank(tmp_path):
     path, layers = tmp_path / "study", {"model.layers": 4, "train.global_batch": 8}
     options = {"path": path, "mode": "weak", "grow": "model"}
-    create_study(recipe().replace(layers), (2, 4), **options)
+    create_scaling(recipe().replace(layers), (2, 4), **options)
     for more in ((1,), (1, 8)):
-        study = create_study(recipe().replace(layers), more, **options)
+        study = create_scaling(recipe().replace(layers), more, **options)
     assert [(c.world, c.recipe.model.layers) for c in study.cells] == [
         (2, 4),
         (4, 8),
@@ -242,7 +242,7 @@ def test_a_study_over_hosts_is_an_array_job_for_each_number_of_hosts(tmp_path, m
 
     def create(path, worlds, nodes, *settings, **options):
         recipe = Recipe.load("quickstart", settings)
-        return create_study(recipe, worlds, nodes=nodes, path=tmp_path / path, **options)
+        return create_scaling(recipe, worlds, nodes=nodes, path=tmp_path / path, **options)
 
     study = create("study", [2, 4], [1, 2], repeats=2)
     one, two = scripts("submit", "study", *resources, "--time", "01:00:00")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from windlass.study.results import summarize
+from windlass.study.numbers import RunNumbers
 from windlass.telemetry.ledger import Scores, scores_by_step
 
 NAN, INF = float("nan"), float("inf")
@@ -37,7 +37,8 @@ def test_a_suite_of_ones_own_says_whether_less_is_better() -> None:
     lines = [line | {"lower": ["error"]} for line in lines]
     assert scores_by_step(lines, "own:x.error").best_step == 1
     assert scores_by_step(lines, "own:x.right").best_step == 2
-    assert summarize(lines, "own:x.error")["score"] == 0.1, "a study has the same best score"
+    numbers = RunNumbers(lines, lines, "own:x.error")
+    assert (numbers.score, numbers.lower) == (0.1, True), "a study has the same best score"
 
 
 def test_scores_of_other_items_are_left_out() -> None:
@@ -47,4 +48,5 @@ def test_scores_of_other_items_are_left_out() -> None:
     ]
     scores = scores_by_step(lines, "loss")
     assert (scores.best_step, scores.best) == (3, 2.0)
-    assert summarize(lines, "loss")["score"] == summarize(lines, "loss")["best_loss"] == 2.0
+    numbers = RunNumbers(lines, lines)
+    assert numbers.score == numbers.best_loss == 2.0

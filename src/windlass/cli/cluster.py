@@ -139,7 +139,7 @@ def submit(
     from windlass.launch.batch import cancel as cancel_jobs
     from windlass.launch.submit import Resources, read_site, submit_run
     from windlass.recipe import Recipe
-    from windlass.study.runner import submit_study
+    from windlass.study.jobs import submit_study
     from windlass.study.study import Study
 
     directory = Path(recipe)

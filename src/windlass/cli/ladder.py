@@ -16,7 +16,7 @@ from windlass.errors import UserError
 
 if TYPE_CHECKING:
     from windlass.study.ladder import Ladder
-    from windlass.study.runner import Progress
+    from windlass.study.progress import Progress
 
 
 def ladder(
@@ -50,7 +50,8 @@ def ladder(
     """
     from windlass.run import Run
     from windlass.study import ladder as ladders
-    from windlass.study.runner import Progress, sweep
+    from windlass.study.progress import Progress
+    from windlass.study.sweep import sweep
 
     if sum(map(bool, (flops, hours, money))) > 1:
         raise UserError("give one budget: --flops, --hours or --money")
@@ -100,7 +101,7 @@ def _show(seen: Ladder, flops: float, progress: Progress) -> None:
 
 def _as_json(seen: Ladder, flops: float) -> dict[str, Any]:
     """The law, and the best size for `flops`, if there is a budget."""
-    law, best = seen.law, seen.judged[0]
+    law, best = seen.law, seen.forms[0]
     values: dict[str, Any] = {
         "form": law.form,
         "embeddings": law.embeddings,

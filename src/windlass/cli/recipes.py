@@ -110,7 +110,7 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     from windlass.data.prepare import prepare as prepare_data
     from windlass.data.samples import ExampleSamples
     from windlass.estimate.devices import this_device
-    from windlass.estimate.subject import Subject, with_sizes
+    from windlass.estimate.inputs import PlanInputs, with_sizes
     from windlass.recipe import Recipe
     from windlass.telemetry.terminal import pairs, rich_console
 
@@ -128,8 +128,8 @@ def prepare(recipe: RecipeName, overrides: Overrides) -> None:
     corpora = [corpus for corpus in prepared.corpora if corpus.index.left_out]
     if lists := [str(corpus.directory / LEFT_OUT) for corpus in corpora]:
         shown["left out"] = "\n".join(dict.fromkeys(lists))
-    subject = with_sizes(Subject(loaded, 1, this_device(cpu=True), "fp32", vocab=data.vocab))
-    if size := subject.size.checkpoint_bytes:
+    inputs = with_sizes(PlanInputs(loaded, 1, this_device(cpu=True), "fp32", vocab=data.vocab))
+    if size := inputs.size.checkpoint_bytes:
         shown["checkpoint"] = f"{size / 1e9:.4g} GB each"
     shown["fingerprint"] = data.fingerprint
     shown["prepared"] = f"in {prepared.seconds:.1f} s" if prepared.is_new else "already"

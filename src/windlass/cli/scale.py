@@ -15,7 +15,7 @@ from windlass.cli.sweep import RetryFailed, StudyName, exit_code
 from windlass.errors import DONE, FAILED, UserError
 
 if TYPE_CHECKING:
-    from windlass.study.runner import Progress
+    from windlass.study.progress import Progress
     from windlass.study.study import Study
 
 EPILOG = """Modes, and the quantities that stay as the ranks grow:
@@ -60,7 +60,7 @@ def scale(
     Example: `windlass scale quickstart --worlds 1,2 --mode strong train.steps=60`
     """
     from windlass.study import scale as studies
-    from windlass.study.runner import Progress
+    from windlass.study.progress import Progress
     from windlass.study.study import Study
 
     if Study.is_study(recipe) and overrides and not worlds:
@@ -88,13 +88,13 @@ def scale(
 
 
 def _show(study: Study, progress: Progress, json_: bool) -> None:
-    from windlass.reports.study import terminal
-    from windlass.study.setups import read_setups
+    from windlass.reports.scaling import terminal
+    from windlass.study.efficiency import read_setups
 
     table = read_setups(study)
     console = progress.console
     if json_:
-        names = ("state", "reason", "spread", "missing", "remarks")
+        names = ("state", "reason", "spread", "missing", "remarks", "recommended_because")
         rows = [{name: getattr(setup, name) for name in names} for setup in table]
         head = [{"setup": setup.name, **setup.assignment, **setup.values} for setup in table]
         print_json([one | more for one, more in zip(head, rows, strict=True)])

@@ -14,7 +14,7 @@ from windlass.cli.runs import show_study
 from windlass.errors import DONE, FAILED, plural
 
 if TYPE_CHECKING:
-    from windlass.study.runner import Progress
+    from windlass.study.progress import Progress
     from windlass.study.study import Study
 
 EPILOG = """Axes, which are crossed:
@@ -71,8 +71,8 @@ def sweep(
 
     Example: `windlass sweep quickstart optim.lr=1e-3,3e-3 --set train.steps=200`
     """
-    from windlass.study import runner as studies
-    from windlass.study.runner import Progress
+    from windlass.study import sweep as studies
+    from windlass.study.progress import Progress
 
     progress = Progress(sys.stderr if json_ else sys.stdout)  # with --json stdout has JSON alone
     if create:

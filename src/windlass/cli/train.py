@@ -90,7 +90,7 @@ def show_end(run: Run) -> int:
         return DONE
     try:
         from windlass.cli.runs import show_published
-        from windlass.reports.overview import curve
+        from windlass.reports.curve import curve
         from windlass.reports.view import RunView
         from windlass.reports.write import report as write_report
 

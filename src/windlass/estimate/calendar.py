@@ -167,12 +167,13 @@ def milestone_rows(
     return [MilestoneRow(*row, seconds(row[1]), seconds(row[2])) for row in rows]
 
 
-def checkpoints_to_come(recipe: Recipe, horizon: Horizon, done: int = 0, present: int = 0) -> int:
-    """The most checkpoints beside the `present` ones that will be on disk after `done` steps."""
+def most_checkpoints(recipe: Recipe, horizon: Horizon) -> int:
+    """The most checkpoints of a run on disk at a time, with the one that is being written."""
     settings = recipe.checkpoint
     saves = [m.step for m in milestones(recipe, horizon) if m.what == CHECKPOINT]
     older = saves[: -settings.keep_last]
     permanent = sum(horizon.due(settings.keep_every, step) for step in older)
     stay = min(len(saves), settings.keep_last) + permanent
-    stay += settings.keep_best and len(older) > permanent
-    return min(sum(step > done for step in saves), max(1, stay + 1 - present))
+    if settings.keep_best and len(older) > permanent:
+        stay += 1
+    return min(len(saves), stay + 1)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from windlass.errors import UserError
 from windlass.estimate.calendar import recipe_vocab
-from windlass.estimate.rank import COMPUTE_BYTES, Layout, layout_of, ranks_of
+from windlass.estimate.layout import COMPUTE_BYTES, Layout, layout_of
+from windlass.estimate.rank import ranks_of
 from windlass.estimate.tensors import CHUNK, CHUNK_COPIES, Tensors
 from windlass.model.size import CountedSizes, checkpoint_bytes, moment_bytes, unit_blocks
 from windlass.recipe import Recipe

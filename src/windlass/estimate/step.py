@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
+from windlass.estimate.collectives import Collective, Work, work_of
 from windlass.estimate.devices import Device, device_table
-from windlass.estimate.rank import COMPUTE_BYTES, Collective, Layout, Rank, Work, ranks_of, work_of
+from windlass.estimate.layout import COMPUTE_BYTES, Layout
+from windlass.estimate.rank import Rank, ranks_of
 from windlass.model.size import CountedSizes
 from windlass.recipe.network import ModelSettings
 

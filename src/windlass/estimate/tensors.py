@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.estimate.rank import COMPUTE_BYTES, Rank
+from windlass.estimate.layout import COMPUTE_BYTES
+from windlass.estimate.rank import Rank
 from windlass.model.size import loss_chunk
 
 # Tests keep the first, third and fourth equal to the numbers of `windlass.optim`.

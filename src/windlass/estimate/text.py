@@ -2,140 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.data.open import mixture_table, repeated
-from windlass.errors import UserError, plural
-from windlass.estimate.devices import USABLE
-from windlass.estimate.layouts import NETWORK, MemoryRow, Settings, settings_of
-from windlass.estimate.memory import PARTS, Memory, memory
-from windlass.estimate.subject import Subject, with_sizes
-from windlass.model.size import CountedSizes, describe_network, trainable
-from windlass.recipe import Recipe, typed
+from windlass.errors import plural
+from windlass.estimate.advice import pasted
+from windlass.estimate.candidates import NETWORK
+from windlass.estimate.memory import PARTS
+from windlass.model.size import describe_network, trainable
 from windlass.telemetry.measures import duration, short
 from windlass.telemetry.terminal import pairs, table
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-def recommend(rows: list[MemoryRow], subject: Subject) -> tuple[Settings, str]:
-    """The settings of the cheapest layout that fits, and the reason; empty if nothing is known."""
-    usable, micro_batch = subject.device.usable_bytes, subject.recipe.train.micro_batch
-    if usable is None:
-        return {}, "the device's memory is unknown: give --memory GB"
-    if rows[0].largest_micro_batch is None:  # the activations are unknown
-        return {}, ""
-    fitting = [row for row in rows if row.fits and micro_batch]
-    fitting += [row for row in rows if row.largest_micro_batch]
-    if not fitting:
-        return advise(Planned(subject), usable)
-    row = fitting[0]
-    size = micro_batch if row.fits and micro_batch else row.largest_micro_batch or 0
-    layout = replace(row.layout, micro_batch=size)
-    given = ("parallel.tensor", "parallel.context", "parallel.pipeline")
-    settings = {k: v for k, v in settings_of(layout).items() if v and k not in given}
-    host = f"; {row.memory.host / 1e9:.3g} GB of the host's memory" if layout.offload else ""
-    return settings, f"the cheapest that fits{host}"
-
-
-def savings(
-    recipe: Recipe, world: int, on_gpu: bool, sizes: CountedSizes | None = None
-) -> Iterator[Settings]:
-    """The changes of a recipe that may lower a rank's memory, the cheapest one first."""
-    parallel, model, train, optim = recipe.parallel, recipe.model, recipe.train, recipe.optim
-    if parallel.activation_checkpointing != "full":
-        yield {"parallel.activation_checkpointing": "full"}
-    replicas = recipe.sizes(world).data_world * parallel.context
-    if replicas > 1 and not recipe.strategy(world).shards_parameters:
-        yield {"parallel.strategy": "full_shard"}
-    total, trained = (sizes.total, sizes.trained) if sizes else (1, 1)
-    if sizes and model.kind == "hf" and total > trained and not sizes.in_bf16:
-        yield {"model.frozen_precision": "bf16"}
-    if model.lora.rank and model.lora.base != "4bit":
-        yield {"model.lora.base": "4bit"}
-    trains_most = 2 * trained > total
-    if trains_most and optim.kind == "adamw" and parallel.tensor == 1:
-        yield {"optim.kind": "adamw8bit"}
-    low = train.precision == "bf16" or (train.precision == "auto" and on_gpu)
-    if trains_most and low and train.master == "fp32":
-        yield {"train.master": "bf16"}
-    if on_gpu and not parallel.offload:
-        yield {"parallel.strategy": "full_shard", "parallel.offload": True}
-    if trains_most and model.kind == "hf" and not model.from_scratch:
-        yield {"model.lora.rank": 16}
-        yield {"model.lora.rank": 16, "model.lora.base": "4bit"}
-
-
-class Planned:
-    def __init__(self, subject: Subject):
-        self.subject = subject
-        # By network and micro-batch; 0: of any micro-batch.
-        self.counted = {(self._network(subject.recipe), 0): subject.counted}
-
-    @staticmethod
-    def _network(recipe: Recipe) -> str:
-        """The settings that determine a model's weights and activations."""
-        checkpointing = recipe.parallel.activation_checkpointing
-        return f"{recipe.model!r} {checkpointing} {recipe.train.master}"
-
-    def __call__(self, settings: Settings) -> Memory | None:
-        """The fullest rank's memory; None if these settings are not valid, or it is unknown."""
-        try:
-            recipe = self.subject.recipe.replace(settings)
-            recipe.batch(self.subject.world, self.subject.device.kind)
-            subject = replace(self.subject, recipe=recipe)
-            network, micro_batch = self._network(recipe), recipe.train.micro_batch
-            measured = (network, 0 if (network, 0) in self.counted else micro_batch)
-            if measured not in self.counted:
-                sized = with_sizes(subject, activations=True, several=not micro_batch)
-                self.counted[measured] = sized.counted
-        except UserError:
-            return None
-        subject = replace(subject, counted=self.counted[measured])
-        counted, vocab = subject.counted, subject.size.vocab or 0
-        if counted is not None and not counted.peaks:
-            return None
-        return memory(counted or recipe.model, vocab, subject.layout, recipe.optim.kind)
-
-
-def advise(planned: Planned, usable: int) -> tuple[Settings, str]:
-    """Changes with which a recipe fits into `usable` bytes, and the memory of a rank then.
-
-    Each change stays that lowers the memory, until the recipe fits; then the unnecessary ones go.
-    """
-    subject, recipe = planned.subject, planned.subject.recipe
-    settings: Settings = {}
-    least = planned(settings)
-    changes = savings(recipe, subject.world, subject.device.kind == "cuda", subject.counted)
-    smallest: Settings = {"train.micro_batch": recipe.parallel.pipeline}
-    for change in (smallest, *changes):
-        peak = planned(settings | change)
-        if peak is not None and (least is None or peak.total < least.total):
-            least, settings = peak, settings | change
-        if least is not None and least.total <= usable:
-            break
-    if least is None:
-        return {}, ""
-    if least.total > usable:
-        how = f" with {pasted(settings)}" if settings else ""
-        problem = f"nothing fits: the least is {least.total / 1e9:.3g} GB{how}"
-        device = f"a device with more than {least.total / USABLE / 1e9:.3g} GB"
-        return {}, f"{problem}; use {device}, or more ranks with parallel.strategy=full_shard"
-    for key in list(settings):
-        fewer = {other: value for other, value in settings.items() if other != key}
-        peak = planned(fewer)
-        if peak is not None and peak.total <= usable:
-            least, settings = peak, fewer
-    size = f"{least.total / 1e9:.3g} GB"
-    host = f" and {least.host / 1e9:.3g} GB of the host's memory" if least.host else ""
-    return settings, f"nothing fits as it is; with these a rank takes {size}{host}"
-
-
-def pasted(settings: Settings) -> str:
-    return " ".join(f"{key}={typed(value)}" for key, value in settings.items())
 
 
 def print_plan(plan: Any, console: Console) -> None:
@@ -151,119 +31,120 @@ def print_plan(plan: Any, console: Console) -> None:
     if plan.steps is None or plan.done < plan.steps:
         _section(console, "Time", _time(plan))
     if plan.milestones:
-        cells = []
-        for m in plan.milestones:
-            seconds = (m.first_seconds, m.last_seconds)
-            unknown = "?" if plan.speed else ""  # an empty column is not shown
-            first, last = (unknown if s is None else duration(s) if s else "now" for s in seconds)
-            more = (f"{m.left:,}", f"{m.last:,}", last) if m.left > 1 else ("", "", "")
-            cells.append((m.what, f"{m.first:,}", first, *more))
-        head = ("what", "next at step", "in", "left", "last at step", "in")
-        _section(console, "Milestones", [], head, cells)
+        _print_milestones(plan, console)
     if size := plan.size.checkpoint_bytes:
         one = f"{size / 1e9:.4g} GB, of which a save holds a copy in host memory"
-        disk = [("a checkpoint", one)]
+        disk = {"a checkpoint": one}
         if plan.checkpoints:
             total = f"{plan.checkpoints * size / 1e9:.4g} GB"
-            disk.append(("in all", f"at most {plan.checkpoints:,} at a time: {total}"))
+            disk["in all"] = f"at most {plan.checkpoints:,} at a time: {total}"
         elif why := plan.unknown.get("checkpoints"):
-            disk.append(("in all", f"unknown, because {why}"))
+            disk["in all"] = f"unknown, because {why}"
         _section(console, "Disk", disk)
 
 
-def _facts(plan: Any) -> list[tuple[str, str]]:
-    size, ranks = plan.size, f"{plan.world} rank{'s' * (plan.world != 1)}"
-    facts = {"ranks": f"{ranks} on {plan.device.name}, {plan.precision}"}
+def _facts(plan: Any) -> dict[str, str]:
+    size = plan.size
+    facts = {"ranks": f"{plural(plan.world, 'rank')} on {plan.device.name}, {plan.precision}"}
     if size.parameters is not None:
-        inside = size.non_embedding
-        within = "" if inside is None else f" ({inside:,} in blocks and norms)"
-        facts["parameters"] = f"{size.parameters:,}{within}"
+        facts["parameters"] = f"{size.parameters:,}"
+        if size.non_embedding is not None:
+            facts["parameters"] += f" ({size.non_embedding:,} in blocks and norms)"
     if size.trained != size.parameters:
         part = trainable(size.trained or 0, size.parameters or 0)
         facts["trainable"] = f"{part}: the rest has neither gradients nor optimizer state"
-    facts["network"] = describe_network(size.network) if size.network else ""
+    if size.network:
+        facts["network"] = describe_network(size.network)
     if "size" in plan.unknown:
         facts["unknown"] = f"parameters, FLOPs, memory, checkpoint size: {plan.unknown['size']}"
-    if plan.steps is None:
-        facts["length"] = plan.unknown["steps"]
-    else:
+    facts["length"] = plan.unknown.get("steps", "")
+    if plan.steps is not None:
         steps = f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,.0f} tokens"
-        steps += f" = {short(plan.tokens or 0)}"
+        facts["length"] = f"{steps} = {short(plan.tokens or 0)}"
         if plan.tokens_per_step != plan.padded_tokens_per_step:
             share = 100 * plan.tokens_per_step / plan.padded_tokens_per_step
-            steps += f" ({share:.0f} % of {plan.padded_tokens_per_step:,.0f} with padding)"
-        facts["length"] = steps + "; padding is unknown and not counted" * plan.taken_as_full
+            padded = f"{plan.padded_tokens_per_step:,.0f} with padding"
+            facts["length"] += f" ({share:.0f} % of {padded})"
+        if plan.taken_as_full:
+            facts["length"] += "; padding is unknown and not counted"
     if plan.optimal_tokens and size.parameters:
         rule = f"D = {plan.optimal_tokens / size.parameters:.4g} N = {plan.optimal_tokens:,} tokens"
-        facts["optimal"] = f"{rule} = {plural(plan.optimal_steps, 'step')}"
+        facts["optimal"] = f"{rule} = {plural(plan.optimal_steps or 0, 'step')}"
         if plan.tokens:
             ratio = plan.tokens / size.parameters
             facts["optimal"] += f"; this run has {ratio:.3g} tokens a parameter"
-    why = plan.unknown.get("epochs", "")
-    facts["epochs"] = f"{plan.epochs:.3g}" if plan.epochs else f"unknown{': ' * bool(why)}{why}"
-    facts["mixture"] = mixture_table(plan.mixture) if plan.mixture else ""
+    if plan.epochs:
+        facts["epochs"] = f"{plan.epochs:.3g}"
+    else:
+        facts["epochs"] = ": ".join(filter(None, ["unknown", plan.unknown.get("epochs")]))
+    if plan.mixture:
+        facts["mixture"] = mixture_table(plan.mixture)
     facts["repeated"] = "\n".join(repeated(plan.mixture))
     if size.flops_per_token:
-        total = f"; {plan.flops:.2e} in all" if plan.flops else ""
-        facts["FLOPs"] = f"{short(size.flops_per_token)} a token{total}"
-    return [(name, text) for name, text in facts.items() if text]
+        facts["FLOPs"] = f"{short(size.flops_per_token)} a token"
+        if plan.flops:
+            facts["FLOPs"] += f"; {plan.flops:.2e} in all"
+    return facts
 
 
 def _print_memory(plan: Any, console: Console) -> None:
-    rows, usable, first = plan.memory, plan.device.usable_bytes, plan.memory[0].layout
-    most, ours = max(row.memory.total for row in rows), plan.size.non_embedding is not None
-    measured = rows[0].memory.at == "measured"
-    unit, size = _unit(most)
+    rows, first = plan.memory, plan.memory[0].layout
+    measured, ours = rows[0].memory.at == "measured", plan.size.non_embedding is not None
+    unit, size = _unit(max(row.memory.total for row in rows))
     cells = []
     for row in rows:
-        shown = [f"{getattr(row.memory, part) / size:,.1f}" for part in (*PARTS, "total")]
-        shown[-2] *= row.memory.average > 0  # an empty column is not shown
+        parts = {part: f"{getattr(row.memory, part) / size:,.1f}" for part in (*PARTS, "total")}
+        if not row.memory.average:
+            parts["average"] = ""  # an empty column is not shown
         if not ours and not measured:
-            shown[3:6] = ["?"] * 3
-        largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
+            parts |= dict.fromkeys(("activations", "logits", "buffers"), "?")
         strategy = "offload" if row.layout.offload else row.layout.strategy
-        strategy += " *" * row.chosen
         fits = {True: "yes", False: "no", None: "?"}[row.fits]
-        cells.append((strategy, row.layout.checkpointing, *shown, fits, largest))
+        largest = "?" if row.largest_micro_batch is None else str(row.largest_micro_batch or "-")
+        place = (_marked(strategy, row.chosen), row.layout.checkpointing)
+        cells.append((*place, *parts.values(), fits, largest))
     notes = ["The table is computed, not measured. *: the recipe's own layout."]
-    most = f"{first.share or first.micro_batch * first.accumulation:,}"
-    samples = f"{most}, the sequences of a rank in a step"
-    notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
+    if ours or measured:
+        most = f"{first.share or first.micro_batch * first.accumulation:,}"
+        samples = f"{most}, the sequences of a rank in a step"
+        notes.append(f"max: the largest micro-batch that fits; at most {samples}.")
+    else:
+        why = plan.unknown.get("activations", "")
+        notes.append(f"The activations of this model are unknown: {why}")
     if measured:
         notes.append("act includes the logits; a pass with fake tensors and CPU kernels gave it.")
-    elif not ours:
-        why = plan.unknown.get("activations", "")
-        notes[1:] = [f"The activations of this model are unknown: {why}"]
     if host := max(row.memory.host for row in rows):
         notes.append(f"offload: sharded, with {host / 1e9:.3g} GB of host memory in addition")
-    settings = pasted(plan.recommended) if plan.recommended else ""
-    if plan.advice:
-        notes.append(f"Recommended ({plan.advice}): {settings}" if settings else plan.advice)
-    micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
+    if plan.recommended:
+        notes.append(f"Recommended ({plan.advice}): {pasted(plan.recommended)}")
+    elif plan.advice:
+        notes.append(plan.advice)
+    usable = plan.device.usable_bytes
     budget = f"budget {usable / 1e9:.3g} GB" if usable else "budget unknown"
+    micro = f"micro-batch {first.micro_batch}, {first.accumulation} a step"
     title = f"Peak memory of a rank in {unit}: {micro}, {first.precision}, {budget}"
-    parts = ("param", "grad", "optim", "act", "logit", "buf", "avg")
-    head = ("strategy", "act ckpt", *parts, "all", "fits", "max")
-    _section(console, title, [], head, cells, text_columns=2, notes=notes)
+    names = ("param", "grad", "optim", "act", "logit", "buf", "avg")
+    head = ("strategy", "act ckpt", *names, "all", "fits", "max")
+    _section(console, title, {}, head, cells, text_columns=2, notes=notes)
 
 
 def _print_layouts(plan: Any, console: Console) -> None:
     rows, title = plan.layouts, f"Layouts of {plan.world} ranks"
     if not rows:
-        _section(console, title, [], notes=[plan.layouts_advice])
+        _section(console, title, {}, notes=[plan.layouts_advice])
         return
     unit, size = _unit(max(row.memory.total for row in rows))
     cells = []
     for row in rows:
         one = row.layout
-        numbers = (one.tensor, one.context, one.pipeline)
+        division = f"{one.tensor:>2} {one.context:>2} {one.pipeline:>2}"
+        numbers = (str(one.micro_batch), f"{1e3 * row.seconds:,.0f}")
         cells.append(
             (
-                " ".join(f"{number:>2}" for number in numbers) + " *" * row.chosen,
+                _marked(division, row.chosen),
                 one.strategy,
                 one.checkpointing,
-                str(one.micro_batch),
-                f"{1e3 * row.seconds:,.0f}",
+                *numbers,
                 f"{row.memory.total / size:,.1f}",
             )
         )
@@ -274,34 +155,58 @@ def _print_layouts(plan: Any, console: Console) -> None:
         f"First row: {pasted(rows[0].settings) or 'the recipe'}",
     ]
     title += f" that fit, memory of the fullest rank in {unit}"
-    _section(console, title, [], head, cells, 3, notes)
+    _section(console, title, {}, head, cells, 3, notes)
+
+
+def _marked(text: str, chosen: bool) -> str:
+    """The text with the mark of the recipe's own layout."""
+    return f"{text} *" if chosen else text
+
+
+def _print_milestones(plan: Any, console: Console) -> None:
+    def time(seconds: float | None) -> str:
+        if seconds is None:
+            return "?" if plan.speed else ""  # an empty column is not shown
+        return duration(seconds) if seconds else "now"
+
+    cells = []
+    for m in plan.milestones:
+        row = [m.what, f"{m.first:,}", time(m.first_seconds), "", "", ""]
+        if m.left > 1:
+            row[3:] = [f"{m.left:,}", f"{m.last:,}", time(m.last_seconds)]
+        cells.append(row)
+    head = ("what", "next at step", "in", "left", "last at step", "in")
+    _section(console, "Milestones", {}, head, cells)
 
 
 def _unit(most: float) -> tuple[str, float]:
     return ("GB", 1e9) if most >= 2e9 else ("MB", 1e6)
 
 
-def _time(plan: Any) -> list[tuple[str, str]]:
+def _time(plan: Any) -> dict[str, str]:
     speed = plan.speed
     if speed is None:
-        return [("to the end", f"unknown: {plan.unknown['time']}")]
+        return {"to the end": f"unknown: {plan.unknown['time']}"}
     end = plan.unknown.get("steps", "")
     if plan.seconds is not None:
         end = f"{duration(plan.seconds)}, {plan.device_hours:.3g} device-hours ({speed.basis})"
         if speed.range:
-            low, high = (plan.seconds / factor for factor in speed.range[::-1])
-            end += f"; {duration(low)} to {duration(high)} by the range below"
+            slow, fast = speed.range
+            times = f"{duration(plan.seconds / fast)} to {duration(plan.seconds / slow)}"
+            end += f"; {times} by the range below"
     milliseconds = 1e3 * (plan.seconds_per_step or 0)
     step = f"{speed.tokens_per_s:,.0f} tokens/s, {milliseconds:,.0f} ms a step"
-    missing = ", ".join(f"{what}s" for what in plan.not_counted)
-    more = [("without", f"{missing}, whose time was not measured")] if missing else []
-    return [("to the end", end), ("from", speed.detail), ("speed", step), *more]
+    time = {"to the end": end, "from": speed.detail, "speed": step}
+    if plan.not_counted:
+        missing = ", ".join(f"{what}s" for what in plan.not_counted)
+        time["without"] = f"{missing}, whose time was not measured"
+    return time
 
 
 def _section(
     console: Console,
     title: str,
-    facts: Sequence[tuple[str, str]],
+    facts: Mapping[str, str],
     head: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
     text_columns: int = 1,
@@ -311,7 +216,8 @@ def _section(
 
     console.print(Text(title, style="bold"))
     if facts:
-        console.print(pairs(facts, indent="  ", style="dim"))
+        given = [(name, text) for name, text in facts.items() if text]
+        console.print(pairs(given, indent="  ", style="dim"))
     if rows:
         text = head[:text_columns]
         console.print(table(head, rows, console.width, text=text, keys=text_columns))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
-from windlass.estimate.rank import Collective
+from windlass.estimate.collectives import Collective
 from windlass.model.frozen import CAPABILITY
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env

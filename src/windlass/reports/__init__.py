@@ -1,1 +1,1 @@
-"""Reports: what the ledgers of runs and studies say, as a page, tables and pictures. No torch."""
+"""Reports of runs and studies from their ledgers: a page, tables and pictures. No torch."""

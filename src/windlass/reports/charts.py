@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from windlass.errors import plural
 from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
-from windlass.study.results import BITS, common_measure
+from windlass.study.comparison import common_measure
+from windlass.study.numbers import BITS, score_fields
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
 
@@ -38,9 +38,8 @@ class Series:
     y: Numbers
     # places of the points: by `step`, `tokens` and `hours` along a run, or by `x` on a study's axis
     at: Mapping[str, Numbers] = field(default_factory=dict)
+    number: int = 0  # of its colour, line pattern and shape: 40 lines are unlike
     run: int = -1  # index of the run, for hiding it; -1: not a run's
-    colour: int = 0  # index into the palette
-    dash: int = 0  # index of the pattern of the line and of the shape of its points
     grey: bool = False  # without a colour: a reference
     minor: bool = False  # a thin line: part of a whole
     # `line`: hollow points joined by a line; `median`: solid ones joined; `only`: hollow ones
@@ -53,6 +52,16 @@ class Series:
     @property
     def x(self) -> Numbers:
         return self.at["x"] if "x" in self.at else self.at["step"]
+
+    @property
+    def colour(self) -> int:
+        """Index into the palette."""
+        return self.number % COLOURS
+
+    @property
+    def dash(self) -> int:
+        """Index of the pattern of the line and of the shape of its points."""
+        return self.number % DASHES
 
 
 def is_spread(lines: Iterable[Series]) -> bool:
@@ -73,11 +82,6 @@ class Chart:
     note: str = ""
 
 
-def pattern(number: int) -> dict[str, Any]:
-    """Colour and dash of a line by its place: lines differ in both, and 40 pairs are unlike."""
-    return {"colour": number % COLOURS, "dash": number % DASHES}
-
-
 POINTS = 2400  # of a line, over all runs; at least 400 of one run: more than a screen has pixels
 RANK_POINTS = 400
 FEW_RANKS = 4  # have a line each; more are a mean and a range
@@ -86,22 +90,26 @@ AXES = ("step", "tokens", "hours")
 
 def charts(views: Sequence[RunView]) -> list[Chart]:
     """The charts for which a run has numbers, the loss first; of several runs one column each."""
-    drawn = [_loss_chart(views), *_score_charts(views)]
-    logged = [view.logged for view in views]
-    names = (name for track in logged for name in track.columns if name.startswith("log."))
+    drawn = [_loss_chart(views), *_source_and_suite_charts(views)]
+    logged: list[Track | None] = [view.logged for view in views]
+    names = (name for view in views for name in view.logged.columns if name.startswith("log."))
     for name in dict.fromkeys(names):
         drawn.append(Chart(slug(name), name, "", _columns(views, logged, {name: name})))
+    trains: list[Track | None] = [view.train for view in views]
     for key, measures in by_chart(TRAIN).items():
-        first, trains = measures[0], [view.train for view in views]
+        first = measures[0]
         columns = {measure.name: measure.text for measure in measures}
-        factor = 100.0 if first.kind == "share" else 1.0
-        lines = _columns(views, trains, columns, factor=factor, smooth=key != "lr")
+        lines = _columns(views, trains, columns, 100.0 if first.kind == "share" else 1.0)
+        if key != "lr":
+            lines = [replace(line, smooth=True) for line in lines]
         drawn.append(Chart(key, first.title, first.unit, lines, y=Axis(zero=True)))
     for key, measures in by_chart(DEVICE).items():
-        for number, measure in enumerate(measures):
+        for place, measure in enumerate(measures):
             series = [x for run in range(len(views)) for x in _ranks(views, run, measure.name)]
-            own = f"{key}-{slug(measure.text)}" if number else key
-            title = measures[0].title + (f", {measure.text}" if len(measures) > 1 else "")
+            own = f"{key}-{slug(measure.text)}" if place else key
+            title = measures[0].title
+            if len(measures) > 1:
+                title += f", {measure.text}"
             drawn.append(Chart(own, title, measures[0].unit, series, y=Axis(zero=True)))
     return [chart for chart in drawn if chart.series]
 
@@ -116,62 +124,73 @@ def _loss_chart(views: Sequence[RunView]) -> Chart:
             factor = data.tokens / (data.bytes * math.log(2)) if data and data.bytes else math.nan
         series += _losses(views, run, factor)
     unit = "bits per byte" if in_bits else "nats per token"
-    note = "lines: training, points: validation" * (len(views) > 1)
+    note = "lines: training, points: validation" if len(views) > 1 else ""
     return Chart("loss", "Loss", unit, series, y=Axis(log=is_spread(series)), note=note)
 
 
 def _losses(views: Sequence[RunView], run: int, factor: float) -> list[Series]:
     view, several, series = views[run], len(views) > 1, list[Series]()
-    losses, track = view.train["loss"], view.evals.get(LOSS)
-    look: dict[str, Any] = {"factor": factor, "run": run}
-    if several:
-        look |= pattern(run)
-    if len(losses):
+    if len(view.train):
         name = view.label if several else "training"
-        own: dict[str, Any] = {"name": name, "smooth": True, "bad": True}
-        series.append(_series(views, view.train, "loss", **own, **look))
+        training = _series(views, run, view.train, "loss", name, factor)
+        series.append(replace(training, smooth=True, bad=True))
+    track = view.evals.get(LOSS)
     if track is None or not track.has("loss"):
         return series
     if several:
-        name = f"{view.label}, validation"
-        return [*series, _series(views, track, "loss", name=name, points="only", **look)]
-    look["points"] = "line"
-    names = {"loss": ("validation", 1), "average_loss": ("validation, averaged weights", 3)}
-    names["train_loss"] = ("a sample of the training data", 2)  # without dropout, always the same
+        validation = _series(views, run, track, "loss", f"{view.label}, validation", factor)
+        return [*series, replace(validation, points="only")]
+    names = {
+        "loss": ("validation", 1),
+        "average_loss": ("validation, averaged weights", 3),
+        "train_loss": ("a sample of the training data", 2),  # without dropout, always the same
+    }
     for column, (name, number) in names.items():
         if track.has(column):
-            series.append(_series(views, track, column, name=name, **look | pattern(number)))
+            line = _series(views, run, track, column, name, factor)
+            series.append(replace(line, number=number, points="line"))
     return series
 
 
-def _score_charts(views: Sequence[RunView]) -> list[Chart]:
-    """The losses of a mixture's sources, and the scores of other suites than the loss: one chart
-    with a line for each, or for several runs a chart for each.
+def _source_and_suite_charts(views: Sequence[RunView]) -> list[Chart]:
+    """The losses of a mixture's sources, and the scores of other suites than the loss.
 
-    One run's many scores have a table alone.
+    One run has a chart with a line for each, but a table alone for many scores; several runs have
+    a chart for each.
     """
-    drawn, loss = list[Chart](), SOURCE["loss"]
-    charts = list[tuple[Chart, list[Track | None], dict[str, str]]]()
-    tracks = [view.evals.get(LOSS) for view in views]
-    fields = dict.fromkeys(name for track in tracks if track for name in track.columns)
-    losses = (name for name in fields if of_source(name) and name.endswith(".loss"))
-    columns = {name: name.split(".")[1] for name in losses}
+    losses, loss = [view.evals.get(LOSS) for view in views], SOURCE["loss"]
+    fields = dict.fromkeys(name for track in losses if track for name in track.columns)
+    sources = (name for name in fields if of_source(name) and name.endswith(".loss"))
+    columns = {name: name.split(".")[1] for name in sources}
     chart = Chart("source-validation", f"{loss.heading}, validation", loss.unit, ())
-    charts.append((chart, tracks, columns))
+    drawn = _of_each(views, chart, losses, columns)
     for suite in dict.fromkeys(suite for view in views for suite in view.evals if suite != LOSS):
         tracks = [view.evals.get(suite) for view in views]
-        names = dict.fromkeys(name for track in tracks if track for name in track.scores())
+        lines = (view.numbers.suites.get(suite, []) for view in views)
+        names = dict.fromkeys(name for own in lines for name in score_fields(own))
         columns = {name: name.replace("_", " ") for name in names}
         if len(views) > 1 or len(names) <= COLOURS:
-            chart = Chart(f"suite-{slug(suite)}", suite, "", ())
-            charts.append((chart, tracks, columns))
-    for chart, tracks, columns in charts:
-        if len(views) == 1:
-            drawn.append(replace(chart, series=_columns(views, tracks, columns, points="line")))
-            continue
-        for name, text in columns.items():
-            own = replace(chart, id=f"{chart.id}-{slug(text)}", title=f"{chart.title}, {text}")
-            drawn.append(replace(own, series=_columns(views, tracks, {name: text}, points="line")))
+            drawn += _of_each(views, Chart(f"suite-{slug(suite)}", suite, "", ()), tracks, columns)
+    return drawn
+
+
+def _of_each(
+    views: Sequence[RunView],
+    chart: Chart,
+    tracks: Sequence[Track | None],
+    columns: Mapping[str, str],
+) -> list[Chart]:
+    """The chart with the columns of a run, or for several runs a chart for each column."""
+    own = [(chart.id, chart.title, columns)]
+    if len(views) > 1:
+        own = [
+            (f"{chart.id}-{slug(text)}", f"{chart.title}, {text}", {name: text})
+            for name, text in columns.items()
+        ]
+    drawn = []
+    for key, title, shown in own:
+        lines = [replace(line, points="line") for line in _columns(views, tracks, shown)]
+        drawn.append(replace(chart, id=key, title=title, series=lines))
     return drawn
 
 
@@ -179,27 +198,27 @@ def _columns(
     views: Sequence[RunView],
     tracks: Sequence[Track | None],
     columns: Mapping[str, str],
-    **look: Any,
+    factor: float = 1.0,
 ) -> list[Series]:
     """A line for each run and column with numbers; for several runs the first column alone."""
-    several, series = len(views) > 1, []
+    series = []
     for run, (view, track) in enumerate(zip(views, tracks, strict=True)):
-        if track is None:
-            continue
-        present = [column for column in columns if track.has(column)]
-        for index, column in enumerate(present[: 1 if several else None]):
-            name = view.label if several else columns[column]
-            own = {"name": name, **pattern(run if several else index)}
-            series.append(_series(views, track, column, run=run, minor=index > 0, **look | own))
+        present = [column for column in columns if track and track.has(column)]
+        if track and present and len(views) > 1:
+            series.append(_series(views, run, track, present[0], view.label, factor))
+        elif track:
+            for number, column in enumerate(present):
+                line = _series(views, run, track, column, columns[column], factor)
+                series.append(replace(line, number=number, minor=number > 0))
     return series
 
 
 def _series(
-    views: Sequence[RunView], track: Track, column: str, factor: float = 1, **look: Any
+    views: Sequence[RunView], run: int, track: Track, column: str, name: str, factor: float
 ) -> Series:
     keep = thin(track["step"], track[column], max(400, POINTS // len(views)))
     at = {axis: track[axis][keep] for axis in AXES}
-    return Series(y=factor * track[column][keep], at=at, **look)
+    return Series(name, factor * track[column][keep], at, run if len(views) > 1 else 0, run)
 
 
 def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
@@ -232,12 +251,11 @@ def _ranks(views: Sequence[RunView], run: int, column: str) -> list[Series]:
     if several or len(tracks) > FEW_RANKS:
         name = view.label if several else f"mean of {plural(len(tracks), 'rank')}"
         mean, low, high = (f(table, axis=0) for f in (np.nanmean, np.nanmin, np.nanmax))
-        look = pattern(run if several else 0)
-        return [Series(name, mean, axes, run, low=low, high=high, **look)]
+        return [Series(name, mean, axes, run if several else 0, run, low=low, high=high)]
     series = []
     for row, track in enumerate(tracks):
         rank = track.rank
         place = view.sizes.place(rank) if rank < view.sizes.world else ""  # else of another start
         name = f"rank {rank} ({place})" if place else f"rank {rank}"
-        series.append(Series(name, table[row], axes, run, minor=True, **pattern(row)))
+        series.append(Series(name, table[row], axes, row, run, minor=True))
     return series

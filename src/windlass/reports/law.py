@@ -1,4 +1,4 @@
-"""What a report adds for a ladder: the law, how well it predicts, and its pictures."""
+"""A ladder in a report: the law, its errors, and its charts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from windlass.errors import UserError
-from windlass.reports.charts import Axis, Chart, Series, pattern
+from windlass.reports.charts import Axis, Chart, Series
 from windlass.reports.tables import Column, Table
 from windlass.run import Run
 from windlass.study.ladder import Ladder, open_ladder
@@ -36,7 +36,7 @@ def ladder_view(study: Study) -> LawView:
         return LawView(remark=f"{str(error)[:1].upper()}{str(error)[1:]}.")
     law, runs = seen.law, seen.observations
     charts = [compute_chart(law, runs, seen.unit), slices(law, runs, seen.unit)]
-    off = show(seen.judged[0].mean, "share")
+    off = show(seen.forms[0].mean, "share")
     summary = f"It predicts the largest runs from the others with a mean error of {off}"
     return LawView(tables, [*charts, residuals(law, runs)], summary)
 
@@ -51,7 +51,7 @@ def prediction_view(ladder: str, runs: Sequence[Run]) -> LawView:
 def law_table(ladder: Ladder) -> Table:
     """The constants of each form, its error on the largest runs, and the chosen form."""
     rows: list[Sequence[Any]] = []
-    for one in ladder.judged:
+    for one in ladder.forms:
         chosen = (one.form, one.embeddings) == (ladder.law.form, ladder.law.embeddings)
         counted = "all" if one.embeddings else "without embeddings"
         worst = max(one.errors.values(), key=abs)
@@ -63,7 +63,7 @@ def law_table(ladder: Ladder) -> Table:
         Column("largest_error", "Largest error", "share"),
         Column("chosen", "Chosen"),
     ]
-    predicted = "; ".join(ladder.judged[0].errors)
+    predicted = "; ".join(ladder.forms[0].errors)
     notes = [
         f"The errors are of the largest runs, predicted from the others: {predicted}.",
         f"The chosen form, fitted to all runs: {ladder.law}; 80 % ranges by bootstrap over runs.",
@@ -73,8 +73,8 @@ def law_table(ladder: Ladder) -> Table:
 
 
 def error_table(ladder: Ladder) -> Table:
-    """Each run's measured and fitted loss; a run that judges the law also has a prediction."""
-    errors, law, rows = ladder.judged[0].errors, ladder.law, []
+    """Each run's measured and fitted loss; a run outside the fit also has a prediction."""
+    errors, law, rows = ladder.forms[0].errors, ladder.law, []
     for one, flops in zip(ladder.observations, law.flops(ladder.observations), strict=True):
         error = errors.get(one.name)
         before = None if error is None else one.loss * (1 + error)
@@ -141,12 +141,12 @@ def compute_chart(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     """
     series = []
     for number, (name, own) in enumerate(by_size(runs)):
-        x, y, look = law.flops(own), np.array([one.loss for one in own]), pattern(number)
-        series.append(Series(name, y, {"x": x}, points="only", **look))
+        x, y = law.flops(own), np.array([one.loss for one in own])
+        series.append(Series(name, y, {"x": x}, number, points="only"))
         size, unique = own[0].size(law.embeddings), own[0].unique_tokens
         flops = np.geomspace(x.min(), x.max(), POINTS)
         losses = [law.loss(size, effective_tokens(c / 6 / size, unique)) for c in flops]
-        series.append(Series("", np.array(losses), {"x": flops}, minor=True, **look))
+        series.append(Series("", np.array(losses), {"x": flops}, number, minor=True))
     every = law.flops(runs)
     flops = np.geomspace(every.min(), every.max() * FAR, POINTS)
     best = np.array([law.loss(*law.optimum(c)) for c in flops])
@@ -161,7 +161,7 @@ def slices(law: Law, runs: Sequence[Observation], unit: str) -> Chart:
     series, n = [], np.geomspace(min(sizes) / 3, max(sizes) * 3, POINTS)
     for number, flops in enumerate(np.geomspace(every.min(), every.max(), 4)):
         y = np.array([law.loss(size, flops / 6 / size) for size in n])
-        series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, **pattern(number)))
+        series.append(Series(f"{flops:.1e} FLOPs", y, {"x": n}, number))
     title, axis = "Equal compute, different sizes", decades(n.tolist(), law.counted)
     note = f"against {axis.label}; no token is repeated"
     return Chart("law-slices", title, unit, series, x=axis, note=note)
@@ -171,7 +171,7 @@ def residuals(law: Law, runs: Sequence[Observation]) -> Chart:
     series = []
     for number, (name, own) in enumerate(by_size(runs)):
         y = np.array([100 * (law.of_run(one) / one.loss - 1) for one in own])
-        series.append(Series(name, y, {"x": law.flops(own)}, points="line", **pattern(number)))
+        series.append(Series(name, y, {"x": law.flops(own)}, number, points="line"))
     axis, title = compute_axis(law, law.flops(runs).tolist()), "The law minus the measured loss"
     note = f"against {axis.label}"
     return Chart("law-residuals", title, "% of the loss", series, x=axis, note=note)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from windlass.errors import UserError, plural
-from windlass.reports.view import RunView
-from windlass.run import Run, effective, read_lines
-from windlass.study.results import CellResult, summarize, time_left
+from windlass.errors import UserError
+from windlass.run import Run
+from windlass.study.numbers import RunNumbers, read_numbers
+from windlass.study.results import CellResult
 from windlass.study.study import STUDY, Study
 from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show
-from windlass.telemetry.timing import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
 
@@ -39,14 +33,11 @@ class RunRow(NamedTuple):
     cells_done: int | None = None
 
 
-NUMBERS = ("step", "loss", "best_loss", "tokens_per_s")
-
-
 def overview(directory: Path) -> list[RunRow]:
     """A row for each run and study at or under a directory, by name; a row for each cell of a
     study."""
     if Study.is_study(directory):
-        rows = list(map(_cell_row, Study.open(directory).results()))
+        rows = [_cell_row(result) for result in Study.open(directory).results()]
         return sorted(rows, key=lambda row: row.run)
     rows, listed = list[RunRow](), set[Path]()
     for depth in range(DEPTH + 1):
@@ -55,41 +46,43 @@ def overview(directory: Path) -> list[RunRow]:
             if listed.isdisjoint(path.parents):
                 listed.add(path)
                 name = str(path.relative_to(directory)) if depth else path.resolve().name
-                rows.append((_study_row if Study.is_study(path) else _row)(path, name))
+                rows.append((_study_row if Study.is_study(path) else _run_row)(path, name))
     return sorted(rows, key=lambda row: row.run)
 
 
-def _row(path: Path, name: str) -> RunRow:
+def _run_row(path: Path, name: str) -> RunRow:
     run = Run(path)
-    raw = list(read_lines(run.metrics_path))
-    lines, state = effective(raw), run.state_by(raw)
-    summary = summarize(lines, LOSS)
-    steps = summary["steps"]
+    numbers = read_numbers(run)
+    state, steps = run.state_by(numbers.history), numbers.steps
     if steps is None:
         with suppress(ValueError):  # a recipe of another version: the ledger is still worth a row
             steps = run.recipe.train.steps if isinstance(run.recipe.train.steps, int) else None
-    train = [line for line in lines if line["kind"] == "train"]
-    return RunRow(
-        name,
-        state,
-        steps=steps,
-        left_s=time_left(train, steps) if state == "running" else None,
-        **{name: summary[name] for name in NUMBERS},
-        **_hours(run),
-    )
+    left = numbers.seconds_left(steps) if state == "running" else None
+    return _row(name, run, state, numbers, steps, left)
 
 
 def _cell_row(result: CellResult) -> RunRow:
     name = result.cell.directory
     if not result.run.exists:
         return RunRow(name, result.state, steps=result.steps)
-    numbers = {key: getattr(result, key) for key in ("steps", "left_s", *NUMBERS)}
-    return RunRow(name, result.state, **numbers, **_hours(result.run))
+    return _row(name, result.run, result.state, result.numbers, result.steps, result.left_s)
 
 
-def _hours(run: Run) -> dict[str, Any]:
-    hours = device_hours(read_lines(run.metrics_path)) or None
-    return {"device_hours": hours, "gpu_hours": hours if run.on_gpus else None}
+def _row(
+    name: str, run: Run, state: str, numbers: RunNumbers, steps: int | None, left: float | None
+) -> RunRow:
+    return RunRow(
+        name,
+        state,
+        step=numbers.step,
+        steps=steps,
+        left_s=left,
+        loss=numbers.loss,
+        best_loss=numbers.best_loss,
+        tokens_per_s=numbers.tokens_per_s,
+        device_hours=numbers.device_hours,
+        gpu_hours=numbers.device_hours if run.on_gpus else None,
+    )
 
 
 def _study_row(path: Path, name: str) -> RunRow:
@@ -97,58 +90,27 @@ def _study_row(path: Path, name: str) -> RunRow:
         study = Study.open(path)
     except UserError:
         return RunRow(name, "damaged")
-    results, hours = study.results(), list(map(_hours, study.runs()))
+    results = study.results()
     best = study.winners(results).groups
+    rows = [_cell_row(result) for result in results]
     states = {result.state for result in results}
-    state = "finished" if states == {"finished"} else "interrupted"
-    if states == {"waiting"}:
+    state = "interrupted"
+    if "running" in states:
+        state = "running"
+    elif "failed" in states:
+        state = "failed"
+    elif states == {"finished"}:
+        state = "finished"
+    elif states == {"waiting"}:
         state = "new"
-    state = next((urgent for urgent in ("running", "failed") if urgent in states), state)
     return RunRow(
         name,
         state,
-        step=sum(r.step for r in results),
-        steps=sum(r.steps or 0 for r in results) if all(r.steps for r in results) else None,
+        step=sum(row.step or 0 for row in rows),
+        steps=sum(row.steps or 0 for row in rows) if all(row.steps for row in rows) else None,
         best_loss=best[0].median if best and study.measure == LOSS else None,
-        device_hours=sum(own["device_hours"] or 0 for own in hours) or None,
-        gpu_hours=sum(own["gpu_hours"] or 0 for own in hours) or None,
+        device_hours=sum(row.device_hours or 0 for row in rows) or None,
+        gpu_hours=sum(row.gpu_hours or 0 for row in rows) or None,
         cells=len(results),
-        cells_done=sum(r.state == "finished" for r in results),
+        cells_done=[result.state for result in results].count("finished"),
     )
-
-
-def curve(view: RunView, width: int | None = None, height: int = 13) -> str:
-    """The training loss over steps as text with axes, the validation loss as `o`; empty if no loss
-    is finite. `width`: None is as wide as the terminal, at most 100 columns."""
-    curves = []  # steps and losses
-    for track in (view.train, view.evals.get(LOSS)):
-        if track is not None and track.has("loss"):
-            good = np.isfinite(track["loss"])
-            curves.append((track["step"][good], track["loss"][good]))
-    if not curves:
-        return ""
-    steps, losses = (np.concatenate(part) for part in zip(*curves, strict=True))
-    left, end, bottom = float(steps.min()), float(steps.max()), float(losses.min())
-    across, up = end - left or 1.0, float(losses.max()) - bottom or 1.0
-    digits = max(0, 2 - math.floor(math.log10(up)))
-    values = [bottom + up * row / (height - 1) for row in reversed(range(height))]
-    ticks = [f"{value:.{digits}f}" if row % 4 == 0 else "" for row, value in enumerate(values)]
-    gutter = max(map(len, ticks)) + 1
-    columns = max(10, (width or min(100, shutil.get_terminal_size((80, 24)).columns)) - gutter - 2)
-    canvas = [[" "] * columns for _ in range(height)]
-
-    def put(mark: str, step: float, loss: float) -> None:
-        row = round((1 - (loss - bottom) / up) * (height - 1))
-        canvas[row][round((step - left) / across * (columns - 1))] = mark
-
-    drawn = np.linspace(left, end, columns)
-    for step, loss in zip(drawn, np.interp(drawn, *curves[0]), strict=True):
-        put("·", step, loss)
-    for step, loss in zip(*curves[-1], strict=True) if len(curves) > 1 else ():
-        put("o", step, loss)
-    head = "loss in nats per token: ·· training" + (", o validation" if len(curves) > 1 else "")
-    rows = zip(ticks, map("".join, canvas), strict=True)
-    lines = [head, "", *(f"{tick:>{gutter}} ┤{row}".rstrip() for tick, row in rows)]
-    lines.append(f"{'':>{gutter}} └{'─' * columns}")
-    first, last = show(left, "count") if end > left else "", plural(int(end), "step")
-    return "\n".join([*lines, f"{'':>{gutter}}  {first}{last:>{max(1, columns - len(first))}}"])

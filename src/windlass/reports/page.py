@@ -1,4 +1,5 @@
-"""The contents of a report, and its page: one file, from the template `page.html` with autoescape.
+"""The page of a report: one file, from the template `page.html` with autoescape.
+
 The content security policy allows its script by hash, and no address at all.
 """
 
@@ -20,85 +21,12 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from windlass import __version__
-from windlass.reports import tables
-from windlass.reports.charts import AXES, Chart, charts
-from windlass.reports.head import head_of
-from windlass.reports.law import LawView, ladder_view, prediction_view
-from windlass.reports.published import published
-from windlass.reports.study import (
-    StudyView,
-    cell_table,
-    recommended,
-    scaling_charts,
-    seed_table,
-    setup_table,
-    sweep_charts,
-)
-from windlass.reports.tables import Table
+from windlass.reports.charts import AXES, Chart
+from windlass.reports.contents import Contents
 from windlass.reports.view import RunView
-from windlass.study.grid import SEED
 from windlass.telemetry.measures import show
 from windlass.telemetry.terminal import printable
 from windlass.variables import scrub
-
-CELL_PAGES = 200
-
-
-class Contents:
-    """Everything in a report of some runs, or of a study with its started runs.
-
-    UserError if no published `table` has that name, or the law does not compare with the runs.
-    """
-
-    def __init__(
-        self,
-        views: Sequence[RunView],
-        study: StudyView | None = None,
-        table: str = "",
-        law: str = "",
-    ):
-        self.views, self.study = views, study
-        self.single = len(views) == 1 and not study
-        self.published = published(views, study, table)
-        # Bounded, because each takes a tenth of a second and 100 kB.
-        self.cell_pages = list(views[:CELL_PAGES]) if study else []
-        self.run_charts, self.time = charts(views), tables.times(views)
-        self.settings, self.base = tables.all_settings(views), tables.base_of(views)
-        # A study's table of cells has the settings that differ.
-        self.differing = [row for row in self.settings if row.differs and not study]
-        self.changed = [row for row in self.settings if row.changed and not row.differs]
-        self.scaled: Table | None = None  # the table of setups
-        self.law: LawView | None = None
-        self.winner_title = "The recommended setup" if study and study.setups else "The best"
-        self.study_charts = list[Chart]()
-        self.recommendations = study.recommendations if study else []
-        shown = list[Table]()
-        if study and study.study.scaling:
-            self.scaled = setup_table(study.study, study.setups)
-            self.study_charts = scaling_charts(study.study.scaling, study.setups)
-            self.recommendations = recommended(study.study, study.setups)
-            shown = [self.scaled]
-        elif law or (study and study.study.kind == "ladder"):
-            runs = [view.run for view in views]
-            self.law = ladder_view(study.study) if study else prediction_view(law, runs)
-            self.study_charts, shown = list(self.law.charts), list(self.law.tables)
-        elif study:
-            self.study_charts = sweep_charts(study)
-        self.head = head_of(views, study, self.recommendations, self.law)
-        self.evaluations = list[Table]()
-        if self.single:
-            self.results = tables.results(views[0])  # every measure
-            self.evaluations = tables.evaluations(views[0])
-            shown.append(tables.results(views[0], brief=True))
-        else:
-            self.results = tables.comparison(views, self.settings)
-            shown += [cell_table(study)] if study else [self.results]
-            shown += [seed_table(study)] if study and SEED in study.study.keys else []
-        shown += [self.time] if len(self.time.columns) > 1 else []
-        shown += self.evaluations
-        self.tables = {each.name: each for each in shown}  # for people, in the order of report.md
-        self.pictures: list[Chart] = [*self.study_charts, *self.run_charts]
-
 
 SAMPLES = 40  # steps of each run with samples in the page: evenly spaced, with the first and last
 
@@ -113,29 +41,13 @@ def page(report: Contents) -> str:
     script = "\n".join(("(() => {", '"use strict";', *js, "})();", ""))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     lines = [*report.run_charts, *report.study_charts]
-    study, heading = report.study, report.study.heading if report.study else ""
+    results = report.study.results if report.study else []
     pages = {view.run.path: cell_page(view) for view in report.cell_pages}
-    parts: dict[str, tuple[str, Any]] = {  # the possible sections: heading and content
-        "published": (report.published.title if report.published else "", report.published),
-        "winner": (report.winner_title, report.recommendations),
-        "scaling": ("Scaling", report.scaled),
-        "law": ("The law of scaling", report.law),
-        "swept": (
-            f"{heading} by setting",
-            None if report.scaled or report.law else report.study_charts,
-        ),
-        "cells": ("Cells", report.tables.get("cells")),
-        "curves": ("Curves", report.run_charts),
-        "results": ("Results", None if study else report.tables["results"]),
-        "time": (report.time.title, report.tables.get("time")),
-        "samples": ("Samples", _samples(report.views)),
-        "settings": ("Settings", report.settings),
-    }
-    if not study:  # the curves of a run come first
-        parts = {"curves": parts.pop("curves"), **parts}
+    samples = _samples(report.views)
     context = {
         **vars(report),
-        "sections": {name: part for name, part in parts.items() if part[1]},
+        "sections": _sections(report, bool(samples)),
+        "samples": samples,
         "version": __version__,
         "style": Markup(css),
         "script": Markup(script),
@@ -143,11 +55,39 @@ def page(report: Contents) -> str:
         "data": htmlsafe_json_dumps(scrub(payload(report.views, lines)), allow_nan=False),
         "unchanged": [row for row in report.settings if not (row.differs or row.changed)],
         # the page of the cell in each row of the table of cells; empty without one
-        "links": [quote(pages.get(r.run.path, "")) for r in study.results] if study else [],
+        "links": [quote(pages.get(result.run.path, "")) for result in results],
         "show": show,
         "sample_limit": SAMPLES,
     }
     return _template().render(context)
+
+
+def _sections(report: Contents, samples: bool) -> dict[str, str]:
+    """The headings of the page's sections in their order."""
+    study, sections = report.study, dict[str, str]()
+    if report.run_charts and not study:
+        sections["curves"] = "Curves"
+    if report.published:
+        sections["published"] = report.published.title
+    if report.recommendations:
+        sections["winner"] = report.winner_title
+    if report.scaled:
+        sections["scaling"] = "Scaling"
+    elif report.law:
+        sections["law"] = "The law of scaling"
+    elif study and report.study_charts:
+        sections["swept"] = f"{study.heading} by setting"
+    if study:
+        sections["cells"] = "Cells"
+        if report.run_charts:
+            sections["curves"] = "Curves"
+    else:
+        sections["results"] = "Results"
+    if "time" in report.tables:
+        sections["time"] = report.time.title
+    if samples:
+        sections["samples"] = "Samples"
+    return sections | {"settings": "Settings"}
 
 
 @cache

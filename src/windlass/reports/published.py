@@ -16,7 +16,7 @@ from windlass.errors import UserError, argument, plural
 from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table, numeric
 from windlass.reports.view import RunView
-from windlass.study.setups import Setup
+from windlass.study.efficiency import Setup
 from windlass.study.study import Study
 from windlass.telemetry.measures import EPOCH_LOSS, RUN, SETUP, Measure, of_result
 
@@ -103,16 +103,13 @@ def published(
     headings = [heading_of(*column) for column in spec["columns"].items()]
     rows = list[Row]()
     if spec["rows"] == "run" and not study:
-        rows = list(map(_run_row, views))
-        headings = [heading_of("Run", "run"), *headings] if len(views) > 1 else headings
+        rows = [_run_row(view) for view in views]
+        if len(views) > 1:
+            headings.insert(0, heading_of("Run", "run"))
     elif spec["rows"] == "cell" and study:
         # the table cannot tell the cells apart if the study varies another setting
         if name or set(study.varied) <= {heading.name for heading in headings}:
-            begun = {view.run.path: _run_row(view) for view in study.views}
-            for result in study.results:
-                row = begun.get(result.run.path, Row({}, "", None))
-                values = {**row.values, **result.cell.assignment}
-                rows.append(row._replace(values=values, state=result.state))
+            rows = _cell_rows(study)
     elif spec["rows"] == "setup" and study:
         gpus = any(map(_on_gpus, study.views)) if study.views else None
         rows = [_setup_row(study, setup, gpus) for setup in study.setups]
@@ -121,21 +118,28 @@ def published(
             what = SOURCES[spec["rows"]]
             raise UserError(f"{argument('table', name)} is a table of {what}; give it {what}")
         return None
-    # a note replaces a column that has the same reason in every row
-    on_cpus = any(row.gpus is False for row in rows) and not any(row.gpus for row in rows)
-    hidden = {h: "not measured without a GPU" for h in headings if h.on_gpu and on_cpus}
+    hidden = _hidden(headings, rows)
+    columns = [Column(h.text, h.text, h.kind, shown=h not in hidden) for h in headings]
+    notes = []
+    for reason in dict.fromkeys(hidden.values()):
+        same = ", ".join(heading.text for heading in hidden if hidden[heading] == reason)
+        notes.append(f"{same}: {reason}.")
+    if "note" in spec:
+        notes.append(spec["note"])
+    cells = [[row.cell(heading) for heading in headings] for row in rows]
+    return Table(wanted, columns, cells, spec["title"], notes)
+
+
+def _hidden(headings: Sequence[Heading], rows: Sequence[Row]) -> dict[Heading, str]:
+    """The columns that a note replaces, because every row has the same reason."""
+    hidden = dict[Heading, str]()
+    if any(row.gpus is False for row in rows) and not any(row.gpus for row in rows):
+        hidden |= {h: "not measured without a GPU" for h in headings if h.on_gpu}
     for heading in headings:
         reasons = {row.reason(heading) for row in rows if row.state == "finished"}
         if len(rows) > 1 and len(reasons) == 1 and (reason := reasons.pop()):
             hidden.setdefault(heading, reason)
-    columns = [Column(h.text, h.text, h.kind, shown=h not in hidden) for h in headings]
-    notes = [
-        f"{', '.join(h.text for h in hidden if hidden[h] == reason)}: {reason}."
-        for reason in dict.fromkeys(hidden.values())
-    ]
-    notes += [spec["note"]] if "note" in spec else []
-    cells = [[row.cell(heading) for heading in headings] for row in rows]
-    return Table(wanted, columns, cells, spec["title"], notes)
+    return hidden
 
 
 def of_study(study: Study) -> Table | None:
@@ -154,15 +158,31 @@ def _preset(views: Sequence[RunView], study: Study | None) -> str:
 
 
 def _on_gpus(view: RunView) -> bool:
-    return view.run.on_gpus or "avg_mem_alloc_mb" in view.summary
+    return view.run.on_gpus or "avg_mem_alloc_mb" in view.numbers.summary
 
 
 def _run_row(view: RunView) -> Row:
-    state = "waiting" if not view.step else "finished" if view.state == "finished" else "running"
+    state = (
+        "waiting"
+        if not view.numbers.step
+        else "finished"
+        if view.state == "finished"
+        else "running"
+    )
     nodes = (view.run.environment.get("launch") or {}).get("nodes", 1)
     setup = f"{plural(nodes, 'host')}, {plural(int(view.values.get('world') or 1), 'rank')}"
     own = {**view.settings, **view.values, "run": view.label, "setup": setup}
     return Row(own, state, _on_gpus(view))
+
+
+def _cell_rows(study: StudyView) -> list[Row]:
+    begun = {view.run.path: _run_row(view) for view in study.views}
+    rows = []
+    for result in study.results:
+        row = begun.get(result.run.path, Row({}, "", None))
+        values = {**row.values, **result.cell.assignment}
+        rows.append(row._replace(values=values, state=result.state))
+    return rows
 
 
 def _setup_row(study: StudyView, setup: Setup, gpus: bool | None) -> Row:

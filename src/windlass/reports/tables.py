@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.recipe import Recipe, presets, settings
 from windlass.reports.view import RunView
-from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import PHASES, RUN, of_eval, of_result, show
 from windlass.telemetry.terminal import printable, table
 from windlass.variables import scrub
@@ -181,9 +180,11 @@ def comparison(views: Sequence[RunView], rows: Sequence[SettingRow]) -> Table:
 
 def times(views: Sequence[RunView]) -> Table:
     """The wall time of each run by phase, over all its starts."""
-    parts = [part for part in PHASES.values() if any(view.wall[part.name] for view in views)]
+    parts = [
+        part for part in PHASES.values() if any(view.numbers.wall[part.name] for view in views)
+    ]
     columns = [Column("run", "Run"), *(Column(x.name, x.words, x.kind) for x in parts)]
-    rows = [(view.label, *(view.wall[part.name] for part in parts)) for view in views]
+    rows = [(view.label, *(view.numbers.wall[part.name] for part in parts)) for view in views]
     return Table("time", columns, rows, "Where the time went")
 
 
@@ -197,7 +198,7 @@ def evaluations(view: RunView) -> list[Table]:
         for name in sorted(track.measures(), key=lambda name: name == "runtime_s"):
             columns.append(Column(name, of_eval(name).title, of_eval(name).kind))
         rows = list[list[Any]]()
-        for i, line in enumerate(x for x in view.lines("eval") if x.get("suite", LOSS) == suite):
+        for i, line in enumerate(view.numbers.suites[suite]):
             numbers = [(column.name, float(track[column.name][i])) for column in columns]
             # a field that the line lacks is missing; NaN in the line is a score
             rows.append([x if key in line or math.isfinite(x) else None for key, x in numbers])
@@ -239,7 +240,7 @@ def base_settings(preset: str) -> Mapping[str, Any]:
 
 
 def base_of(views: Sequence[RunView]) -> str:
-    """What `SettingRow.changed` compares with, in a sentence."""
+    """The settings that `SettingRow.changed` compares with, in a sentence."""
     names = {str(view.settings["preset"]) for view in views}
     if not names & {*presets()}:
         return "the defaults"

@@ -1,5 +1,6 @@
-"""A run as a report sees it: curves, restarts, samples and measures of the effective ledger. No
-torch. `hours` are hours of training: without pauses between attempts, start-up, and repeated steps.
+"""A run as a report sees it: its curves, restarts, samples, and the samples of its devices.
+
+`hours` are hours of training: without pauses between attempts, start-up, and repeated steps.
 """
 
 from __future__ import annotations
@@ -18,27 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.errors import plural
-from windlass.model.size import describe_network, trainable
 from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
-from windlass.run import STARTS, Line, Run, effective, last_start, read_lines, timestamp
-from windlass.study.results import BITS, validation_data
-from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
-from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, of_eval
-from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
+from windlass.run import STARTS, Line, Run, effective, read_lines, timestamp
+from windlass.study.comparison import validation_data
+from windlass.study.numbers import RunNumbers, Value, number
+from windlass.telemetry.measures import DEVICE, of_eval
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]
 
 # Windlass parses the device samples of all ranks up to this size, and every n-th line beyond it.
 MAX_DEVICE_BYTES = 8_000_000
-
-
-def number(value: Any) -> float:
-    try:
-        return math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 @dataclass(frozen=True)
@@ -65,9 +57,6 @@ class Track:
     def measures(self) -> list[str]:
         """The columns that measure something, in the order in which they were first written."""
         return [name for name in self.columns if of_eval(name).role != "place" and self.has(name)]
-
-    def scores(self) -> list[str]:
-        return [name for name in self.measures() if of_eval(name).role == "score"]
 
 
 def thin(x: Numbers, y: Numbers, limit: int) -> NDArray[np.int64]:
@@ -116,9 +105,9 @@ class Clock:
 
     def hours(self, line: Line) -> float:
         """Hours of training at a line or device sample; NaN in work that was done again."""
-        number, at = int(line.get("attempt", 0)), timestamp(line)
-        attempt = self.attempts.get(number)
-        if attempt is None or (at > attempt.end and number < max(self.attempts)):
+        start, at = int(line.get("attempt", 0)), timestamp(line)
+        attempt = self.attempts.get(start)
+        if attempt is None or (at > attempt.end and start < max(self.attempts)):
             return math.nan
         return (attempt.before + max(0.0, at - attempt.start)) / 3600
 
@@ -171,9 +160,6 @@ def rank_tracks(folder: Path, clock: Clock) -> list[Track]:
     return tracks
 
 
-Value = float | int | str | None
-
-
 class Restart(NamedTuple):
     """The start of an attempt after the first one."""
 
@@ -194,41 +180,45 @@ class RunView:
         self.settings: Mapping[str, Any] = scrub(run.recipe.flat())
         # effective, without secrets: only texts can hold one, and most lines have numbers alone
         texts = ("event", "sample")
-        every = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
-        # The lines of steps are nearly all of a ledger; `train` has their numbers.
-        self.ledger = [x for x in every if x["kind"] != "train"]
-        self.events, self.start = self.lines("event"), last_start(self.ledger)
+        lines = [scrub(x) if x["kind"] in texts else x for x in effective(raw)]
+        self.numbers = RunNumbers(raw, lines, run.recipe.checkpoint.best)
+        self.events, self.start = self.numbers.events, self.numbers.start
         self.sizes = Sizes(**self.start.get("mesh", {}))  # of the mesh
-        self.summary = [{}, *self.lines("summary")][-1]
-        self.samples = [x for x in self.lines("sample") if x.get("text") is not None]
-        clock = Clock(every)
-        self.train = train = track_of([x for x in every if x["kind"] == "train"], clock)
-        suites: dict[str, list[Line]] = {}
-        for line in self.lines("eval"):
-            suites.setdefault(line.get("suite", LOSS), []).append(line)
-        self.evals = {name: _placed(own, train, clock) for name, own in suites.items()}
-        self.logged = _placed(self.lines("log"), train, clock)  # what callbacks logged
+        self.samples = [x for x in lines if x["kind"] == "sample" and x.get("text") is not None]
+        clock = Clock(lines)
+        self.train = track_of([x for x in lines if x["kind"] == "train"], clock)
+        self.evals = {
+            suite: _placed(own, self.train, clock) for suite, own in self.numbers.suites.items()
+        }
+        logged = [x for x in lines if x["kind"] == "log"]  # by callbacks
+        self.logged = _placed(logged, self.train, clock)
         self.ranks = rank_tracks(run.devices_dir, clock)
         # the last step of each start, with steps that a later start did again
         self.reached = {int(x.get("attempt", 0)): int(x["step"]) for x in raw}
-        self.restarts = _restarts(self.events, train, clock)
-        self.validation = validation_data(run, run.recipe, self.ledger)
-        self.speed = throughput(every)
-        self.wall = wall_time(raw)  # seconds by phase over all starts, and their `total`
-        self.device_hours = device_hours(raw) or None
-
-    def lines(self, kind: str) -> list[Line]:
-        return [line for line in self.ledger if line["kind"] == kind]
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        ends = (x for x in self.events if x.get("event") in ("finished", "checkpoint"))
-        return max([0, *(int(x["step"]) for x in ends), *(int(s) for s in self.train["step"][-1:])])
+        self.restarts = _restarts(self.events, self.train, clock)
+        self.validation = validation_data(run, run.recipe, self.numbers)
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        return _values(self)
+        """Every number of the run by its name in `measures.RUN`, for tables and CSV."""
+        return {"state": self.state, **self.numbers.values(device_numbers(self.ranks))}
+
+
+def device_numbers(ranks: Sequence[Track]) -> dict[str, float]:
+    """Means over the samples of all ranks in training steps, by the names of DEVICE.
+
+    The power is the mean of all samples, and `peak_alloc_mb` the highest.
+    """
+    numbers = {}
+    for name in DEVICE:
+        samples = [track[name] for track in ranks]
+        if name not in ("power_w", "peak_alloc_mb"):
+            samples = [track[name][track["training"] > 0] for track in ranks]
+        values = np.concatenate([[], *samples])
+        values = values[np.isfinite(values)]
+        if len(values):
+            numbers[name] = float(values.max() if name == "peak_alloc_mb" else values.mean())
+    return numbers
 
 
 def views(runs: Sequence[Run]) -> list[RunView]:
@@ -247,115 +237,18 @@ def _placed(lines: Sequence[Line], train: Track, clock: Clock) -> Track:
 def _restarts(events: Sequence[Line], train: Track, clock: Clock) -> list[Restart]:
     starts = {int(x.get("attempt", 0)): x for x in reversed(events) if x.get("event") in STARTS}
     restarts = []
-    for number, attempt in list(clock.attempts.items())[1:]:
-        if number not in starts:
+    for place, attempt in list(clock.attempts.items())[1:]:
+        if place not in starts:
             continue
-        start = starts[number]
+        start = starts[place]
         step, what = float(start["step"]), start["event"].replace("started", "started again")
         tokens = float(interpolate(train, "step", np.array([step]), "tokens")[0])
         text = what
         if before := start.get("extended_from"):
             text = f"extended from {before:,} to {plural(start['steps'], 'step')}"
         for line in events:
-            if line["event"] == "settings_changed" and line.get("attempt") == number:
+            if line["event"] == "settings_changed" and line.get("attempt") == place:
                 for key, (old, new) in line["settings"].items():
                     text += f"; {key} = {typed(new)} from here on, not {typed(old)}"
         restarts.append(Restart(what, step, tokens, attempt.before / 3600, start["time"], text))
     return restarts
-
-
-def _values(v: RunView) -> dict[str, Value]:
-    start, loss, speed = v.start, v.evals.get(LOSS), v.speed
-    measure = str(v.settings["checkpoint.best"])
-    evaluations = v.lines("eval")
-    losses = scores_by_step(evaluations, LOSS)
-    scores = Scores() if measure == LOSS else scores_by_step(evaluations, measure)
-    total, trained = start.get("parameters"), start.get("trained")
-    batch = max(1, start.get("global_batch", 1))
-    per_epoch = first((start.get("samples_per_epoch") or math.nan) / batch)
-    peaks = (float(np.nanmax(t["peak_alloc_mb"])) for t in v.ranks if t.has("peak_alloc_mb"))
-    power = np.concatenate([[], *(track["power_w"] for track in v.ranks)])
-    power = power[np.isfinite(power)]
-    kwh = float(power.mean()) * v.device_hours / 1e3 if len(power) and v.device_hours else None
-    computed: dict[str, Value] = {
-        "state": v.state,
-        "steps": v.step,
-        "trainable": trainable(trained, total) if total and trained not in (None, total) else None,
-        "network": describe_network(start["network"]) if start.get("network") else None,
-        "layout": v.sizes.layout or None,
-        "best_eval_loss": losses.best,
-        "best_eval_step": losses.best_step,
-        "best_bits_per_byte": scores_by_step(evaluations, BITS).best,
-        "best_measure": measure if scores else None,
-        "best_score": scores.best,
-        "best_score_step": scores.best_step,
-        "train_samples_per_s": (speed and speed.samples_per_s) or None,
-        "train_tokens_per_s": speed and speed.tokens_per_s,
-        "train_steps_per_s": speed and speed.steps_per_s,
-        "eval_samples_per_s": evaluation_speed(v.ledger),
-        "steps_per_epoch": per_epoch,
-        "peak_mem_mb": first(v.summary.get("peak_mem_mb"), max(peaks, default=None)),
-        "mfu": speed and speed.mfu,
-        "goodput": v.wall["train"] / v.wall["total"] if v.wall["total"] else None,
-        "runtime_s": v.wall["total"] or None,
-        "device_hours": v.device_hours,
-        "energy_kwh": kwh,
-        "starts": 1 + len(v.restarts),
-    }
-    values = {m.name: _read(v, m) if m.source else computed[m.name] for m in RUN.values()}
-    values |= {f"{EPOCH_LOSS}{n}": x for n, x in losses_by_epoch(loss, per_epoch).items()}
-    for suite, track in v.evals.items():
-        names = track.scores() if suite != LOSS else ()
-        values |= {f"{suite}_{name}": last_value(track, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _read(v: RunView, measure: Measure) -> Any:
-    """The value of a measure in the ledger; NaN only for a loss, as it must not be hidden."""
-    for source in measure.source.split():
-        line, _, field = source.partition(".")
-        match line:
-            case "train" | "eval":
-                value = last_value(v.train if line == "train" else v.evals.get(LOSS), field)
-            case "device":  # the mean over all ranks' samples in training steps
-                good = (t[field][np.isfinite(t[field]) & (t["training"] > 0)] for t in v.ranks)
-                samples = np.concatenate([[], *good])
-                names = ("gpu_util_pct", "cpu_util_pct") if field == "util_pct" else (field,)
-                means = [v.summary.get(f"avg_{name}") for name in names]
-                value = first(*means, samples.mean() if len(samples) else None)
-            case "summary" | "start":
-                value = (v.summary if line == "summary" else v.start).get(field)
-            case event:
-                value = next(
-                    (x.get(field) for x in reversed(v.events) if x["event"] == event), None
-                )
-        if isinstance(value, str) or measure.kind == "loss" or first(value) is not None:
-            return value
-    return None
-
-
-def losses_by_epoch(track: Track | None, steps_per_epoch: float | None) -> dict[int, float]:
-    """The validation loss at the end of each whole epoch: of the first step at or past it, or of
-    the run's last step if that is less than a step before it."""
-    losses = dict[int, float]()
-    if track is None or steps_per_epoch is None:
-        return losses
-    epoch = math.nan
-    for epoch, loss in zip(track["epoch"].tolist(), track["loss"].tolist(), strict=True):
-        if epoch >= 1 and epoch % 1 < 1 / steps_per_epoch:
-            losses.setdefault(int(epoch), loss)
-    if -epoch % 1 < 1 / steps_per_epoch:
-        losses.setdefault(math.ceil(epoch), loss)
-    return losses
-
-
-def first(*values: Any) -> float | None:
-    """The first finite number."""
-    return next((x for x in values if isinstance(x, (int, float)) and math.isfinite(x)), None)
-
-
-def last_value(track: Track | None, name: str) -> float | None:
-    """The value in the last line, also if it is NaN: an earlier good value hides no bad end."""
-    if track is None or not len(track) or name not in track.columns:
-        return None
-    return float(track[name][-1])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from windlass.errors import UserError, argument, installed, require
 from windlass.fileio import write_atomic
-from windlass.reports.page import Contents, cell_page, page
+from windlass.reports.contents import Contents
+from windlass.reports.page import cell_page, page
 from windlass.reports.study import StudyView
 from windlass.reports.tables import Column, Table, markdown_cell, settings_table
 from windlass.reports.view import RunView, views
@@ -72,7 +73,7 @@ def report(
     try:
         target.mkdir(parents=True, exist_ok=True)
         computed = Contents(seen, study, table, str(law))
-        first = math.ceil(max(view.step for view in seen) / 10) if skip is None else skip
+        first = math.ceil(max(view.numbers.step for view in seen) / 10) if skip is None else skip
         if plots:
             from windlass.reports.plots import write_plots  # matplotlib takes a second to import
 
@@ -138,21 +139,25 @@ def markdown(computed: Contents, drawn: dict[str, Path]) -> str:
 
     head = computed.head
     text = f"# {markdown_cell(head.title)}\n"
-    text += f"\n{markdown_cell(head.lede)}\n" if head.lede else ""
+    if head.lede:
+        text += f"\n{markdown_cell(head.lede)}\n"
     answers = [(x.question, "; ".join(filter(None, [x.text, x.remark]))) for x in head.answers]
     columns = [Column("", "Question"), Column("", "Answer")]
     text += f"\n{Table('answers', columns, answers).markdown()}"
     for view in computed.views if computed.single else ():
         for r in view.restarts:
             text += f"\nAt step {r.step:,.0f} ({r.time}): {markdown_cell(r.text)}.\n"
-    winners = f"\n## {computed.winner_title}\n" * bool(computed.recommendations)
+    winners = f"\n## {computed.winner_title}\n" if computed.recommendations else ""
     for best in computed.recommendations:
         winners += f"\n{markdown_cell(best.text)}.\n\n```\n{best.command}\n```\n"
-    text += section(computed.published) if computed.published else ""
+    if computed.published:
+        text += section(computed.published)
     if computed.law and computed.law.remark:
         text += f"\n## The law of scaling\n\n{markdown_cell(computed.law.remark)}\n"
     for name, table in computed.tables.items():
-        text += winners * (name == "cells") + section(table)
+        if name == "cells":
+            text += winners
+        text += section(table)
     if drawn:
         titles = {"loss-late": "Loss without its first steps"}
         titles |= {chart.id: markdown_cell(chart.title) for chart in computed.pictures}

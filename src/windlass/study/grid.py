@@ -1,4 +1,4 @@
-"""From typed axes (see `windlass sweep --help`) to the cells of a grid."""
+"""The axes of a grid (see `windlass sweep --help`), and its cells."""
 
 from __future__ import annotations
 

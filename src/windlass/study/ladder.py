@@ -18,35 +18,30 @@ from typing import Any
 from windlass.checkpoint.choose import LOSS
 from windlass.data.prepare import prepare
 from windlass.errors import UserError, argument
+from windlass.estimate.inputs import read_inputs
 from windlass.estimate.plan import Plan, plan
-from windlass.estimate.subject import subject_of
 from windlass.fileio import read_json, write_atomic
 from windlass.model.size import count
-from windlass.recipe import Changes, Recipe
-from windlass.run import Run, last_start
+from windlass.recipe import Changes, ModelSettings, Recipe
+from windlass.run import Run
+from windlass.study.comparison import TOKENIZER, common_measure, validation_settings
 from windlass.study.grid import Assignment, Cell
 from windlass.study.law import (
     FORMS,
-    Judged,
+    FormErrors,
     Law,
     Observation,
     Range,
     check,
+    compare_forms,
     effective_tokens,
     fit_law,
-    judge,
-    judges,
+    held_out,
 )
-from windlass.study.results import (
-    BITS,
-    TOKENIZER,
-    CellResult,
-    common_measure,
-    read_result,
-    validation_settings,
-)
-from windlass.study.runner import sweep
+from windlass.study.numbers import BITS, read_numbers
+from windlass.study.results import CellResult, cell_result
 from windlass.study.study import KINDS, Study, load_study
+from windlass.study.sweep import sweep
 
 UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 # Learning rate and batch against the number of parameters (arXiv 2412.04403, section 3). With muP
@@ -70,13 +65,13 @@ class Ladder:
         return "nats per token" if self.measure == LOSS else "bits per byte"
 
     @cached_property
-    def judged(self) -> list[Judged]:
+    def forms(self) -> list[FormErrors]:
         """The forms by their error on further runs or on the largest size, fitted without these."""
-        return judge(self.observations)
+        return compare_forms(self.observations)
 
     @cached_property
     def law(self) -> Law:
-        best, every = self.judged[0], [replace(one, in_fit=True) for one in self.observations]
+        best, every = self.forms[0], [replace(one, in_fit=True) for one in self.observations]
         return fit_law(every, best.form, embeddings=best.embeddings)
 
     @property
@@ -90,19 +85,7 @@ class Ladder:
 
     def predict(self, recipe: Recipe, planned: Plan) -> Range:
         """The validation loss of a recipe by its plan; UserError if their losses do not compare."""
-        # The settings behind the losses, with the real paths of files. A prediction is of any part
-        # of the same validation data.
-        both = list[dict[str, Any]]()
-        for one in (self.study.recipe, recipe):
-            flat, settings = one.flat(), validation_settings(one)
-            settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
-            for name in ("source", "eval_source"):
-                place = Path(str(getattr(one.data, name))).expanduser()
-                if isinstance(settings.get(f"data.{name}"), str) and place.exists():
-                    settings[f"data.{name}"] = str(place.resolve())
-            tokenizer = TOKENIZER if self.measure == LOSS else ()
-            both.append(settings | {key: flat.get(key) for key in tokenizer})
-        wanted, given = both
+        wanted, given = self._compared(self.study.recipe), self._compared(recipe)
         for key in wanted:
             if given.get(key) != wanted[key] and key not in self.study.keys:
                 law = f"the law of {self.study.path} is of {key} = {wanted[key]!r}"
@@ -115,6 +98,22 @@ class Ladder:
             raise UserError(f"the law needs size and tokens of the plan, which are unknown: {why}")
         unique = planned.tokens / planned.epochs if planned.epochs else 0
         return self.law.predict(size, effective_tokens(planned.tokens, unique))
+
+    def _compared(self, recipe: Recipe) -> dict[str, Any]:
+        """The settings behind a loss, with the real paths of files.
+
+        A prediction is of any part of the same validation data.
+        """
+        settings = validation_settings(recipe)
+        settings = {key: value for key, value in settings.items() if key not in AMOUNTS}
+        for name in ("source", "eval_source"):
+            place = Path(str(getattr(recipe.data, name))).expanduser()
+            if isinstance(settings.get(f"data.{name}"), str) and place.exists():
+                settings[f"data.{name}"] = str(place.resolve())
+        if self.measure == LOSS:
+            flat = recipe.flat()
+            settings |= {key: flat.get(key) for key in TOKENIZER}
+        return settings
 
 
 def ladder(
@@ -164,9 +163,9 @@ def create_ladder(
     # `eval.batches` counts in global batches, which differ, and the losses must cover equal data.
     base = base.replace({"train.steps": "compute-optimal", "eval.batches": 0})
     usual = Path("studies", f"{base.preset}-ladder-{base.config_hash[:8]}")
-    if not (vocab := subject_of(base).size.vocab):
+    if not (vocab := read_inputs(base).size.vocab):
         prepare(base)  # the tokenizer is learned from the data
-        vocab = subject_of(base).size.vocab or 0
+        vocab = read_inputs(base).size.vocab or 0
     grid, path = assignments(base, sizes, tokens or TOKENS, vocab), Path(path or place or usual)
     planned = Study.create(base, grid, path, kind="ladder", write=False)
     observations = []  # as the law will see the finished cells, without their losses
@@ -175,7 +174,7 @@ def create_ladder(
         amount = int(sizes_of_cell.total * cell.recipe.train.tokens_per_parameter)
         counted = sizes_of_cell.total, sizes_of_cell.non_embedding, amount
         observations.append(Observation(cell.label, *counted, 1.0))
-    outside = judges(observations)
+    outside = held_out(observations)
     for form in FORMS:
         check([one for one in observations if one not in outside], form)
     return Study.create(base, grid, path, kind="ladder")
@@ -211,86 +210,93 @@ def shape_of(recipe: Recipe, size: str, vocab: int) -> Assignment:
     Heads keep their width. For each number of layers, the width is the multiple of a head's width
     with the nearest size; of these shapes within ASPECT of the recipe's width / layers the nearest.
     """
-    model = recipe.model
+    model, text = recipe.model, size.strip().lower()
     head, aspect = model.width // model.heads, model.width / model.layers
-    group = model.heads // model.kv_heads_
-
-    def shape(layers: int, heads: int) -> Assignment:
-        heads = -(-heads // group) * group
-        width = heads * head
-        given: Assignment = {"model.layers": layers, "model.width": width, "model.heads": heads}
-        if model.kv_heads:
-            given["model.kv_heads"] = heads // group
-        if model.ff_width:
-            given["model.ff_width"] = max(1, round(model.ff_width / model.width * width))
-        return given
-
-    if match := re.fullmatch(r"(\d+)x(\d+)", size.strip()):
+    if match := re.fullmatch(r"(\d+)x(\d+)", text):
         layers, width = map(int, match.groups())
-        if not layers or not width or width % (head * group):
-            problem = f"the width must be a multiple of {head * group}"
+        multiple = head * (model.heads // model.kv_heads_)
+        if not layers or not width or width % multiple:
+            problem = f"the width must be a multiple of {multiple}"
             raise UserError(f"{argument('sizes', size)}: {problem}, as heads are {head} wide")
-        return shape(layers, width // head)
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", size.strip().lower())
+        return _shape(model, layers, width // head)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text)
     if not match or not float(match[1]):
         forms = "a number of parameters (300k, 10M, 1.5B) or LAYERSxWIDTH (4x128)"
         raise UserError(f"{argument('sizes', size)}: write {forms}")
     wanted = float(match[1]) * UNITS[match[2]]
 
-    def parameters(given: Assignment) -> int:
-        changes = {key.removeprefix("model."): value for key, value in given.items()}
+    def parameters(shape: Assignment) -> int:
+        changes = {key.removeprefix("model."): value for key, value in shape.items()}
         return count(model.model_copy(update=changes), vocab).total
 
-    def distance(given: Assignment) -> float:
-        total = parameters(given)
+    def distance(shape: Assignment) -> float:
+        total = parameters(shape)
         return max(total / wanted, wanted / total)
 
-    shapes, layers = list[Assignment](), 1
-    while True:
-        most = max(1, round(ASPECT * aspect * layers / head))
-        least = max(1, round(aspect * layers / ASPECT / head))
-        own = [shape(layers, heads) for heads in range(least, most + 1)]
-        shapes += own
-        if parameters(own[0]) > wanted:
-            break
+    shapes, layers, smallest = list[Assignment](), 0, 0
+    while smallest <= wanted:  # of the shapes with these layers
         layers += 1
+        least = max(1, round(aspect * layers / ASPECT / head))
+        most = max(1, round(ASPECT * aspect * layers / head))
+        shapes += [_shape(model, layers, heads) for heads in range(least, most + 1)]
+        smallest = parameters(_shape(model, layers, least))
     best = min(shapes, key=distance)
     if distance(best) > 1.5:
-        smallest = min(map(parameters, shapes))
         problem = f"the nearest size with heads of {head} and {vocab:,} tokens of vocabulary"
-        raise UserError(f"{argument('sizes', size)}: {problem} has {smallest:,} parameters")
+        least_parameters = min(map(parameters, shapes))
+        raise UserError(f"{argument('sizes', size)}: {problem} has {least_parameters:,} parameters")
     return best
 
 
+def _shape(model: ModelSettings, layers: int, heads: int) -> Assignment:
+    """The settings of a shape with heads as wide as the model's, and its ratios of other widths."""
+    group = model.heads // model.kv_heads_
+    heads = -(-heads // group) * group
+    width = heads * (model.width // model.heads)
+    shape: Assignment = {"model.layers": layers, "model.width": width, "model.heads": heads}
+    if model.kv_heads:
+        shape["model.kv_heads"] = heads // group
+    if model.ff_width:
+        shape["model.ff_width"] = max(1, round(model.ff_width / model.width * width))
+    return shape
+
+
 def open_ladder(source: Study | str | Path, runs: Sequence[Run] = ()) -> Ladder:
-    """A ladder with its finished runs; `runs`: further ones, which the law is judged by."""
+    """A ladder with its finished runs; `runs`: further ones, which the law predicts."""
     study = source if isinstance(source, Study) else Study.open(source)
     _check_kind(study)
-    given = {run.path.resolve(): run for run in runs}
-    joined = [_result(run, study) for run in joined_runs(study) if run.exists]
-    left_out = [f"{run.path}: it is gone" for run in joined_runs(study) if not run.exists]
-    rows = list[tuple[CellResult, bool]]()
-    for result in (*study.results(), *joined):
-        if result.run.path.resolve() in given:
+    further = {run.path.resolve(): run for run in runs}
+    chosen, left_out = list[tuple[CellResult, bool]](), list[str]()
+    joined = joined_runs(study)
+    results = [*study.results(), *(_result(run, study) for run in joined if run.exists)]
+    for result in results:
+        if result.run.path.resolve() in further:
             continue
-        if result.state == "finished" and result.score is not None:
-            rows.append((result, True))
+        if why := _why_unused(result):
+            left_out.append(f"{name_of(result)}: {why}")
         else:
-            reason = result.reason or "it lacks an evaluation" * (result.state == "finished")
-            left_out.append(f"{name_of(result)}: {reason or result.state}")
-    for run in given.values():
+            chosen.append((result, True))
+    left_out += [f"{run.path}: it is gone" for run in joined if not run.exists]
+    for run in further.values():
         result = _result(run, study)
-        if result.state != "finished" or result.score is None:
-            state = f"{result.state}, without an evaluation" * (result.state == "finished")
+        if why := _why_unused(result):
             needs = "the law needs a finished run with a validation loss"
-            raise UserError(f"{run.path} is {state or result.state}: {needs}")
-        rows.append((result, False))
-    if not rows:
+            raise UserError(f"{run.path}: {why}; {needs}")
+        chosen.append((result, False))
+    if not chosen:
         raise UserError("\n".join([f"{study.path}: no finished cell, so no law:", *left_out]))
-    measure, remark = common_measure([result.validation for result, _ in rows])
+    measure, remark = common_measure([result.validation for result, _ in chosen])
     if not measure:
         raise UserError(f"{study.path}: {remark}")
-    return Ladder(study, [_observe(r, measure, fit) for r, fit in rows], left_out, measure)
+    observations = [_observe(result, measure, in_fit) for result, in_fit in chosen]
+    return Ladder(study, observations, left_out, measure)
+
+
+def _why_unused(result: CellResult) -> str:
+    """Why the law cannot use a run; empty if it can."""
+    if result.state != "finished":
+        return result.reason or result.state
+    return "it lacks an evaluation" if result.numbers.score is None else ""
 
 
 def join(study: Study, runs: Sequence[Run]) -> None:
@@ -307,7 +313,8 @@ def joined_runs(study: Study) -> list[Run]:
 
 
 def _result(run: Run, study: Study) -> CellResult:
-    return read_result(Cell.of(run.recipe, {}, str(run.path)), run, study.measure, None, {})
+    cell = Cell.of(run.recipe, {}, str(run.path))
+    return cell_result(cell, run, read_numbers(run, study.measure))
 
 
 def name_of(result: CellResult) -> str:
@@ -318,14 +325,19 @@ def name_of(result: CellResult) -> str:
 
 
 def _observe(result: CellResult, measure: str, in_fit: bool) -> Observation:
-    start = last_start(result.run.ledger())
-    loss = result.eval_loss
+    numbers = result.numbers
+    loss = numbers.eval_loss
     if measure == BITS:
-        lines = [x for x in result.run.ledger() if x["kind"] == "eval" and "bits_per_byte" in x]
-        loss = lines[-1]["bits_per_byte"]
-    sizes = int(start["parameters"]), count(result.cell.recipe.model, 0).non_embedding
-    unique = int(start["data"]["train"].get("tokens") or 0)
-    return Observation(name_of(result), *sizes, result.tokens, float(loss or 0.0), unique, in_fit)
+        loss = [line["bits_per_byte"] for line in numbers.evals if "bits_per_byte" in line][-1]
+    return Observation(
+        name_of(result),
+        parameters=int(numbers.start["parameters"]),
+        non_embedding=count(result.cell.recipe.model, 0).non_embedding,
+        tokens=numbers.tokens,
+        loss=float(loss or 0.0),
+        unique_tokens=int(numbers.start["data"]["train"].get("tokens") or 0),
+        in_fit=in_fit,
+    )
 
 
 def flops_per_hour(recipe: Recipe, device: str) -> float:

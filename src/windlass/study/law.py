@@ -25,7 +25,7 @@ SMOOTH = 0.1  # the threshold of a first descent, which has fewer local minima
 SAMPLES = 100  # of the bootstrap
 LOW, HIGH = 10, 90  # percentiles of a range
 FAR = 10.0  # a prediction beyond this multiple of the fitted range is an extrapolation
-HELD_OUT = 4  # with two sizes the largest quarter of the runs judges a form
+QUARTER = 4  # with two sizes a law predicts the largest quarter of the runs
 REPEATED = 15.4  # R* of arXiv 2305.16264, equation 5: repeated tokens lose value by it
 
 
@@ -74,7 +74,7 @@ class Observation:
     tokens: int
     loss: float  # nats per token, or bits per byte
     unique_tokens: int = 0  # of the training data; 0: no token was repeated
-    in_fit: bool = True  # False: it judges the law
+    in_fit: bool = True  # False: the law predicts it
 
     @property
     def effective_tokens(self) -> float:
@@ -216,7 +216,9 @@ def check(runs: Sequence[Observation], form: str) -> None:
     constants = FORMS[form].free.shape[1]
     if len(runs) <= constants:
         problem = f"{plural(len(runs), 'run')} for {constants} constants ({form})"
-        needs = "the law needs more runs than constants, without the largest ones, which judge it"
+        needs = (
+            "the law needs more runs than constants, without the largest ones, which it predicts"
+        )
         raise UserError(f"{needs}: {problem}; add sizes or tokens")
     sizes, amounts = {r.parameters for r in runs}, {r.tokens for r in runs}
     if min(len(sizes), len(amounts)) < 2:
@@ -265,8 +267,8 @@ def _minimise(
     return [end.x for end in sorted(ends, key=lambda end: float(end.fun))]
 
 
-class Judged(NamedTuple):
-    """A form with its error on the largest runs, which it was fitted without."""
+class FormErrors(NamedTuple):
+    """A form with its errors on runs that it was fitted without."""
 
     form: str
     embeddings: bool
@@ -277,26 +279,28 @@ class Judged(NamedTuple):
         return float(np.mean([abs(error) for error in self.errors.values()]))
 
 
-def judges(observations: Sequence[Observation]) -> list[Observation]:
-    """The runs that judge the forms: those without `in_fit`; else the largest of several sizes;
+def held_out(observations: Sequence[Observation]) -> list[Observation]:
+    """The runs that the forms predict: those without `in_fit`; else the largest of several sizes;
     else a quarter of the runs, the largest by compute.
     """
-    if outside := [one for one in observations if not one.in_fit]:
-        return outside
+    if further := [one for one in observations if not one.in_fit]:
+        return further
     sizes = {one.parameters for one in observations}
     if len(sizes) > 2:
         return [one for one in observations if one.parameters == max(sizes)]
     ordered = sorted(observations, key=lambda one: one.parameters * one.effective_tokens)
-    return ordered[-max(1, len(ordered) // HELD_OUT) :]
+    return ordered[-max(1, len(ordered) // QUARTER) :]
 
 
-def judge(observations: Sequence[Observation], outside: Sequence[Observation] = ()) -> list[Judged]:
-    """Each form's error on the runs `outside` (by default `judges`), the lowest mean first."""
-    outside = outside or judges(observations)
+def compare_forms(
+    observations: Sequence[Observation], outside: Sequence[Observation] = ()
+) -> list[FormErrors]:
+    """Each form's errors on the runs `outside` (by default `held_out`), the lowest mean first."""
+    outside = outside or held_out(observations)
     inside = [one for one in observations if one not in outside]
-    judged = []
+    compared = []
     for form, embeddings in itertools.product(FORMS, (True, False)):
         law = fit_law(inside, form, embeddings=embeddings, samples=0)
         errors = {one.name: law.of_run(one) / one.loss - 1 for one in outside}
-        judged.append(Judged(form, embeddings, errors))
-    return sorted(judged, key=lambda one: one.mean)
+        compared.append(FormErrors(form, embeddings, errors))
+    return sorted(compared, key=lambda one: one.mean)

@@ -9,67 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import BAD_INPUT, DONE, STOPPED, Stopped
+from windlass.errors import Stopped
 from windlass.fileio import read_json, write_atomic
 from windlass.processes import WINDLASS, catch_signals, visible_gpus
 from windlass.recipe import Recipe, typed
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
+from windlass.study.cell_process import STOP_SIGNALS, CellProcess
 from windlass.study.grid import Cell
 from windlass.study.study import Study
-
-# SIGHUP: the terminal or ssh connection is gone.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class CellProcess(subprocess.Popen[bytes]):
-    """A `windlass train` process in a session of its own; its output goes to `runs/<cell>.out`."""
-
-    def __init__(
-        self,
-        cell: Cell,
-        command: list[str],
-        directory: Path,
-        threads: int,
-        devices: Sequence[str],
-    ):
-        self.cell, self.devices = cell, devices
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path = directory.parent / f"{directory.name}.out"
-        env = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        env |= os.environ | {"WINDLASS_QUIET_END": "1", "WINDLASS_PARENT": str(os.getpid())}
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        with self.log_path.open("ab") as log:
-            output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            super().__init__(command, env=env, start_new_session=True, **output)
-
-    def kill(self) -> None:
-        """Kill the process and its ranks. A signal handler may call it, so it does not wait."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def failure(self, code: int) -> str:
-        if code in (DONE, STOPPED):
-            return ""
-        kind = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        kind = "bad input" if code == BAD_INPUT else kind
-        text = self.log_path.read_text(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-        own = [line for line in lines if line.startswith("windlass:")]
-        message = (own or lines)[-1]
-        return f"{kind}: {message}" if message else kind
-
 
 WARMUP = 5  # steps of each start that no time of a step counts
 PROBES = "probes"  # the directory in a study
@@ -95,20 +49,39 @@ def probe_dir(study: Study, cell: Cell) -> Path:
     return study.path / PROBES / f"{cell.world}-ranks-{digest}"
 
 
+def why_no_probe(cell: Cell) -> str:
+    """Why a cell cannot have a probe; empty if it can."""
+    parallel = cell.recipe.parallel
+    if (cell.world or 1) < 2:
+        return "one rank does not communicate"
+    if parallel.offload:
+        return "offloading takes time that a probe without communication does not have"
+    if parallel.model_ranks > 1:
+        return "no rank can do its part of the step alone"
+    return ""
+
+
 def probe_recipe(cell: Cell) -> Recipe:
     """A data rank's part of a cell's step, without communication, evaluation and checkpoints."""
     recipe, world = cell.recipe, cell.world or 1
     on_cpu = recipe.parallel.device == "cpu" or not visible_gpus()
-    none = ["optim.schedule.warmup", "optim.schedule.steps", "eval.every"]
-    none += ["eval.sample_every", "checkpoint.every", "checkpoint.keep_every"]
-    changes: dict[str, Any] = dict.fromkeys(none, 0) | ALONE
-    changes["train.global_batch"] = recipe.train.global_batch // recipe.sizes(world).data_world
-    kind = "cpu" if on_cpu else "cuda"
-    changes["train.micro_batch"] = recipe.batch(world, kind).micro_batch
-    changes |= {"train.steps": ENDLESS, "optim.lr": TINY_LR, "optim.muon_lr": TINY_LR}
-    changes["optim.schedule.kind"] = "constant"
-    changes["telemetry.every"] = min(recipe.telemetry.every, MOST_EVERY)
-    return recipe.replace(changes | {"telemetry.trackers": []})
+    off = ("eval.every", "eval.sample_every", "checkpoint.every", "checkpoint.keep_every")
+    return recipe.replace(
+        ALONE
+        | dict.fromkeys(off, 0)
+        | {
+            "train.global_batch": recipe.train.global_batch // recipe.sizes(world).data_world,
+            "train.micro_batch": recipe.batch(world, "cpu" if on_cpu else "cuda").micro_batch,
+            "train.steps": ENDLESS,
+            "optim.lr": TINY_LR,
+            "optim.muon_lr": TINY_LR,
+            "optim.schedule.kind": "constant",
+            "optim.schedule.warmup": 0,
+            "optim.schedule.steps": 0,
+            "telemetry.every": min(recipe.telemetry.every, MOST_EVERY),
+            "telemetry.trackers": [],
+        }
+    )
 
 
 def run_probe(
@@ -117,10 +90,8 @@ def run_probe(
     """Run a cell's probe unless an equal one has ended; `probe.json` stores a failure."""
     directory, ranks = probe_dir(study, cell), (cell.world or 1) // cell.nodes
     before = read_json(directory / "probe.json").get("state")
-    done = before == "finished" or (before and not retry_failed)
-    parallel = cell.recipe.parallel
-    if (cell.world or 1) < 2 or parallel.offload or parallel.model_ranks > 1 or done:
-        return  # `setups._probe` has the reasons
+    if why_no_probe(cell) or before == "finished" or (before and not retry_failed):
+        return
     shutil.rmtree(directory, ignore_errors=True)  # of a killed probe: all ranks train together
     directory.mkdir(parents=True)
     recipe, gpus = probe_recipe(cell), visible_gpus()
@@ -129,10 +100,10 @@ def run_probe(
     side_by_side = f"{ranks} process{'es' * (ranks > 1)}"
     notify(f"{cell.label}: {steps} steps without communication, {side_by_side}")
     runs, processes = [Run(directory / str(rank)) for rank in range(ranks)], list[CellProcess]()
+    own_gpus = len(gpus) >= ranks and recipe.parallel.device != "cpu"
     stopped = list[int]()
     with catch_signals(STOP_SIGNALS, stopped.append):
         try:
-            own_gpus = len(gpus) >= ranks and recipe.parallel.device != "cpu"
             for rank, run in enumerate(runs):
                 words = ["train", str(directory / "recipe.toml"), f"run.dir={typed(str(run.path))}"]
                 devices = gpus[rank : rank + 1] if own_gpus else []
@@ -149,6 +120,19 @@ def run_probe(
     write_atomic(directory / "probe.json", json.dumps(ended))
     if reason:
         notify(f"{cell.label}: the time of communication is unknown, the probe failed: {reason}")
+
+
+def read_probe(study: Study, cell: Cell) -> tuple[list[Run], str]:
+    """The runs of a cell's finished probe, a run for each rank; or why there are none."""
+    directory = probe_dir(study, cell)
+    ended = read_json(directory / "probe.json")
+    if why := why_no_probe(cell):
+        return [], why
+    if not ended:
+        return [], "no probe was run"
+    if ended["reason"]:
+        return [], f"the probe failed: {ended['reason']}"
+    return [Run(path.parent) for path in sorted(directory.glob("*/metrics.jsonl"))], ""
 
 
 def _wait(

@@ -1,38 +1,24 @@
-"""The numbers of runs and of a study's cells, from their ledgers, and the best cells.
-
-Runs with different tokenizers are compared by bits per byte of text, not by nats per token.
-"""
+"""The results of a study's cells: states, medians over seeds, and the best cells."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from windlass.errors import UserError
+from windlass.errors import UserError, plural
 from windlass.estimate.calendar import resolve_steps
-from windlass.fileio import read_json
-from windlass.recipe import NON_SEMANTIC, Recipe
-from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
+from windlass.recipe import NON_SEMANTIC
+from windlass.run import Line, Run
+from windlass.study.comparison import ValidationData, common_measure, validation_data
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.ledger import LOSS, scores_by_step
-from windlass.telemetry.timing import throughput
+from windlass.study.numbers import BITS, RunNumbers
+from windlass.telemetry.ledger import LOSS
 
-BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
-# Settings that choose the tokenizer.
-TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revision")
-# Settings that choose the validation data, and further ones if it is held out from `data.source`.
-VALIDATION = (
-    *("data.eval_source", "data.eval_split", "data.eval_size", "data.text_key"),
-    *("data.format", "data.packing", "data.document_mask"),
-)
-HELD_OUT = ("data.source", "data.split", "data.max_tokens", "data.val_fraction", "data.val_shards")
 NO_BEST = "Windlass names no best cell"
-RECENT = 10  # logged steps from which the time left is computed
 OPEN_STATES = ("waiting", "interrupted")
 # All states; several repeats together have the one that comes first here.
 STATES = ("failed", "interrupted", "running", "waiting", "finished")
@@ -49,174 +35,58 @@ NO_CHOICE = (
 )
 
 
-class ValidationData(NamedTuple):
-    tokenizer: str
-    data: dict[str, Any]  # the settings that choose it
-    tokens: int
-    bytes: float | None  # of text in these tokens; None if the tokenizer cannot tell
-    text: str = ""  # a hash of the validation text, equal for every tokenizer; empty: unknown
-
-
-def validation_settings(recipe: Recipe) -> dict[str, Any]:
-    flat = recipe.flat()
-    if recipe.data.mix:  # its weights do not change the validation data
-        weights = {"name", "weight"}
-        flat["data.source"] = [part.model_dump(exclude=weights) for part in recipe.data.mix]
-    own_split = recipe.data.eval_split and recipe.data.sources[0].startswith("hf:")
-    held_out = () if recipe.data.eval_source or own_split else HELD_OUT
-    return {key: flat.get(key) for key in (*VALIDATION, *held_out)}
-
-
-def validation_data(run: Run, recipe: Recipe, lines: Sequence[Line]) -> ValidationData | None:
-    """The tokenizer and data of the last evaluation of the loss, from a run's effective ledger."""
-    losses = [x for x in lines if x["kind"] == "eval" and x.get("suite", LOSS) == LOSS]
-    if not losses:
-        return None
-    last, flat = losses[-1], recipe.flat()
-    saved = read_json(run.path / "tokenizer" / "windlass.json").get("fingerprint")
-    tokens, bits, size = int(last.get("tokens", 0)), last.get("bits_per_byte"), None
-    if bits and math.isfinite(bits):
-        size = last["loss"] * tokens / (math.log(2) * bits)
-    tokenizer = str(saved or [flat.get(key) for key in TOKENIZER])
-    text = last_start(lines).get("data", {}).get("val", {}).get("text", "")
-    return ValidationData(tokenizer, validation_settings(recipe), tokens, size, text)
-
-
-def common_measure(measured: Sequence[ValidationData | None]) -> tuple[str, str]:
-    """The measure that compares runs, LOSS or BITS (empty: none), and a remark unless LOSS."""
-    runs = [one for one in measured if one is not None]
-    keys = [k for k in HELD_OUT + VALIDATION if len({repr(one.data.get(k)) for one in runs}) > 1]
-    tokens, texts = sorted({one.tokens for one in runs}), sorted({one.text for one in runs} - {""})
-    several = len({one.tokenizer for one in runs}) > 1
-    sizes = sorted(one.bytes for one in runs if one.bytes is not None)
-    why = "The tokenizers differ, so losses per token do not compare"
-    problem = ""
-    if keys:
-        problem = f"The runs were evaluated on different data ({', '.join(keys)})"
-    elif len(texts) > 1:
-        problem = f"The runs were evaluated on different texts (hashes {', '.join(texts)})"
-    elif several and not all(one.text and one.bytes for one in runs):
-        problem = f"{why}. Some runs lack bits per byte or the hash of their validation text"
-    elif several and sizes[-1] > 1.01 * sizes[0]:
-        amounts = f"{sizes[0] / 1e3:,.1f} to {sizes[-1] / 1e3:,.1f} kB"
-        problem = f"{why}. Bits per byte cover {amounts} of the validation text"
-        problem += " (set eval.batches = 0)"
-    elif len(tokens) > 1 and not several:
-        amounts = f"{tokens[0]:,} to {tokens[-1]:,} tokens"
-        cause = "eval.batches x train.global_batch x model.context"
-        problem = f"The runs were evaluated on {amounts} of the validation data ({cause})"
-    if problem:
-        return "", f"{problem}, so Windlass names no best run."
-    formula = "loss / ln 2 x tokens / bytes of the validation data"
-    return (BITS, f"{why}; bits per byte do ({formula}).") if several else (LOSS, "")
-
-
-def diverged(first: float, last: float) -> bool:
-    """Whether the last training loss is not finite, or more than 1 nat above the first."""
-    return not math.isfinite(last) or last > first + 1.0
-
-
 @dataclass(frozen=True)
 class CellResult:
-    """The state and numbers of a cell; None for a number that the ledger lacks (so far)."""
+    """A cell's state and numbers."""
 
     cell: Cell
     run: Run  # begun or not
-    measure: str  # that ranks cells: `loss`, or as `squad.f1`
-    state: str = "waiting"  # of STATES
-    reason: str = ""
-    step: int = 0  # of the last `train` or `eval` line
-    steps: int | None = None
-    loss: float | None = None
-    eval_loss: float | None = None
-    best_loss: float | None = None
-    score: float | None = None  # the best value of `measure` after step 0
-    lower: bool = False  # whether less of it is better, by its declaration or by the run's suite
-    validation: ValidationData | None = None
-    tokens: int = 0
-    tokens_per_s: float | None = None  # tokens over time in steps
-    device_hours: float | None = None
+    numbers: RunNumbers
+    state: str  # of STATES
+    reason: str = ""  # why it failed
+    steps: int | None = None  # None: they depend on data that is not prepared yet
     left_s: float | None = None  # seconds to the last step, while it runs
+
+    @cached_property
+    def validation(self) -> ValidationData | None:
+        return validation_data(self.run, self.cell.recipe, self.numbers)
 
     def row(self) -> dict[str, Any]:
         """The cell's settings and results as plain values, for a table or JSON."""
-        left_out = {"cell", "run", "measure", "lower", "validation"}
-        values = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**self.cell.assignment, **values, "run": str(self.run.path)}
+        names = ("step", "loss", "eval_loss", "best_loss", "score", "tokens", "tokens_per_s")
+        numbers = {name: getattr(self.numbers, name) for name in (*names, "device_hours")}
+        own = {"state": self.state, "reason": self.reason, "steps": self.steps}
+        more = {"left_s": self.left_s, "run": str(self.run.path)}
+        return {**self.cell.assignment, **own, **numbers, **more}
 
 
-def read_result(
-    cell: Cell, run: Run, measure: str, failure: str | None, cache: dict[Path, tuple[Any, ...]]
+def cell_result(
+    cell: Cell, run: Run, numbers: RunNumbers, failure: str | None = None
 ) -> CellResult:
-    """A cell's result.
-
-    `failure`: why a sweep saw it fail; `cache`: what each run's ledger gave.
-    """
-    version: tuple[int, ...] = ()
-    with suppress(OSError):
-        stat = run.metrics_path.stat()
-        version = stat.st_size, stat.st_mtime_ns
-    if run.path not in cache or cache[run.path][0] != version:
-        raw = list(read_lines(run.metrics_path))
-        lines, events = effective(raw), [line for line in raw if line["kind"] == "event"]
-        train = [line for line in lines if line["kind"] == "train"][-RECENT:]
-        values = summarize(lines, measure)
-        values["validation"] = validation_data(run, cell.recipe, lines)
-        cache[run.path] = version, events, train, values
-    _, events, train, values = cache[run.path]
-    state, reason = run.state_by(events), ""
-    last = max((x.get("attempt", 0) for x in events), default=0)
-    failures = [x for x in events if x["event"] == "failed" and x.get("attempt", 0) == last]
-    if failure is not None and state not in ("finished", "running"):
-        state, reason = "failed", failure
-    elif state == "failed" and failures:
-        reason = str(failures[-1].get("reason", ""))
-    elif state in ("stopped", "preempted", "failed"):  # a killed run lacks a failure
-        state = "interrupted"
-    elif state == "new":
-        state = "waiting"
-    if values["steps"] is None:
-        with suppress(UserError):  # it may depend on data that is not prepared yet
-            values["steps"] = resolve_steps(cell.recipe)
-    left = time_left(train, values["steps"]) if state == "running" else None
-    return CellResult(cell, run, measure, state, reason, left_s=left, **values)
+    """The result of a cell; `failure`: why a sweep saw it fail."""
+    state, reason = cell_state(run, numbers.history, failure)
+    steps = numbers.steps
+    if steps is None:
+        with suppress(UserError):
+            steps = resolve_steps(cell.recipe)
+    left = numbers.seconds_left(steps) if state == "running" else None
+    return CellResult(cell, run, numbers, state, reason, steps, left)
 
 
-def place_of(assignment: Assignment) -> str:
-    """The settings of a cell that a score does not decide; each such choice has its own best."""
-    given = {k: v for k, v in assignment.items() if k.startswith(NO_CHOICE) and k != SEED}
-    return repr(given)
-
-
-def time_left(train: Sequence[Line], steps: int | None) -> float | None:
-    """Seconds to the last step, by the wall clock of recent `train` lines, with their saves."""
-    own = [line for line in train if line.get("attempt") == train[-1].get("attempt")][-RECENT:]
-    if not steps or len(own) < 2:
-        return None
-    pace = (timestamp(own[-1]) - timestamp(own[0])) / (own[-1]["step"] - own[0]["step"])
-    return max(steps - own[-1]["step"], 0) * pace
-
-
-def summarize(lines: Sequence[Line], measure: str) -> dict[str, Any]:
-    """The fields of a CellResult that come from the effective lines of a run's ledger."""
-    train, evals = ([x for x in lines if x["kind"] == kind] for kind in ("train", "eval"))
-    losses = [x["loss"] for x in evals if x.get("suite", LOSS) == LOSS and "loss" in x]
-    scores = scores_by_step([x for x in evals if x["step"] > 0], measure)
-    speed = throughput(lines)
-    last = train[-1] if train else {}
-    summaries = [x for x in lines if x["kind"] == "summary"]
-    return {
-        "step": max((x["step"] for x in (*train, *evals)), default=0),
-        "steps": last_start(lines).get("steps"),
-        "loss": last.get("loss"),
-        "eval_loss": losses[-1] if losses else None,
-        "best_loss": scores_by_step(lines, LOSS).best,
-        "score": scores.best,
-        "lower": scores.lower,
-        "tokens": int(last.get("tokens", 0)),
-        "tokens_per_s": speed.tokens_per_s if speed else None,
-        "device_hours": summaries[-1].get("device_hours") if summaries else None,
-    }
+def cell_state(run: Run, events: Sequence[Line], failure: str | None) -> tuple[str, str]:
+    """One of STATES, and why the cell failed."""
+    state = run.state_by(events)
+    if state in ("finished", "running"):
+        return state, ""
+    if failure is not None:
+        return "failed", failure
+    if state == "new":
+        return "waiting", ""
+    attempt = max((event.get("attempt", 0) for event in events), default=0)
+    for event in reversed(events):
+        if event["event"] == "failed" and event.get("attempt", 0) == attempt:
+            return "failed", str(event.get("reason", ""))
+    return "interrupted", ""  # stopped, preempted, or killed
 
 
 @dataclass(frozen=True)
@@ -227,20 +97,17 @@ class SeedGroup:
     results: list[CellResult]
 
     @property
+    def scored(self) -> list[tuple[float, CellResult]]:
+        finished = (result for result in self.results if result.state == "finished")
+        return [(r.numbers.score, r) for r in finished if r.numbers.score is not None]
+
+    @property
     def scores(self) -> list[float]:
-        return [r.score for r in self.results if r.state == "finished" and r.score is not None]
+        return [score for score, _ in self.scored]
 
     @property
     def median(self) -> float | None:
         return statistics.median(self.scores) if self.scores else None
-
-    @property
-    def best(self) -> CellResult | None:
-        scored = [r for r in self.results if r.state == "finished" and r.score is not None]
-        if not scored:
-            return None
-        sign = 1 if scored[0].lower else -1
-        return min(scored, key=lambda r: sign * (r.score or 0.0))
 
     @property
     def label(self) -> str:
@@ -251,8 +118,8 @@ class SeedGroup:
         """`2 seeds`, `1 of 2 seeds` while one is unfinished, empty if the seed is not an axis."""
         if SEED not in self.results[0].cell.assignment:
             return ""
-        total, finished = len(self.results), len(self.scores)
-        return f"{'' if finished == total else f'{finished} of '}{total} seed{'s' * (total > 1)}"
+        total, finished = plural(len(self.results), "seed"), len(self.scores)
+        return total if finished == len(self.results) else f"{finished} of {total}"
 
 
 def seed_groups(results: Sequence[CellResult]) -> list[SeedGroup]:
@@ -269,7 +136,12 @@ class Winners(NamedTuple):
 
     @property
     def cell(self) -> CellResult | None:
-        return self.groups[0].best if self.groups else None
+        """The best cell of the first group."""
+        if not self.groups:
+            return None
+        scored = self.groups[0].scored
+        choose = min if scored[0][1].numbers.lower else max
+        return choose(scored, key=lambda pair: pair[0])[1]
 
 
 def find_winners(
@@ -282,32 +154,41 @@ def find_winners(
     """
     remark = ""
     if measure in (LOSS, BITS):
-        finished = [r.validation for r in results if r.state == "finished"]
+        finished = [result.validation for result in results if result.state == "finished"]
         common, remark = common_measure(finished)
         if not common or (measure, common) == (LOSS, BITS):
             return Winners([], remark)
     varied = [key for key in values if len(values[key]) > 1 and key != SEED]
     choices = [key for key in varied if not key.startswith(NO_CHOICE)]
+    amounts = [key for key in varied if key not in choices]
+    if not varied:
+        return Winners([], f"{NO_BEST}: the study varies only the seed.")
     if not choices:
-        scale = f"{', '.join(varied)}, which set the amount or kind of computation"
-        only = scale if varied else "only the seed"
+        only = f"{', '.join(varied)}, which set the amount or kind of computation"
         return Winners([], f"{NO_BEST}: the study varies {only}.")
+
+    sign = 1 if any(result.numbers.lower for result in results) else -1
+    # A score decides between the groups that share the amount and kind of computation.
     rivals: dict[str, list[SeedGroup]] = {}
+
+    def rivals_of(group: SeedGroup) -> list[SeedGroup]:
+        return rivals.setdefault(repr([group.assignment[key] for key in amounts]), [])
+
+    def rank(group: SeedGroup) -> tuple[bool, float]:
+        seeds = max(len(rival.results) for rival in rivals_of(group))
+        return len(group.scores) < seeds, sign * (group.median or 0.0)
+
     for group in seed_groups(results):
-        rivals.setdefault(place_of(group.assignment), []).append(group)
-    sign = 1 if any(r.lower for r in results) else -1
-    winners = list[tuple[tuple[bool, float], SeedGroup]]()
+        rivals_of(group).append(group)
+    winners = []
     for groups in rivals.values():
-        scored = [group for group in groups if group.scores] if len(groups) > 1 else []
-        if scored:
-            most = max(len(group.results) for group in groups)
-            ranked = [((len(g.scores) < most, sign * (g.median or 0.0)), g) for g in scored]
-            winners.append(min(ranked, key=lambda pair: pair[0]))
+        scored = [group for group in groups if group.scores]
+        if scored and len(groups) > 1:
+            winners.append(min(scored, key=rank))
     if not winners:
+        why = "no cell has finished with a score"
         if any(group.scores for groups in rivals.values() for group in groups):
-            amounts = ", ".join(key for key in varied if key not in choices)
-            why = f"no other choice of {', '.join(choices)} has the {amounts} of a finished cell"
-        else:
-            why = "no cell has finished with a score"
+            shared = ", ".join(amounts)
+            why = f"no other choice of {', '.join(choices)} has the {shared} of a finished cell"
         return Winners([], f"{NO_BEST}: {why}.")
-    return Winners([group for _, group in sorted(winners, key=lambda pair: pair[0])], remark)
+    return Winners(sorted(winners, key=rank), remark)

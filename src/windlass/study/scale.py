@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from windlass.errors import UserError, argument, did_you_mean, plural
-from windlass.estimate.subject import subject_of
+from windlass.estimate.inputs import read_inputs
 from windlass.processes import usable_cores, visible_gpus
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import STRATEGIES
 from windlass.run import Run
 from windlass.study.grid import NODES, REPEAT, WORLD, Assignment, Cell
-from windlass.study.runner import Progress, Sweep
+from windlass.study.progress import Progress
 from windlass.study.study import Scaling, Study, load_study
+from windlass.study.sweep import Sweep
 
 MODES = ("strong", "fixed-data", "weak", "strategies")
 WINDOWS = 20  # `train` lines of a cell, at least
@@ -57,7 +58,7 @@ def scale(
 
     Raises UserError if a cell is impossible, and Stopped after a signal, with everything saved.
     """
-    study = create_study(
+    study = create_scaling(
         recipe, worlds, overrides, nodes=nodes, mode=mode, grow=grow, repeats=repeats, path=path
     )
     if study.over_hosts:
@@ -70,7 +71,7 @@ def scale(
     return study
 
 
-def create_study(
+def create_scaling(
     source: Recipe | Run | Study | str | Path,
     worlds: Sequence[int] = (),
     overrides: Changes = (),
@@ -90,22 +91,13 @@ def create_study(
         first = scaling_of(None, mode, grow)
         name = "-".join(filter(None, (recipe.preset, first.mode, first.grow)))
         path = Path("studies") / f"{name}-{recipe.config_hash[:8]}"
-    path = Path(path)
     before = Study.open(path) if Study.is_study(path) else None
     old = before.scaling if before else None
     scaling = scaling_of(old, mode, grow, repeats, preset.get("preset", ""))
     if worlds:
         recipe.check_packages()
-        device = recipe.parallel.device
-        on_cpu = device == "cpu" or (device == "auto" and not visible_gpus())
-        if on_cpu and not nodes:
-            # Equal threads of a CPU rank in all cells, so that times compare ranks.
-            asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
-            if asked and fixed and asked != fixed:
-                equal = f"the study's cells have {fixed}, and only equal ones compare"
-                raise UserError(f"train.threads = {asked}: {equal}")
-            share = max(1, usable_cores() // max(worlds))
-            recipe = recipe.replace({"train.threads": asked or fixed or share})
+        if not nodes:
+            recipe = with_threads(recipe, max(worlds), before)
         smallest = min(worlds)
         if before and scaling.grow == "model":  # the ranks at which the recipe has its own layers
             cell, layers = before.cells[0], before.recipe.model.layers
@@ -121,7 +113,7 @@ def create_study(
     else:
         ranks = "give numbers of ranks to compare; the smallest is the baseline"
         raise UserError(f"{argument('worlds', [1, 2, 4])}: {ranks}")
-    return Study.create(recipe, listed, path, scaling=scaling)
+    return Study.create(recipe, listed, Path(path), scaling=scaling)
 
 
 def scaling_of(
@@ -150,6 +142,19 @@ def scaling_of(
     return replace(before, repeats=repeats or before.repeats)
 
 
+def with_threads(recipe: Recipe, most_ranks: int, before: Study | None) -> Recipe:
+    """The recipe with equal threads for each CPU rank in all cells, so that times compare ranks."""
+    device = recipe.parallel.device
+    if device == "cuda" or (device == "auto" and visible_gpus()):
+        return recipe
+    asked, fixed = recipe.train.threads, before.recipe.train.threads if before else 0
+    if asked and fixed and asked != fixed:
+        equal = f"the study's cells have {fixed}, and only equal ones compare"
+        raise UserError(f"train.threads = {asked}: {equal}")
+    share = max(1, usable_cores() // most_ranks)
+    return recipe.replace({"train.threads": asked or fixed or share})
+
+
 def assignments(
     recipe: Recipe,
     scaling: Scaling,
@@ -163,39 +168,48 @@ def assignments(
     no number of ranks. `smallest`: the ranks of the recipe's own model; 0: the fewest of `worlds`.
     """
     worlds = list(dict.fromkeys(worlds))
-    if nodes and len(nodes) != len(worlds):
-        one_each = f"give one number of hosts for each of {argument('worlds', worlds)}"
-        raise UserError(f"{argument('nodes', list(nodes))}: {one_each}")
-    given = argument("worlds", worlds)
-    if any(number < 1 for number in (*worlds, *nodes)):
-        raise UserError(f"{given}: numbers of ranks and hosts are 1 and more")
-    for world, n in zip(worlds, nodes, strict=False):
-        if world % n:
-            problem = f"{plural(n, 'host')} cannot share {plural(world, 'rank')} equally"
-            raise UserError(f"{given}, {argument('nodes', list(nodes))}: {problem}")
-    if scaling.mode == "strategies" and len(worlds) > 1:
-        mode = argument("mode", scaling.mode)
-        raise UserError(f"{given}: {mode} compares at one number of ranks; give one")
-    steps, common = recipe.train.steps, math.lcm(*worlds)
-    if scaling.mode == "fixed-data" and isinstance(steps, int) and steps % common:
-        near = [n for n in (steps // common * common, (steps // common + 1) * common) if n]
-        remedy = f"write train.steps={' or '.join(map(str, near))}, or other worlds"
-        raise UserError(f"train.steps = {steps} cannot be divided by {common}: {remedy}")
-    if scaling.grow == "model" and recipe.model.kind != "gpt":
-        needs = 'needs model.kind = "gpt": it adds layers, and other models have fixed weights'
-        raise UserError(f"{argument('grow', 'model')} {needs}")
-    hosts: list[Assignment] = [{NODES: n} for n in nodes] or [{} for _ in worlds]
-    places = [{WORLD: world} | host for world, host in zip(worlds, hosts, strict=True)]
+    _check(recipe, scaling, worlds, nodes)
+    places: list[Assignment] = [{WORLD: world} for world in worlds]
+    if nodes:
+        places = [{WORLD: world, NODES: n} for world, n in zip(worlds, nodes, strict=True)]
     if scaling.mode == "strategies":
         kinds = strategies(recipe, worlds[0], nodes[0] if nodes else 1)
         listed = [places[0] | kind for kind in kinds]
     else:
         first = smallest or min(worlds)
-        listed = [p | settings_of(recipe, scaling, p[WORLD], first) for p in places]
+        listed = [one | settings_of(recipe, scaling, one[WORLD], first) for one in places]
     if scaling.repeats == 1:
         return listed
-    rounds = [listed if repeat % 2 else listed[::-1] for repeat in range(1, scaling.repeats + 1)]
-    return [one | {REPEAT: n} for n, cells in enumerate(rounds, 1) for one in cells]
+    rows = []
+    for repeat in range(1, scaling.repeats + 1):
+        cells = listed if repeat % 2 else listed[::-1]
+        rows += [one | {REPEAT: repeat} for one in cells]
+    return rows
+
+
+def _check(recipe: Recipe, scaling: Scaling, worlds: list[int], nodes: Sequence[int]) -> None:
+    """Raise UserError if the options do not make a scaling study."""
+    given, hosts = argument("worlds", worlds), argument("nodes", list(nodes))
+    if nodes and len(nodes) != len(worlds):
+        raise UserError(f"{hosts}: give one number of hosts for each of {given}")
+    if any(number < 1 for number in (*worlds, *nodes)):
+        raise UserError(f"{given}: numbers of ranks and hosts are 1 and more")
+    for world, n in zip(worlds, nodes, strict=False):
+        if world % n:
+            problem = f"{plural(n, 'host')} cannot share {plural(world, 'rank')} equally"
+            raise UserError(f"{given}, {hosts}: {problem}")
+    if scaling.mode == "strategies" and len(worlds) > 1:
+        mode = argument("mode", scaling.mode)
+        raise UserError(f"{given}: {mode} compares at one number of ranks; give one")
+    steps, common = recipe.train.steps, math.lcm(*worlds)
+    if scaling.mode == "fixed-data" and isinstance(steps, int) and steps % common:
+        below = steps // common * common
+        near = " or ".join(str(n) for n in (below, below + common) if n)
+        remedy = f"write train.steps={near}, or other worlds"
+        raise UserError(f"train.steps = {steps} cannot be divided by {common}: {remedy}")
+    if scaling.grow == "model" and recipe.model.kind != "gpt":
+        needs = 'needs model.kind = "gpt": it adds layers, and other models have fixed weights'
+        raise UserError(f"{argument('grow', 'model')} {needs}")
 
 
 def settings_of(recipe: Recipe, scaling: Scaling, world: int, smallest: int) -> Assignment:
@@ -243,4 +257,4 @@ def strategies(recipe: Recipe, world: int, nodes: int) -> list[Assignment]:
 def steps_of(recipe: Recipe, assignment: Assignment) -> int:
     cell = Cell.of(recipe, assignment).recipe
     steps, world = cell.train.steps, assignment[WORLD]
-    return steps if isinstance(steps, int) else subject_of(cell, world=world).resolve_steps()
+    return steps if isinstance(steps, int) else read_inputs(cell, world=world).resolve_steps()

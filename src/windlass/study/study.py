@@ -12,7 +12,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +24,17 @@ from windlass.errors import UserError, argument, plural, require
 from windlass.fileio import locked, read_json, write_atomic
 from windlass.recipe import NON_SEMANTIC, Changes, Recipe, as_recipe, plain, typed
 from windlass.recipe.layers import dotted, study_presets
-from windlass.run import Run, last_start
+from windlass.run import Run
+from windlass.study.comparison import TOKENIZER
 from windlass.study.grid import ONE, WORLD, Assignment, Cell, cells_of, expand, read_axes
+from windlass.study.numbers import BITS, RunNumbers, read_numbers
 from windlass.study.results import (
-    BITS,
     NO_BEST,
-    TOKENIZER,
     CellResult,
     SeedGroup,
     Winners,
+    cell_result,
     find_winners,
-    read_result,
     seed_groups,
 )
 from windlass.telemetry.ledger import LOSS
@@ -80,7 +80,10 @@ class Study:
     kind: Kind = "sweep"
     world: int = 0  # ranks of a cell without `parallel.world`; 0: one, or all ranks of a job
     scaling: Scaling | None = None  # the options of a scaling study
-    _ledgers: dict[Path, tuple[Any, ...]] = field(default_factory=dict, repr=False, compare=False)
+    # By run the size and time of its ledger, and its numbers then.
+    _numbers: dict[Path, tuple[tuple[int, ...], RunNumbers]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __repr__(self) -> str:
         counts = Counter(result.state for result in self.results())
@@ -115,34 +118,39 @@ class Study:
         place = {"run.dir": "", "run.name": "", "run.base": recipe.run.base or str(Path.cwd())}
         base = recipe.replace(**recipe.flat() | place)
         path = path or Path("studies") / f"{base.preset}-{base.config_hash[:8]}"
-        own = [plain(a) for a in axes if isinstance(a, dict)] if isinstance(axes, Sequence) else []
-        grid = cells_of(base, own) if own else expand(base, read_axes(axes)) if len(axes) else []
-        if not grid and not Study.is_study(path):
+        if not len(axes) and not Study.is_study(path):
             example = "for example optim.lr=1e-2,1e-3"
             raise UserError(f"{path} is not a study yet: name the axes of its grid, {example}")
-
+        kind = "scaling" if scaling else kind
+        new = Study(path, base, _cells(base, axes), kind, world, scaling)
+        if not write:
+            return Study.open(path)._grown(new) if Study.is_study(path) else new
         try:
-            if write:
-                path.mkdir(parents=True, exist_ok=True)
-            with locked(path / ".study.lock") if write else nullcontext():
+            path.mkdir(parents=True, exist_ok=True)
+            with locked(path / ".study.lock"):
                 before = Study.open(path) if Study.is_study(path) else None
-                kind = "scaling" if scaling else kind
-                new = Study(path, base, list(grid), kind, world, scaling)
                 study = before._grown(new) if before else new
-                if write and study != before:
-                    # The recipe first: the keys in study.json reveal a later edit of the recipe.
-                    write_atomic(path / "recipe.toml", study.recipe.toml())
-                    cells = [
-                        StoredCell(assignment=c.assignment, run=c.directory, key=c.key)
-                        for c in study.cells
-                    ]
-                    about: Any = {"kind": study.kind, "world": study.world, "axes": study.values}
-                    stored = StudyFile(cells=cells, scaling=study.scaling, **about)
-                    write_atomic(path / STUDY, stored.model_dump_json(indent=1))
+                if study != before:
+                    study._write()
         except OSError as error:
             remedy = f"give another {argument('path', 'DIR')}"
             raise UserError(f"cannot write the study {path}: {error.strerror}; {remedy}") from None
         return study
+
+    def _write(self) -> None:
+        # The recipe first: the keys in study.json reveal a later edit of the recipe.
+        write_atomic(self.path / "recipe.toml", self.recipe.toml())
+        stored = StudyFile(
+            kind=self.kind,
+            world=self.world,
+            axes=self.values,
+            cells=[
+                StoredCell(assignment=cell.assignment, run=cell.directory, key=cell.key)
+                for cell in self.cells
+            ],
+            scaling=self.scaling,
+        )
+        write_atomic(self.path / STUDY, stored.model_dump_json(indent=1))
 
     @staticmethod
     def open(path: str | Path) -> Study:
@@ -168,10 +176,10 @@ class Study:
         Settings that change no result (how often to save or log) then apply to all cells. UserError
         for other changes of the recipe, which have to be axes.
         """
-        old, new = self.recipe.flat(), given.recipe.flat()
         elsewhere = f"give another {argument('path', 'DIR')}"
         if self.kind != given.kind and given.cells:
             raise UserError(f"{self.path} is {KINDS[self.kind]}: {elsewhere}")
+        old, new = self.recipe.flat(), given.recipe.flat()
         differ = {k: value for k, value in new.items() if value != old[k] and k != "run.base"}
         others = [key for key in differ if not key.startswith(NON_SEMANTIC)]
         if others:
@@ -184,9 +192,9 @@ class Study:
         places += [("", cell.assignment) for cell in given.cells]
         keys = dict.fromkeys(key for _, assignment in places for key in assignment)
         cells: dict[str, Cell] = {}
-        for place, assignment in places:
+        for directory, assignment in places:
             full = {key: assignment.get(key, usual.get(key)) for key in keys}
-            cell = Cell.of(recipe, full, place)
+            cell = Cell.of(recipe, full, directory)
             cells.setdefault(cell.key, cell)
         world, scaling = given.world or self.world, given.scaling or self.scaling
         return Study(self.path, recipe, list(cells.values()), self.kind, world, scaling)
@@ -233,12 +241,19 @@ class Study:
 
     def results(self) -> list[CellResult]:
         failures = self.failures()
-        return [self.result(cell, failures) for cell in self.cells]
+        return [self._result(cell, failures) for cell in self.cells]
 
-    def result(self, cell: Cell, failures: Mapping[str, str] | None = None) -> CellResult:
-        """The result of a cell; `failures`: of the study, if they have just been read."""
-        failure = (self.failures() if failures is None else failures).get(cell.key)
-        return read_result(cell, self.run_of(cell), self.measure, failure, self._ledgers)
+    def result(self, cell: Cell) -> CellResult:
+        return self._result(cell, self.failures())
+
+    def _result(self, cell: Cell, failures: Mapping[str, str]) -> CellResult:
+        run, version = self.run_of(cell), tuple[int, ...]()
+        with suppress(OSError):
+            stat = run.metrics_path.stat()
+            version = stat.st_size, stat.st_mtime_ns
+        if run.path not in self._numbers or self._numbers[run.path][0] != version:
+            self._numbers[run.path] = version, read_numbers(run, self.measure)
+        return cell_result(cell, run, self._numbers[run.path][1], failures.get(cell.key))
 
     def failures(self) -> dict[str, str]:
         """The reasons of failed cells, by a cell's key."""
@@ -279,12 +294,19 @@ class Study:
         """The command that trains an assignment; `world`: the ranks, if it does not set them; 0: as
         the first cell has, which a job may have trained on all of its devices."""
         settings = {key: value for key, value in assignment.items() if value is not None}
-        starts = (last_start(self.run_of(cell).ledger()) for cell in self.cells)
+        starts = [result.numbers.start for result in self.results()]
         trained = next((int(start["world"]) for start in starts if "world" in start), self.world)
         world = settings.pop(WORLD, world or trained)
         words = [f"{key}={typed(value)}" for key, value in settings.items()]
         words += ["--world", str(world)] if world > 1 else []
         return shlex.join(["windlass", "train", f"{self.path.as_posix()}/recipe.toml", *words])
+
+
+def _cells(base: Recipe, axes: Axes) -> list[Cell]:
+    assignments = [plain(one) for one in axes if isinstance(one, dict)]
+    if assignments:
+        return cells_of(base, assignments)
+    return expand(base, read_axes(axes)) if len(axes) else []
 
 
 class StudyPreset(BaseModel):

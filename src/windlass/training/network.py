@@ -20,7 +20,7 @@ from windlass.checkpoint.state_dict import named_state
 from windlass.data.open import Data
 from windlass.data.samples import Samples, masks_documents
 from windlass.errors import UserError, first_line
-from windlass.estimate.rank import compiles
+from windlass.estimate.layout import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
 from windlass.model.build import (

@@ -1,4 +1,5 @@
-"""What a report says first: did it work, how good, how fast, what did it cost, what went wrong."""
+"""The five answers at the top of a report: did it work, how good is it, how fast was it, what did
+it cost, what went wrong."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from typing import NamedTuple
 
 from windlass.errors import by_text, plural
 from windlass.reports.law import LawView
-from windlass.reports.study import Recommendation, StudyView, lede
+from windlass.reports.scaling import describe_scaling
+from windlass.reports.study import Recommendation, StudyView
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
-from windlass.study.results import BITS, NO_BEST, common_measure, diverged
+from windlass.study.comparison import common_measure
+from windlass.study.numbers import BITS
+from windlass.study.results import NO_BEST
 from windlass.telemetry.ledger import LOSS
 from windlass.telemetry.measures import show, title_of
 
@@ -101,7 +105,8 @@ def _run_head(view: RunView) -> Head:
 
 
 def worked(view: RunView) -> Answer:
-    done = f"{view.step:,} of {plural(int(view.start.get('steps', view.step)), 'step')}"
+    step = view.numbers.step
+    done = f"{step:,} of {plural(int(view.start.get('steps', step)), 'step')}"
     killed = kills(view)
     last_was_killed = killed[-1:] == [max(view.reached, default=0)]
     match view.state:
@@ -118,8 +123,8 @@ def worked(view: RunView) -> Answer:
             text, mark = "Not yet: no step", "open"
         case state:
             text, mark = f"Not yet: {state} after {done}", "open"
-    starts = 1 + len(view.restarts)
-    remark = _sentence(plural(starts, "start"), plural(len(killed), "kill"))
+    starts = plural(view.numbers.starts, "start")
+    remark = _sentence(starts, plural(len(killed), "kill"))
     return Answer(WORKED, text, remark, mark)
 
 
@@ -137,11 +142,14 @@ def kills(view: RunView) -> list[int]:
 
 
 def divergence(view: RunView) -> str:
-    """How the training loss diverged; empty if it did not."""
+    """How the training loss diverged, to NaN or by more than 1 nat; empty if it did not."""
     losses = view.train["loss"].tolist()
-    if not losses or not diverged(losses[0], losses[-1]):
+    if not losses:
         return ""
-    return f"the training loss went from {show(losses[0], 'loss')} to {show(losses[-1], 'loss')}"
+    first, last = losses[0], losses[-1]
+    if math.isfinite(last) and not last > first + 1.0:
+        return ""
+    return f"the training loss went from {show(first, 'loss')} to {show(last, 'loss')}"
 
 
 def good(view: RunView) -> Answer:
@@ -156,7 +164,7 @@ def good(view: RunView) -> Answer:
     if measure != LOSS:
         parts, step = [text], values["best_score_step"]
         text = f"best {title_of(measure)} {show(score, 'score')} at step {step:,}"
-    if track["step"][-1] == 0 < view.step:
+    if track["step"][-1] == 0 < view.numbers.step:
         parts.append("evaluated before training only")
     if values.get("best_eval_step", track["step"][-1]) != track["step"][-1]:
         lowest, step = show(values["best_eval_loss"], "loss"), values["best_eval_step"]
@@ -165,16 +173,17 @@ def good(view: RunView) -> Answer:
 
 
 def fast(view: RunView) -> Answer:
-    if not view.speed:
+    speed = view.numbers.speed
+    if not speed:
         return Answer(FAST, "Unknown: no step was timed")
-    ms = 1e3 / view.speed.steps_per_s
+    ms = 1e3 / speed.steps_per_s
     step = f"{show(ms, 'rate')} ms a step" if ms < 1e4 else f"{show(ms / 1e3, 'duration')} a step"
     device = f" on {view.start['device']}" if "device" in view.start else ""
     ranks = plural(int(view.start.get("world", 1)), "rank") + device
-    mfu = f"MFU {show(view.speed.mfu, 'share')}" if view.speed.mfu is not None else ""
+    mfu = f"MFU {show(speed.mfu, 'share')}" if speed.mfu is not None else ""
     profiles = [" and ".join(e["files"]) for e in view.events if e.get("files")]
     profile = f"profile in {profiles[-1]}" if profiles else ""
-    text = f"{show(view.speed.tokens_per_s, 'count')} tokens/s"
+    text = f"{show(speed.tokens_per_s, 'count')} tokens/s"
     return Answer(FAST, text, _sentence(step, ranks, view.sizes.layout, mfu, profile))
 
 
@@ -186,8 +195,8 @@ def cost(views: Sequence[RunView]) -> Answer:
     )
     if not wall:
         return Answer(COST, "Unknown: no time is in the ledger")
-    goodput = show(sum(view.wall["train"] for view in views) / wall, "share")
-    parts = [f"{show(kwh, 'hours')} kWh of the devices" * (kwh > 0)]
+    goodput = show(sum(view.numbers.wall["train"] for view in views) / wall, "share")
+    parts = [f"{show(kwh, 'hours')} kWh of the devices"] if kwh else []
     parts.append(f"goodput {goodput} (time in training steps)")
     text, more = f"{show(wall, 'duration')} of wall time", f"{show(hours, 'hours')} device-hours"
     if len(views) == 1:
@@ -242,18 +251,22 @@ def _best_run(views: Sequence[RunView]) -> Answer:
     if not ranked:
         return Answer(GOOD, "Unknown: no evaluation")
     score, label = ranked[0]
-    unit = " nats per token" * (measure == LOSS)
-    return Answer(GOOD, f"Best {title_of(measure)} {show(score, 'loss')}{unit}: {label}", remark)
+    best = f"Best {title_of(measure)} {show(score, 'loss')}"
+    if measure == LOSS:
+        best += " nats per token"
+    return Answer(GOOD, f"{best}: {label}", remark)
 
 
 def _fastest(views: Sequence[RunView]) -> Answer:
-    speeds = sorted((v.speed.tokens_per_s, v.label) for v in views if v.speed)
+    speeds = sorted((v.numbers.speed.tokens_per_s, v.label) for v in views if v.numbers.speed)
     if not speeds:
         return Answer(FAST, "Unknown: no step was timed")
     low, median, high = speeds[0], statistics.median(speed for speed, _ in speeds), speeds[-1]
-    ends = f"{show(low[0], 'count')} ({low[1]}) to {show(high[0], 'count')} ({high[1]})"
     text = f"{show(median, 'count')} tokens/s, median of the runs"
-    return Answer(FAST, text, ends * (len(speeds) > 1))
+    if len(speeds) == 1:
+        return Answer(FAST, text)
+    ends = f"{show(low[0], 'count')} ({low[1]}) to {show(high[0], 'count')} ({high[1]})"
+    return Answer(FAST, text, ends)
 
 
 def _study_head(
@@ -266,7 +279,7 @@ def _study_head(
     answers = [Answer(WORKED, text, others, "open" if others else "good")]
     scaling, path = seen.study.scaling, seen.study.path.resolve()
     if scaling:
-        kicker, subtitle = "A scaling study", lede(scaling)
+        kicker, subtitle = "A scaling study", describe_scaling(scaling)
         answers += _scaling(seen, recommendations)
     else:
         kicker = "A ladder" if law else "A study"
@@ -290,10 +303,12 @@ def _best_cell(seen: StudyView) -> Answer:
     if not seen.winners.groups:
         return Answer(GOOD, NO_BEST, seen.winners.remark.removeprefix(f"{NO_BEST}: "))
     best, *others = seen.winners.groups
-    text = f"Best {seen.title} {show(best.median, 'loss')}" + f" {seen.unit}" * bool(seen.unit)
-    more = [f"{group.label}: {show(group.median, 'loss')}" for group in others]
-    parts = [best.label, f"median of {best.seeds}" * bool(best.seeds), *more, seen.winners.remark]
-    return Answer(GOOD, text, ", ".join(filter(None, parts)))
+    text = f"Best {seen.title} {show(best.median, 'loss')} {seen.unit}".rstrip()
+    parts = [best.label]
+    if best.seeds:
+        parts.append(f"median of {best.seeds}")
+    parts += [f"{group.label}: {show(group.median, 'loss')}" for group in others]
+    return Answer(GOOD, text, ", ".join(filter(None, [*parts, seen.winners.remark])))
 
 
 def _scaling(seen: StudyView, recommendations: Sequence[Recommendation]) -> list[Answer]:

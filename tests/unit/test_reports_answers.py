@@ -4,7 +4,7 @@ import pytest
 from report_fixtures import add_lines, build_run, edit, stamp
 from scaling_fixtures import build_scaling, phases, worlds
 
-from windlass.reports.page import Contents
+from windlass.reports.contents import Contents
 from windlass.reports.study import StudyView
 from windlass.reports.view import RunView
 from windlass.study.grid import WORLD
@@ -22,11 +22,11 @@ def test_a_run_that_was_killed_and_resumed(one):
     assert worked.text == "Yes: finished 400 of 400 steps" and worked.mark == "good"
     assert worked.remark == "2 starts, 1 kill"
     assert good.text.startswith("Validation loss 2.05") and good.text.endswith("nats per token")
-    assert fast.text == f"{one.speed.tokens_per_s:,.0f} tokens/s"
+    assert fast.text == f"{one.numbers.speed.tokens_per_s:,.0f} tokens/s"
     assert "2 ranks" in fast.remark and "MFU" in fast.remark
     # 240 W of two devices, in the time that counts
     assert cost.text.endswith("of wall time") and "device-hours" in cost.remark
-    assert one.values["energy_kwh"] == pytest.approx(0.24 * one.device_hours, rel=0.01)
+    assert one.values["energy_kwh"] == pytest.approx(0.24 * one.numbers.device_hours, rel=0.01)
     assert "kWh" in cost.remark and "goodput" in cost.remark
     assert wrong.text == "1 kill" and wrong.mark == "warn"
     assert wrong.remark.endswith("after step 260")
@@ -89,7 +89,7 @@ def test_a_comparison_names_the_best_run(one, tmp_path):
     best = one.values["best_eval_loss"]
     assert good.text == f"Best validation loss {best:.4f} nats per token: one"
     assert "(other)" in fast.remark
-    assert cost.text == f"{one.device_hours + other.device_hours:.3f} device-hours"
+    assert cost.text == f"{one.numbers.device_hours + other.numbers.device_hours:.3f} device-hours"
     assert wrong.text == "1 kill" and wrong.remark.startswith("one: start 1")
 
 

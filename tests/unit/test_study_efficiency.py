@@ -8,10 +8,10 @@ from scaling_fixtures import SETTINGS, VOCAB, build_scaling, phases, worlds
 
 from windlass.model.size import count, flops_per_token
 from windlass.recipe import Recipe
-from windlass.reports.study import scaling_charts, sentences
+from windlass.reports.scaling import scaling_charts, sentences
 from windlass.run import Run, timestamp
+from windlass.study.efficiency import read_setups, windows
 from windlass.study.grid import NODES, REPEAT, WORLD
-from windlass.study.setups import read_setups, windows
 from windlass.study.study import Scaling
 from windlass.telemetry.measures import SETUP, STEP_PARTS
 
@@ -83,7 +83,6 @@ def test_strong_speed_up_and_efficiency_against_the_smallest_world(build):
     longer = eight.values["runtime_s"] / two.values["runtime_s"]
     assert eight.values["ratio"] == pytest.approx(longer)
     assert eight.values["runtime_factor"] == pytest.approx(1 / eight.values["ratio"])
-    assert any("low efficiency, 50 %" in text for text in eight.remarks) and not four.remarks
 
 
 def test_fixed_data_compares_times_of_a_sample(build):
@@ -162,8 +161,6 @@ def test_the_parts_of_a_step_sum_to_it_and_a_negative_difference_is_said_to_be_n
     got = [two.values[name] for name in ("compute_ms", "exposed_ms", "data_ms", "host_ms")]
     assert got == pytest.approx([45, 57 - 49, 3, 4])
     assert four.values["exposed_ms"] == 0 and any("noise" in text for text in four.remarks)
-    low = build(Scaling("strong"), worlds(1, 2), {1: 100.0, 2: 90.0}, probe=lambda a: phases(50.0))
-    assert "communication grew most" in " ".join(read_setups(low)[1].remarks)
 
 
 def test_without_a_probe_communication_has_a_reason_and_no_number(build):
@@ -245,7 +242,7 @@ def test_strategies_have_a_pareto_front_and_one_is_recommended(build):
     assert front == ["ddp", "shard_grad_op", "full_shard"]
     recommended = [name for name, row in table.items() if row.values["recommended"]]
     assert recommended == ["shard_grad_op"], "within 2 % of ddp"
-    assert "44 % less memory" in " ".join(table["shard_grad_op"].remarks)
+    assert "44 % less memory" in table["shard_grad_op"].recommended_because
     assert table["ddp"].missing["efficiency"] == "all setups have the same number of ranks"
 
 

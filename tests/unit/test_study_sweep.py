@@ -19,10 +19,11 @@ from windlass.errors import DONE, STOPPED, Stopped
 from windlass.fileio import read_json
 from windlass.processes import thread_share
 from windlass.recipe import Recipe
-from windlass.study import probe, runner
-from windlass.study.runner import Progress, Sweep
-from windlass.study.scale import create_study
+from windlass.study import probe, sweep
+from windlass.study.progress import Progress
+from windlass.study.scale import create_scaling
 from windlass.study.study import Study
+from windlass.study.sweep import Sweep
 
 STEPS = 4
 TRAINING = textwrap.dedent(
@@ -95,8 +96,8 @@ def play(tmp_path, monkeypatch):
         progress = Progress(io.StringIO())
         progress.notify, progress.show = messages.append, options.pop("show", lambda *_: None)
         options["progress"] = progress
-        monkeypatch.setattr(runner, "train_command", command)
-        monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
+        monkeypatch.setattr(sweep, "train_command", command)
+        monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
         try:
             Sweep(study, study.cells, **options).run(study.cells)
         except Stopped:
@@ -121,7 +122,7 @@ def about(study, number=0):
 
 def test_a_signal_saves_ends_with_75_and_the_same_command_resumes(play):
     def interrupt(study, *_):
-        if "running" in states(study) and study.results()[0].step:
+        if "running" in states(study) and study.results()[0].numbers.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
     slow = [{"pause": 30.0, "steps": 2}, {}]
@@ -159,26 +160,26 @@ def test_data_are_prepared_before_the_first_cell_and_once_for_all(tmp_path, monk
     alone.
     """
     corpus, begun, prepared = write_corpus(tmp_path / "text.txt", 4000), [], []
-    real = runner.prepare
+    real = sweep.prepare
 
     def prepare(recipe, resuming):
         real(recipe)
         prepared.extend(data_dirs(recipe))
 
-    monkeypatch.setattr(runner, "prepare", prepare)
+    monkeypatch.setattr(sweep, "prepare", prepare)
     monkeypatch.setattr(Sweep, "run", lambda self, cells: begun.append(cells))
     recipe, seeds = tiny_recipe(corpus, tmp_path / "run"), {"run.seed": [1, 2, 3]}
     missing = str(tmp_path / "missing.txt")
     with refused("missing.txt"):
-        runner.sweep(recipe.replace({"data.source": missing}), seeds, path=tmp_path / "none")
+        sweep.sweep(recipe.replace({"data.source": missing}), seeds, path=tmp_path / "none")
     assert not begun and not prepared
-    study = runner.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
+    study = sweep.sweep(recipe, seeds, {"train.steps": 3}, path=tmp_path / "seeds")
     assert {cell.recipe.train.steps for cell in study.cells} == {3}
     assert prepared[0].parent == tmp_path / "data" and Index.load(prepared[0])
     assert len(prepared) == len(begun) == 1
     own = recipe.replace({"data.dir": ""})
     monkeypatch.chdir(tmp_path)
-    runner.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
+    sweep.sweep(own, {"data.source": [str(corpus), missing]}, path=tmp_path / "some")
     assert len(begun) == 2 and len(prepared) == 2
 
 
@@ -189,7 +190,7 @@ def test_a_study_is_trained_outside_the_main_thread(play, tmp_path, monkeypatch)
         assert (code, states(study)) == (DONE, ["finished"] * 2)
         monkeypatch.setattr(probe, "WINDLASS", ("false",))
         recipe, notes = Recipe.load("quickstart", ["parallel.device=cpu"]), []
-        scaling = create_study(recipe, [1, 2], path=tmp_path / "scaling")
+        scaling = create_scaling(recipe, [1, 2], path=tmp_path / "scaling")
         pool.submit(probe.run_probe, scaling, scaling.cells[1], notes.append).result()
     assert (
         "exit code 1"

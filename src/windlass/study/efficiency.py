@@ -1,4 +1,4 @@
-"""The numbers of a scaling study: setups, efficiencies, parts of a step.
+"""How well a study scales: time of a step, speed-up, efficiency, and the parts of a step.
 
 A setup is a set of cells that differ only in `repeat`. docs/guides/scale.md has the formulas.
 """
@@ -12,29 +12,32 @@ from typing import Any
 
 from windlass.errors import plural
 from windlass.estimate.rank import flops_of_run
-from windlass.estimate.subject import NO_PEAK
-from windlass.fileio import read_json
+from windlass.estimate.speed import NO_PEAK
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
-from windlass.run import STARTS, Line, Run, last_start, timestamp
+from windlass.run import STARTS, Line, timestamp
 from windlass.study.grid import AXES_ONLY, REPEAT, Assignment, short_names
-from windlass.study.probe import WARMUP, probe_dir
+from windlass.study.probe import WARMUP, read_probe
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
-from windlass.telemetry.measures import SETUP, STEP_PARTS
+from windlass.telemetry.measures import SETUP
 from windlass.telemetry.timing import STEP_PHASES
 
-LOW_EFFICIENCY = 0.7  # a lower one gets a remark
+# Numbers of a whole run, by their names in `measures.RUN`.
+WHOLE_RUN = (
+    *("train_loss", "train_loss_mean", "runtime_s", "samples_per_s_whole_run"),
+    *("startup_s", "peak_mem_mb", "util_pct"),
+)
 # Numbers that compare a setup with the baseline.
 COMPARED = ("speedup", "efficiency", "samples_factor", "runtime_factor", "ratio")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
     """A setup of a scaling study; its numbers are medians over the finished repeats."""
 
-    name: str  # `1 host, 4 ranks`, or what a study of strategies varies
+    name: str  # `1 host, 4 ranks`, or the settings that strategies vary
     assignment: Assignment  # of its cells, without the repeat
     results: list[CellResult]  # one for each repeat
     state: str  # of its cells, by STATES
@@ -43,7 +46,8 @@ class Setup:
     # Lowest and highest over the repeats.
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)  # why a number is missing
-    remarks: list[str] = field(default_factory=list)  # low efficiency, noise, too few cores
+    remarks: list[str] = field(default_factory=list)  # noise, too few cores
+    recommended_because: str = ""  # empty: it is not the recommended setup
     start: Line = field(default_factory=dict)  # the last start of the first finished repeat
 
     @property
@@ -73,6 +77,7 @@ class Setup:
 
 
 def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> list[Setup]:
+    """The setups of a study with all their numbers, by rising hosts and ranks."""
     scaling = study.scaling or Scaling("strategies")
     groups: dict[str, tuple[Assignment, list[CellResult]]] = {}
     for result in study.results() if results is None else results:
@@ -81,7 +86,7 @@ def read_setups(study: Study, results: Sequence[CellResult] | None = None) -> li
     table = [_setup(study, scaling, *group) for group in groups.values()]
     for setup in table:
         if setup.measured:
-            _divide(setup, _probe(study, setup))
+            _divide(setup, _probe_medians(study, setup))
             _remark_on_cores(setup)
     if scaling.mode == "strategies":
         _recommend(table)
@@ -98,54 +103,80 @@ def _setup(
     study: Study, scaling: Scaling, assignment: Assignment, results: list[CellResult]
 ) -> Setup:
     """A setup with the medians of its repeats, not yet compared with other setups."""
-    cell, done = results[0].cell, [r for r in results if r.state == "finished"]
-    worst = min(results, key=lambda r: STATES.index(r.state))
-    start, model = last_start(done[0].run.ledger()) if done else {}, cell.recipe.model
+    cell, finished = results[0].cell, [r for r in results if r.state == "finished"]
+    start, recipe = finished[0].numbers.start if finished else {}, cell.recipe
     world = int(start.get("world") or cell.world or cell.nodes)
-    batch = start.get("global_batch", cell.recipe.train.global_batch)
+    batch = start.get("global_batch", recipe.train.global_batch)
     layers = (start.get("network") or {}).get("layers")
-    sizes = Sizes(**start["mesh"]) if "mesh" in start else cell.recipe.sizes(world)
-    values: dict[str, Any] = {
+    if not layers and recipe.model.kind == "gpt":
+        layers = recipe.model.layers
+    sizes = Sizes(**start["mesh"]) if "mesh" in start else recipe.sizes(world)
+    shape = {
         "world": world,
         "nodes": cell.nodes,
         "global_batch": batch,
         "batch_per_device": batch / sizes.data_world,
-        "layers": layers or (model.layers if model.kind == "gpt" else None),
+        "layers": layers,
         "parameters": start.get("parameters"),
     }
-    values = {name: value for name, value in values.items() if value is not None}
+    values: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     columns: dict[str, list[float]] = {}
-    for result in done:
-        for name, value in run_numbers(result.run).items():
+    for result in finished:
+        for name, value in _cell_numbers(result).items():
             columns.setdefault(name, []).append(value)
-    values |= {name: statistics.median(column) for name, column in columns.items()}
+    for name, column in columns.items():
+        values[name] = statistics.median(column)
+    words = [_difference(study, assignment)]
     if scaling.mode != "strategies":
-        words = [plural(values["nodes"], "host"), plural(values["world"], "rank")]
-        if scaling.grow == "model" and "layers" in values:
-            words.append(plural(values["layers"], "layer"))
-    else:  # the settings that distinguish a setup from the others
-        words, names = list[str](), short_names(cell.assignment)
-        for key, value in cell.assignment.items():
-            name = names[key].removeprefix("activation_")
-            if key in AXES_ONLY or len(study.values[key]) < 2:
-                continue
-            if name in ("strategy", "precision"):  # their values need no name
-                words.append(str(value))
-            elif value not in (False, 0, "none"):
-                words.append(name if value is True else f"{name} {value}")
-    title = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
-    setup = Setup(title, assignment, results, worst.state, worst.reason, values, start=start)
+        words = [plural(cell.nodes, "host"), plural(world, "rank")]
+        if scaling.grow == "model" and layers:
+            words.append(plural(layers, "layer"))
+    name = ", ".join(filter(None, [*words, sizes.layout])) or "the recipe"
+    worst = min(results, key=lambda result: STATES.index(result.state))
+    setup = Setup(name, assignment, results, worst.state, worst.reason, values, start=start)
     setup.spread.update({n: (min(c), max(c)) for n, c in columns.items() if len(c) > 1})
-    if 0 < len(done) < len(results):
-        setup.remarks.append(f"{len(done)} of {len(results)} repeats have finished")
+    if 0 < len(finished) < len(results):
+        setup.remarks.append(f"{len(finished)} of {len(results)} repeats have finished")
     if setup.measured:  # from the median step, so that they agree with it
         steps_per_s = values["steps_per_s"] = 1e3 / values["step_ms"]
         values["samples_per_s"] = batch * steps_per_s
         values["tokens_per_s"] = values["tokens_per_step"] * steps_per_s
         values["tokens_per_s_per_device"] = values["tokens_per_s"] / world
         tokens = values["padded_tokens_per_step"] / world
-        values["flops_per_device"] = flops_of_run(cell.recipe, start) * tokens
+        values["flops_per_device"] = flops_of_run(recipe, start) * tokens
     return setup
+
+
+def _difference(study: Study, assignment: Assignment) -> str:
+    """The settings that distinguish a setup of a study of strategies from the others."""
+    words, names = list[str](), short_names(assignment)
+    for key, value in assignment.items():
+        name = names[key].removeprefix("activation_")
+        if key in AXES_ONLY or len(study.values[key]) < 2:
+            continue
+        if name in ("strategy", "precision"):  # their values need no name
+            words.append(str(value))
+        elif value not in (False, 0, "none"):
+            words.append(name if value is True else f"{name} {value}")
+    return ", ".join(words)
+
+
+def _cell_numbers(result: CellResult) -> dict[str, float]:
+    """The numbers of a finished cell: of its steps after the warm-up, and of its whole run."""
+    measured, numbers = windows(result.run.ledger()), result.numbers
+    values: dict[str, Any] = step_medians(measured)
+    if measured:
+        values["samples_per_s"] = numbers.start["global_batch"] / values["step_ms"] * 1e3
+        if all("mfu" in line for line in measured):
+            values["mfu"] = statistics.median(line["mfu"] for line in measured)
+    whole = numbers.values()
+    values |= {name: whole[name] for name in WHOLE_RUN if name in whole}
+    if numbers.wall["compile"]:
+        values["compile_s"] = numbers.wall["compile"]
+    for name in ("exact_match", "f1"):
+        if f"{SQUAD_SUITE}_{name}" in whole:
+            values[name] = whole[f"{SQUAD_SUITE}_{name}"]
+    return values
 
 
 def windows(lines: Iterable[Line], since: float = 0.0) -> list[Line]:
@@ -185,51 +216,21 @@ def _remark_on_cores(setup: Setup) -> None:
         setup.remarks.append(f"oversubscribed: {shared}, which says nothing about {devices}")
 
 
-def run_numbers(run: Run) -> dict[str, float]:
-    """The numbers of a finished run: of its steps after the warm-up, and of its summary."""
-    lines = run.ledger()
-    measured = windows(lines)
-    values = step_medians(measured)
-    if measured:
-        values["samples_per_s"] = last_start(lines)["global_batch"] / values["step_ms"] * 1e3
-        if all("mfu" in x for x in measured):
-            values["mfu"] = statistics.median(x["mfu"] for x in measured)
-    summary = [x for x in lines if x["kind"] == "summary"][-1]
-    names = ("train_loss_mean", "runtime_s", "samples_per_s_whole_run", "peak_mem_mb")
-    whole: dict[str, Any] = {
-        "startup_s": next((x["startup_s"] for x in lines if x.get("event") == "first_step"), None),
-        "compile_s": summary["wall_time"]["compile"] or None,
-        "train_loss": summary["final_loss"],
-        "util_pct": summary.get("avg_gpu_util_pct", summary.get("avg_cpu_util_pct")),
-        **{name: summary.get(name) for name in names},
-    }
-    answers = [x for x in lines if x["kind"] == "eval" and x.get("suite") == SQUAD_SUITE]
-    whole |= {name: answers[-1].get(name) for name in ("exact_match", "f1")} if answers else {}
-    return values | {name: value for name, value in whole.items() if value is not None}
-
-
-def _probe(study: Study, setup: Setup) -> Mapping[str, float]:
+def _probe_medians(study: Study, setup: Setup) -> Mapping[str, float]:
     """The medians of a step without communication; empty if the probe is missing."""
     if setup.world == 1:
         return setup.values
-    directory, why = probe_dir(study, setup.results[0].cell), "no probe was run"
-    ended = read_json(directory / "probe.json")
-    if setup.recipe.parallel.offload:
-        why = "offloading takes time that a probe without communication does not have"
-    elif setup.recipe.parallel.model_ranks > 1:
-        why = "no rank can do its part of the step alone"
-    elif ended.get("reason"):
-        why = f"the probe failed: {ended['reason']}"
-    elif ended:
-        ledgers = [Run(path.parent).ledger() for path in sorted(directory.glob("*/metrics.jsonl"))]
-        # From the moment when every rank had trained its first steps, all of them ran.
-        starts = (next(x for x in lines if x["kind"] == "train") for lines in ledgers)
-        since = max(map(timestamp, starts))
-        ranks = [step_medians(windows(lines, since)) for lines in ledgers]
-        names = dict.fromkeys(name for rank in ranks for name in rank)
-        return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
-    setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
-    return {}
+    runs, why = read_probe(study, setup.results[0].cell)
+    if why:
+        setup.missing.update(dict.fromkeys(("compute_ms", "exposed_ms", "host_ms"), why))
+        return {}
+    ledgers = [run.ledger() for run in runs]
+    # From the moment when every rank had trained its first steps, all of them ran.
+    firsts = [next(line for line in lines if line["kind"] == "train") for lines in ledgers]
+    since = max(map(timestamp, firsts))
+    ranks = [step_medians(windows(lines, since)) for lines in ledgers]
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {n: statistics.median(rank[n] for rank in ranks if n in rank) for n in names}
 
 
 def _divide(setup: Setup, probe: Mapping[str, float]) -> None:
@@ -281,17 +282,6 @@ def _compare(table: list[Setup], scaling: Scaling) -> None:
         values["ratio"] = values["runtime_s"] / first["runtime_s"]
         values["runtime_factor"] = 1 / values["ratio"]
         values["efficiency"] = efficiency
-        if efficiency < LOW_EFFICIENCY:
-            cause = "without a probe the part of the step that grew is unknown"
-            if "compute_ms" in values and "compute_ms" in first:
-                # With perfect scaling, computing takes its share of FLOPs, and the others stay.
-                ideal = {part: first.get(part, 0.0) for part in STEP_PARTS}
-                ideal["compute_ms"] *= values["flops_per_device"] / first["flops_per_device"]
-                excess = {part: values.get(part, 0.0) - ms for part, ms in ideal.items()}
-                part = max(excess, key=lambda part: excess[part])
-                more = f"{excess[part]:.3g} ms of a step more than with perfect scaling"
-                cause = f"{SETUP[part].words} grew most, by {more}"
-            setup.remarks.append(f"low efficiency, {100 * efficiency:.0f} %: {cause}")
 
 
 def _recommend(table: list[Setup]) -> None:
@@ -315,12 +305,11 @@ def _recommend(table: list[Setup]) -> None:
     near = [setup for setup in rivals if speeds(setup)[1] >= limit]
     smallest = min(near, key=lambda setup: setup.values["peak_mem_mb"])
     smallest.values["recommended"] = True
-    why = "the fastest"
+    smallest.recommended_because = "the fastest"
     if smallest is not fastest:
         saved = 1 - smallest.values["peak_mem_mb"] / fastest.values["peak_mem_mb"]
         tie = f"as fast as {fastest.name}, within 2 % or the spread of its repeats"
-        why = f"{tie}, with {100 * saved:.0f} % less memory"
-    smallest.remarks.append(f"recommended: {why}")
+        smallest.recommended_because = f"{tie}, with {100 * saved:.0f} % less memory"
 
 
 def _reasons(setup: Setup, scaling: Scaling) -> dict[str, str]:

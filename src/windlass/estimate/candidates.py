@@ -1,4 +1,4 @@
-"""The layouts that a number of ranks allows: which fit on a device, and how long a step takes."""
+"""The layouts that a number of ranks allows: which fit on a device, and how fast they are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import product
 
 from windlass.errors import UserError, plural
 from windlass.estimate.devices import CAREFUL, USABLE, Device, peak_flops
+from windlass.estimate.layout import Layout, layout_of
 from windlass.estimate.memory import Memory, Network, memory
-from windlass.estimate.rank import Layout, layout_of
 from windlass.estimate.step import Links, Speeds, published_speeds, slowest
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
@@ -86,8 +86,9 @@ def variants(
     """
     names = ["ddp" if base.world > 1 else "single"]
     if base.replicas > 1:
-        hybrid = ["hybrid_shard"] * (base.data_world > 3)
-        names += ["shard_grad_op", "shard_optim", *hybrid, "full_shard"]
+        names += ["shard_grad_op", "shard_optim", "hybrid_shard", "full_shard"]
+        if base.data_world <= 3:
+            names.remove("hybrid_shard")
     plain = replace(base, offload=False)
     for checkpointing, name in product(checkpointings, names):
         yield variant(plain, name, checkpointing, groups)
@@ -126,8 +127,10 @@ def memory_rows(
     if base.device == "cuda" and ours:
         offload = replace(base, offload=True)
         layouts += [variant(offload, "full_shard", each) for each in ("none", "full")]
+    if base not in layouts:
+        layouts.append(base)
     rows = []
-    for layout in layouts + [base] * (base not in layouts):
+    for layout in layouts:
         needed = memory(model, vocab, layout, optimizer)
         fits = None if usable is None else needed.total <= usable
         if not has_peaks and fits:
