@@ -100,7 +100,7 @@ def train(
         plan.recipe.check_packages()
         code.check(plan.recipe)
         if not local:
-            from windlass.training.setup import train_rank
+            from windlass.training.rank import train_rank
 
             train_rank(plan, code, stop, model, own_data(data, plan.recipe), stop_at)
     if local:
@@ -146,7 +146,9 @@ def train_local_ranks(
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
-        arguments += [f"run.dir={typed(str(place))}", *["--fresh"] * fresh]
+        arguments.append(f"run.dir={typed(str(place))}")
+        if fresh:
+            arguments.append("--fresh")
         command = ["train", str(path), *arguments]
         code = launch_ranks(plan.recipe, command, world, resuming=plan.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
@@ -175,4 +177,5 @@ def launch_ranks(
         return launch([*WINDLASS, *command], world, max_restarts)
     finally:
         os.environ.pop(QUIET_END)
-        os.environ.update({QUIET_END: before} if before else {})
+        if before:
+            os.environ[QUIET_END] = before

@@ -1,16 +1,14 @@
-"""The run directory of a start, on its ranks: seen by all hosts, locked, read and written. Rank 0
-writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes."""
+"""The run directory of a start: lock it, choose the checkpoint to start from, write what begins.
+
+Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes.
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-import socket
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +22,6 @@ from windlass.checkpoint.choose import (
     write_lineage,
 )
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
@@ -49,7 +46,7 @@ class RunDirectory:
         # The checkpoint of a new run (a branch) is verified before anything changes, the
         # checkpoint of a resumed run under the lock.
         self.checkpoint = None if plan.resuming else self._choose(horizon)
-        locked = ranks.decide("lock", partial(self._lock, stack))
+        locked = ranks.decide("lock", lambda: self._lock(stack))
         self.attempt, self.attempt_name, self.warnings = locked
         console.open_log(plan.run.log_path)
         if plan.resuming:
@@ -80,28 +77,6 @@ class RunDirectory:
         attempt = max(attempts, default=-1) + 1
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
-    def compare(self, now: Mapping[str, Any]) -> None:
-        """Add a warning for each difference between the `Network.facts` of this start and of the
-        start that saved. UserError if the data has changed."""
-        assert self.checkpoint is not None
-        before = {**now, **self.checkpoint.meta}
-        if before["data"] != now["data"]:
-            problem = f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
-            problem += f"{before['data']}, here {now['data']})"
-            advice = f"bring the old data back (data.dir), or start over with {argument('fresh')}"
-            raise UserError(f"{problem}: {advice}")
-        effects = [  # a branch may change `optim.*` and `train.average`
-            ("optimizer", "optim.kind", "the saved optimizer state is not used"),
-            ("average", "train.average", "the average changes"),
-            ("precision", "train.precision", "the losses differ"),
-            ("compiles", "train.compile", "the losses differ by rounding"),
-            ("micro_batch", "train.micro_batch", "rounding differs, and dropout draws other masks"),
-        ]
-        for key, setting, effect in effects:
-            if (old := before[key]) != now[key]:
-                change = f"{setting} was {typed(old)} and is {typed(now[key])}"
-                self.warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
-
     def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the start of a new run or lineage; every rank calls it."""
 
@@ -125,49 +100,6 @@ class RunDirectory:
         )
 
 
-def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
-    """Raise UserError if a host does not see the run directory of rank 0, or its `data`.
-
-    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's disk, so the hosts compare the hashes of its files.
-    """
-    shards_here = list[list[str]]()
-    for index in map(Index.load, data):
-        shards = [shard.identity for shard in index.shards] if index else []
-        shards_here.append([index.tokenizer.fingerprint, *shards] if index else [])
-    places = {"run.dir": run.absolute()}
-    if data:
-        places["data.dir"] = data[0].parent.absolute()
-
-    def create() -> dict[str, str]:
-        marks = {}
-        for key, place in places.items():
-            if key == "data.dir" and all(shards_here):
-                continue
-            parent = next(path for path in (place, *place.parents) if path.is_dir())
-            # A new name, which is in no cache of NFS
-            descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
-            os.close(descriptor)
-        return marks
-
-    marks = ranks.decide("shared", create)
-    prepared = ranks.broadcast_object("prepared", shards_here)
-    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
-        missing.append("data.dir")
-    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
-    if ranks.main:
-        for mark in marks.values():
-            Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody continues while the files exist
-    for key, place in places.items():
-        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
-        if blind:
-            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
-            advice = f"put it on a file system that all hosts share ({key}=PATH)"
-            raise UserError(f"{key}: {place} {seen}: {advice}")
-
-
 def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
     files, run = files or Files(), plan.run
@@ -181,6 +113,35 @@ def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None 
         longer = {"train.steps": plan.recipe.train.steps}
         recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
         record(run.path, lineage, recipe, files)
+
+
+EFFECTS = {
+    "optimizer": ("optim.kind", "the saved optimizer state is not used"),
+    "average": ("train.average", "the average changes"),
+    "precision": ("train.precision", "the losses differ"),
+    "compiles": ("train.compile", "the losses differ by rounding"),
+    "micro_batch": ("train.micro_batch", "rounding differs, and dropout draws other masks"),
+}
+"""By a key of a checkpoint's `meta`: the setting, and what its change does. A branch may change the
+first two."""
+
+
+def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:
+    """A warning for each difference between a checkpoint and this start, whose checkpoints will
+    have `meta`. UserError if the data has changed."""
+    saved = {**meta, **checkpoint.meta}
+    if saved["data"] != meta["data"]:
+        raise UserError(
+            f"the data is not what {checkpoint.path} was trained on (fingerprint {saved['data']}, "
+            f"here {meta['data']}): bring the old data back (data.dir), or start over with "
+            f"{argument('fresh')}"
+        )
+    return [
+        f"{setting} was {typed(saved[key])} and is {typed(meta[key])}: {effect} from step "
+        f"{checkpoint.step} on"
+        for key, (setting, effect) in EFFECTS.items()
+        if saved[key] != meta[key]
+    ]
 
 
 def rename_old_run(path: Path) -> None:

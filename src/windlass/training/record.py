@@ -101,9 +101,14 @@ class Recorder:
             self.emit("save_failed", text, step=step, warning=True, reason=save.error)
         elif self.ranks.main:
             self.ledger.sync()  # as durable as the checkpoint, up to its step
-            event: dict[str, Any] = {"step": step, "path": f"checkpoints/{save.path.name}"}
-            event |= {"bytes": save.total_bytes, "write_s": round(save.write_s, 4)}
-            self.emit("checkpoint", blocked_s=round(save.staged_s + save.waited_s, 4), **event)
+            self.emit(
+                "checkpoint",
+                step=step,
+                path=f"checkpoints/{save.path.name}",
+                bytes=save.total_bytes,
+                write_s=round(save.write_s, 4),
+                blocked_s=round(save.staged_s + save.waited_s, 4),
+            )
             self.console.saved(save.path, save.write_s, step)
             if save.warning:
                 self.console.warning(save.warning)
@@ -233,7 +238,8 @@ class Recorder:
 
     def show(self, notes: list[Note]) -> None:
         for note in notes:
-            (self.console.warning if note.warning else self.console.event)(note.text)
+            show = self.console.warning if note.warning else self.console.event
+            show(note.text)
 
     def summary(self) -> None:
         """The run's last line, from the effective ledger, so that a resume counts no step twice."""

@@ -7,17 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from windlass import processes
-from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Save, Writer
 from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import unwrap
 from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
-from windlass.training.directory import RunDirectory
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
 from windlass.training.stop import StopSignals, event_of
@@ -30,38 +28,48 @@ class Saver(Writer):
 
     def __init__(
         self,
+        *,
         recorder: Recorder,
         callbacks: Callbacks,
-        directory: RunDirectory,
         losses: LossSum,
         scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
-        own: bool,
+        base: Base | None,
+        start: Checkpoint | None,
+        attempt: str,
+        extended_from: int,
+        is_own: bool,
     ):
         """Prepare to save; the state that is saved stays in the objects given here.
 
-        `meta`: facts in every checkpoint, beside its reason. `own`: the module is the user's, whose
-        forward pass may change weights.
+        `meta`: in every checkpoint, beside its reason. `base`: of weights that no checkpoint has.
+        `start`: the checkpoint that the state comes from. `attempt`: the name of this start.
+        `extended_from`: the steps of the run before an extension. `is_own`: the module is the
+        user's, whose forward pass may change weights.
         """
-        plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
-        self.model, self.optimizer = callbacks.model, callbacks.optimizer
-        super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
-        settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
-        # The weights come from `start`.
-        self.base = None if own else base_of(unwrap(self.model), plan.recipe, start, ranks)
+        run, recipe, ranks = recorder.run, recorder.recipe, recorder.ranks
+        settings, horizon = recipe.checkpoint, recorder.horizon
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
-        lengths = {horizon.steps, plan.extends_from or horizon.steps}
+        lengths = {horizon.steps, extended_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
-        self.policy = policy_of(settings, horizons, read_lineage(path))
-        self.attempt, self.background = directory.attempt_name, settings.background
-        self.while_waiting = recorder.beat
+        super().__init__(
+            run.checkpoints_dir,
+            ranks.rank,
+            ranks.world,
+            attempt=attempt,
+            policy=policy_of(settings, horizons, read_lineage(run.path)),
+            background=settings.background,
+            base=base,
+            damaged={c.serial for c in start.passed_over} if start else (),
+            while_waiting=recorder.beat,
+        )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
-        self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
-        self.average, self.meta, self.own = average, meta, own
+        self.recipe, self.ranks, self.losses, self.scaler = recipe, ranks, losses, scaler
+        self.model, self.optimizer, self.average = callbacks.model, callbacks.optimizer, average
+        self.meta, self.is_own = meta, is_own
         if start is not None:
             self.newest = self.committed = self.state.step
-            self.damaged = {checkpoint.serial for checkpoint in start.passed_over}
 
     @property
     def due(self) -> bool:
@@ -85,9 +93,9 @@ class Saver(Writer):
             self.losses.read()
             self.scaler.save(state)
             state.averaged = int(self.average.count)
-            meta, shard = self.meta | {"reason": reason}, self.shard()
-            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
-            if self.own:
+            meta = self.meta | {"reason": reason}
+            self.write(state.step, self.shard(), state.to_json(), meta, recorder.scores)
+            if self.is_own:
                 self.settle()
 
     def finish(self, timeout: float | None = None) -> None:
@@ -114,11 +122,6 @@ class Saver(Writer):
                 self.settle()  # a callback may change what it gets
                 self.callbacks.saved(save.step, save.path)
 
-    @property
-    def grace(self) -> float:
-        """Seconds from a signal to the end of the run: the setting's, or more in a batch job."""
-        return max(self.recipe.checkpoint.grace_seconds, job_grace())
-
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
 
@@ -128,11 +131,9 @@ class Saver(Writer):
         step, recorder = self.state.step, self.recorder
         signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
-        expected = 0.0  # if the step is saved; else as the last save, after a save in progress
-        if self.newest != step:
-            elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
-            expected = last + (max(0.0, last - elapsed) if self.busy else 0.0)
-        needed, grace = self.ranks.broadcast_object("needed", (expected, self.grace))
+        # From a signal to the end of the run: the setting's, or more in a batch job.
+        grace = max(self.recipe.checkpoint.grace_seconds, job_grace())
+        needed, grace = self.ranks.broadcast_object("needed", (self.seconds_to_commit(), grace))
         signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
@@ -165,3 +166,10 @@ class Saver(Writer):
             raise Stopped(text)
         recorder.console.event(text)
         return False
+
+    def seconds_to_commit(self) -> float:
+        """As the last save, after a save in progress; 0 if this step is saved."""
+        if self.newest == self.state.step:
+            return 0.0
+        elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
+        return last + (max(0.0, last - elapsed) if self.busy else 0.0)
