@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,24 +22,20 @@ def can_sample(model: nn.Module, tokenizer: Any) -> bool:
     return hasattr(unwrap(model), "new_cache") and hasattr(tokenizer, "encode")
 
 
+@dataclass
 class Evaluator:
     """Measures the suites, and generates texts. All ranks call it at the same step."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        suites: Suites,
-        model: nn.Module,
-        average: Average,
-        whole_at_end: bool,
-        stop: StopSignals,
-    ):
-        """`average` is measured beside the model. The last evaluation has all validation data if
-        `whole_at_end`. A signal in `stop` interrupts a measurement."""
-        self.recorder, self.suites, self.model = recorder, suites, model
-        self.recipe, self.ranks = recorder.recipe, recorder.ranks
-        self.state, self.horizon = recorder.state, recorder.horizon
-        self.average, self.whole_at_end, self.stop = average, whole_at_end, stop
+    recorder: Recorder
+    suites: Suites
+    model: nn.Module
+    average: Average  # is measured beside the model
+    whole_at_end: bool  # whether the last evaluation has all validation data
+    stop: StopSignals  # a signal interrupts a measurement
+
+    def __post_init__(self) -> None:
+        self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
+        self.state, self.horizon = self.recorder.state, self.recorder.horizon
 
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop; called between the passes of a measurement."""
@@ -105,8 +102,9 @@ class Evaluator:
                 poll=self.stop_requested,
                 autocast=partial(autocast, self.recipe, self.ranks.device),
             )
+        before = prompt if settings.prompt else []
         for index, ids in enumerate(texts or []):
-            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
+            text = settings.prompt + text_after(tokenizer, before, ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
         return texts is not None

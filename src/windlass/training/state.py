@@ -123,9 +123,9 @@ def mixture_of(
 
 def source_counts(mixture: Mixture | None, step: int, global_batch: int) -> dict[str, float]:
     """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    fields = dict[str, float]()
     if mixture is None:
-        return fields
+        return {}
+    fields = dict[str, float]()
     counts, samples = mixture.counts(step * global_batch).tolist(), mixture.samples
     for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
         fields[f"source.{name}.samples"] = count
