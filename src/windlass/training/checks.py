@@ -1,5 +1,5 @@
 """Check at a start what would fail later or go unseen: directories that a host does not see, the
-prompt of samples, a user's loss that is no sum, documents of a row that see each other."""
+prompt of samples, a user's loss that is not a sum, documents of a row that see each other."""
 
 from __future__ import annotations
 

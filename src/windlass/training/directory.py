@@ -1,4 +1,4 @@
-"""The run directory of a start: lock it, choose the checkpoint to start from, write what begins.
+"""Lock the run directory of a start, choose the checkpoint to start from, write the new lineage.
 
 Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes.
 """
@@ -28,7 +28,7 @@ from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import StartPlan, candidate_checkpoints, job_id
+from windlass.training.start import Start, candidate_checkpoints, job_id
 
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
@@ -38,18 +38,18 @@ class RunDirectory:
     from (None: step 0), the number of this start, and a name that no other start has."""
 
     def __init__(
-        self, plan: StartPlan, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
+        self, start: Start, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
     ):
-        self.plan, self.ranks, self.run = plan, ranks, plan.run
+        self.start, self.ranks, self.run = start, ranks, start.run
         ranks.mark(0, "load")
         console.begin("looking for a checkpoint, and verifying it")
         # The checkpoint of a new run (a branch) is verified before anything changes, the
         # checkpoint of a resumed run under the lock.
-        self.checkpoint = None if plan.resuming else self._choose(horizon)
+        self.checkpoint = None if start.resuming else self._choose(horizon)
         locked = ranks.decide("lock", lambda: self._lock(stack))
         self.attempt, self.attempt_name, self.warnings = locked
-        console.open_log(plan.run.log_path)
-        if plan.resuming:
+        console.open_log(start.run.log_path)
+        if start.resuming:
             self.checkpoint = self._choose(horizon)
         if self.checkpoint is not None:
             self.warnings += self.checkpoint.notes
@@ -57,19 +57,19 @@ class RunDirectory:
     def _choose(self, horizon: Horizon) -> Checkpoint | None:
         """The first undamaged checkpoint to start from; the ranks share the hashing."""
         paths = self.ranks.decide(
-            "candidates", lambda: list(map(str, candidate_checkpoints(self.plan, horizon)))
+            "candidates", lambda: list(map(str, candidate_checkpoints(self.start, horizon)))
         )
         return first_undamaged(list(map(Path, paths)), self.ranks)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""
-        run, plan = self.run, self.plan
-        if plan.fresh:
+        run, start = self.run, self.start
+        if start.fresh:
             rename_old_run(run.path)
         Files().make_dirs(run.path)
         if (lock := acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
-        if not plan.resuming and run.exists:
+        if not start.resuming and run.exists:
             text = f"another process has just begun a run in {run.path}; give another run.dir"
             raise UserError(text)
         run.heartbeat_path.touch()
@@ -81,10 +81,10 @@ class RunDirectory:
         """Write the start of a new run or lineage; every rank calls it."""
 
         def write() -> None:
-            plan, path = self.plan, self.run.path
-            goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
-            if not plan.resuming or plan.extends_from or goes_back:
-                write_start(plan, self.checkpoint)
+            start, path = self.start, self.run.path
+            goes_back = not start.restarted and start.recipe.checkpoint.resume != "latest"
+            if not start.resuming or start.extends_from or goes_back:
+                write_start(start, self.checkpoint)
             save_tokenizer(path)
             if (path / "tokenizer").is_dir():
                 Files().sync_tree(path / "tokenizer")
@@ -94,24 +94,24 @@ class RunDirectory:
 
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
-        path, recipe = self.run.path, self.plan.recipe
+        path, recipe = self.run.path, self.start.recipe
         self.ranks.decide(
             "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
         )
 
 
-def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
+def write_start(start: Start, choice: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
-    files, run = files or Files(), plan.run
-    if not plan.resuming:
+    files, run = files or Files(), start.run
+    if not start.resuming:
         files.make_dirs(run.path)
     path, step = (choice.path, choice.step) if choice else (None, 0)
     lineage = lineage_at(run.path, path, step, job_id())
-    if plan.resuming and not plan.extends_from:
+    if start.resuming and not start.extends_from:
         write_lineage(run.path, lineage, files)
     else:
-        longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+        longer = {"train.steps": start.recipe.train.steps}
+        recipe = run.recipe.replace(longer) if start.resuming else start.recipe
         record(run.path, lineage, recipe, files)
 
 

@@ -24,12 +24,12 @@ from windlass.telemetry.measures import short
 from windlass.training.memory import OUT_OF_MEMORY, is_new_size
 from windlass.training.network import Network
 from windlass.training.record import Recorder
-from windlass.training.start import StartPlan
+from windlass.training.start import Start
 
 
 def report_start(
     recorder: Recorder,
-    plan: StartPlan,
+    start: Start,
     network: Network,
     data: Data,
     batch: BatchPlan,
@@ -40,7 +40,7 @@ def report_start(
     """Report a start that has succeeded; all ranks call it."""
     ranks, console = recorder.ranks, recorder.console
     state, horizon = recorder.state, recorder.horizon
-    launch, places = record_launch(plan.run, ranks, network)
+    launch, places = record_launch(start.run, ranks, network)
     facts = describe(data)
     if mixture is not None:
         facts["mixture"] = shares_of_run(mixture, horizon)
@@ -67,21 +67,21 @@ def report_start(
         "global_batch": batch.global_batch,
         "data": facts,
         "samples_per_epoch": horizon.samples_per_epoch,
-        "extended_from": plan.extends_from or None,
+        "extended_from": start.extends_from or None,
     }
-    name = "resumed" if plan.resuming and state.step else "started"
-    if plan.branch_from:
-        name, event["branched_from"] = "branched", str(plan.branch_from.absolute())
+    name = "resumed" if start.resuming and state.step else "started"
+    if start.branch_from:
+        name, event["branched_from"] = "branched", str(start.branch_from.absolute())
     recorder.emit(name, f"resumed from {checkpoint.path}" if checkpoint else "", **event)
-    if ranks.main and is_new_size(plan.run, batch.micro_batch):
+    if ranks.main and is_new_size(start.run, batch.micro_batch):
         text = f"memory ran out: train.micro_batch={batch.micro_batch} from here on"
         recorder.emit(OUT_OF_MEMORY, text, warning=True, micro_batch=batch.micro_batch)
-    if plan.changes:
+    if start.changes:
         changes = [
-            f"{key} {typed(old)} -> {typed(new)}" for key, (old, new) in plan.changes.items()
+            f"{key} {typed(old)} -> {typed(new)}" for key, (old, new) in start.changes.items()
         ]
         text = f"settings changed: {', '.join(changes)}"
-        recorder.emit("settings_changed", text, settings=plan.changes)
+        recorder.emit("settings_changed", text, settings=start.changes)
 
 
 def record_launch(run: Run, ranks: Ranks, network: Network) -> tuple[dict[str, str], list[str]]:

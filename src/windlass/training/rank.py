@@ -42,14 +42,14 @@ from windlass.training.memory import recorded_micro_batch
 from windlass.training.network import Network
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
-from windlass.training.start import StartPlan, resolve_start
+from windlass.training.start import Start, resolve_start
 from windlass.training.state import LossScaler, LossSum, TrainState, mixture_of
 from windlass.training.stop import StopSignals, event_of
 from windlass.training.trainer import Trainer
 
 
 def train_rank(
-    plan: StartPlan,
+    start: Start,
     code: UserCode,
     stop: StopSignals,
     module: nn.Module | None,
@@ -63,7 +63,7 @@ def train_rank(
     while True:
         try:
             with ExitStack() as stack:
-                return set_up(plan, code, stop, stack, module, data, stop_at).run()
+                return set_up(start, code, stop, stack, module, data, stop_at).run()
         except OutOfMemory:
             # Several ranks start together, by their launcher. A user's module has lost the weights
             # that it began with.
@@ -74,11 +74,11 @@ def train_rank(
         torch.compiler.reset()  # else the next graph has a dynamic batch size, as no resume has it
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        plan = resolve_start(plan.recipe.replace({"checkpoint.resume": "latest"}))
+        start = resolve_start(start.recipe.replace({"checkpoint.resume": "latest"}))
 
 
 def set_up(
-    plan: StartPlan,
+    start: Start,
     code: UserCode,
     stop: StopSignals,
     stack: ExitStack,
@@ -87,7 +87,7 @@ def set_up(
     stop_at: int,
 ) -> Trainer:
     """Set up a training, in order; `stack` closes the parts in reverse order."""
-    recipe, run, is_own = plan.recipe, plan.run, module is not None
+    recipe, run, is_own = start.recipe, start.run, module is not None
 
     # At first the ranks exchange values only, because preparing the data may take longer than a
     # collective. Then each rank chooses its device, and the mesh gets its groups.
@@ -95,21 +95,21 @@ def set_up(
     if ranks.env.nodes > 1:
         check_shared(ranks, run.path, data_dirs(recipe) if data is None else [])
     if data is None:
-        data = open_data(recipe, ranks, resuming=plan.from_checkpoint)
+        data = open_data(recipe, ranks, resuming=start.from_checkpoint)
     init_process_group(ranks, recipe)
     prepare_device(recipe, ranks.device, stack)
-    batch = batch_of(plan, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))
+    batch = batch_of(start, ranks, 0 if is_own else data.vocab, free_memory(ranks.device))
     horizon = horizon_of(recipe, data, is_own)
 
     # The model without values, so that most bad input is found before the directory changes.
-    origin = None if plan.fresh else run.path
+    origin = None if start.fresh else run.path
     network = Network(recipe, ranks, data, horizon.steps, stack, module, origin)
     check_prompt(recipe, network.model, data.tokenizer)
 
     # The directory, its lock, and the checkpoint to start from.
     console = Console(horizon.steps, ranks.rank)
     stack.callback(console.close)
-    directory = RunDirectory(plan, ranks, horizon, console, stack)
+    directory = RunDirectory(start, ranks, horizon, console, stack)
     checkpoint, warnings = directory.checkpoint, [*directory.warnings, *network.warnings]
 
     # The model on its device, divided among the ranks.
@@ -174,9 +174,9 @@ def set_up(
         average=average,
         meta=meta,
         base=None if is_own else base_of(bare, recipe, checkpoint, ranks),
-        start=checkpoint,
+        checkpoint=checkpoint,
         attempt=directory.attempt_name,
-        extended_from=plan.extends_from,
+        extended_from=start.extends_from,
         is_own=is_own,
     )
     suites = Suites(
@@ -212,8 +212,8 @@ def set_up(
         stop=stop,
         stop_at=stop_at,
     )
-    report_start(recorder, plan, network, data, batch, mixture, checkpoint, warnings)
-    if plan.changes:
+    report_start(recorder, start, network, data, batch, mixture, checkpoint, warnings)
+    if start.changes:
         directory.write_settings()
     return trainer
 
@@ -271,7 +271,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """The bytes of a GPU that this process may fill, with a plan's margin; None for a CPU."""
+    """The bytes of a GPU that this process may fill, with the margin of `windlass plan`; None for a CPU."""
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -279,14 +279,14 @@ def free_memory(device: torch.device) -> int | None:
     return int(free - (1 - USABLE) * total)
 
 
-def batch_of(plan: StartPlan, ranks: Ranks, vocab: int, free: int | None) -> BatchPlan:
+def batch_of(start: Start, ranks: Ranks, vocab: int, free: int | None) -> BatchPlan:
     """How the ranks divide a step's samples; all ranks call it.
 
     A micro-batch that the recipe leaves open stays as it was in a resumed run, for equal bits,
     unless memory ran out. On CUDA it is the largest that fits into the `free` bytes of every rank;
     on a CPU (None) the one by tokens. `vocab`: 0 for a user's module.
     """
-    recipe = plan.recipe
+    recipe = start.recipe
     batch = recipe.batch(ranks.world, "cpu" if free is None else "cuda")
     if recipe.train.micro_batch:
         return batch
@@ -294,8 +294,8 @@ def batch_of(plan: StartPlan, ranks: Ranks, vocab: int, free: int | None) -> Bat
         free = min(ranks.all_gather_object("free memory", free))
 
     def choose() -> int:
-        if plan.resuming:
-            recorded = recorded_micro_batch(plan.run, ranks.world)
+        if start.resuming:
+            recorded = recorded_micro_batch(start.run, ranks.world)
             if recorded and batch.share % recorded == 0:
                 return recorded
         if free is None:

@@ -36,7 +36,7 @@ class Saver(Writer):
         average: Average,
         meta: dict[str, Any],
         base: Base | None,
-        start: Checkpoint | None,
+        checkpoint: Checkpoint | None,
         attempt: str,
         extended_from: int,
         is_own: bool,
@@ -44,7 +44,7 @@ class Saver(Writer):
         """Prepare to save; the state that is saved stays in the objects given here.
 
         `meta`: in every checkpoint, beside its reason. `base`: of weights that no checkpoint has.
-        `start`: the checkpoint that the state comes from. `attempt`: the name of this start.
+        `checkpoint`: the state comes from it. `attempt`: the name of this start.
         `extended_from`: the steps of the run before an extension. `is_own`: the module is the
         user's, whose forward pass may change weights.
         """
@@ -61,14 +61,14 @@ class Saver(Writer):
             policy=policy_of(settings, horizons, read_lineage(run.path)),
             background=settings.background,
             base=base,
-            damaged={c.serial for c in start.passed_over} if start else (),
+            damaged={c.serial for c in checkpoint.passed_over} if checkpoint else (),
             while_waiting=recorder.beat,
         )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = recipe, ranks, losses, scaler
         self.model, self.optimizer, self.average = callbacks.model, callbacks.optimizer, average
         self.meta, self.is_own = meta, is_own
-        if start is not None:
+        if checkpoint is not None:
             self.newest = self.committed = self.state.step
 
     @property

@@ -45,7 +45,7 @@ begin beside them."""
 
 
 @dataclass(frozen=True)
-class StartPlan:
+class Start:
     """What a start does in its run directory."""
 
     recipe: Recipe
@@ -67,7 +67,7 @@ class StartPlan:
 
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
-) -> StartPlan:
+) -> Start:
     """Decide what a start does in the recipe's run directory. UserError if this holds other files
     or a run of another recipe, or an extension or branch does not fit it."""
     if branch_from and not re.fullmatch(r".+@(\d+|best)", branch_from):
@@ -83,7 +83,7 @@ def resolve_start(
 
 def continue_run(
     recipe: Recipe, run: Run, restarted: bool, extend_to: int | str, branch_from: str
-) -> StartPlan:
+) -> Start:
     """The start of a run that exists: resume or extend it, or return it if it is finished."""
     extends_from = 0
     if extend_to:
@@ -109,7 +109,7 @@ def continue_run(
         for key, value in recipe.flat().items()
         if not key.startswith(unrecorded) and old.get(key) != value
     }
-    return StartPlan(
+    return Start(
         recipe,
         run,
         resuming=True,
@@ -122,7 +122,7 @@ def continue_run(
 
 def begin_run(
     recipe: Recipe, run: Run, fresh: bool, extend_to: int | str, branch_from: str
-) -> StartPlan:
+) -> Start:
     """The start of a new run: at step 0, or from a checkpoint of another run."""
     left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
     if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
@@ -133,13 +133,13 @@ def begin_run(
         raise UserError(f"{run.path} is not a run: leave {option} out to begin one")
     if branch_from:
         checkpoint = branch_checkpoint(recipe, branch_from)
-        return StartPlan(recipe, run, branch_from=checkpoint, fresh=fresh)
+        return Start(recipe, run, branch_from=checkpoint, fresh=fresh)
     if (resume := recipe.checkpoint.resume).isdigit():
         problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
         raise UserError(f"{problem}; leave it or {argument('fresh')} out")
     if recipe.model.init_from:
         check_init_from(recipe.model.init_from)
-    return StartPlan(recipe, run, fresh=fresh)
+    return Start(recipe, run, fresh=fresh)
 
 
 def extension(run: Run, extend_to: int | str) -> tuple[int | str, int]:
@@ -250,13 +250,13 @@ def check_init_from(name: str) -> None:
         raise UserError(f"model.init_from = {name}: {error}") from None
 
 
-def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
+def candidate_checkpoints(start: Start, horizon: Horizon) -> list[Path]:
     """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the
     newest, an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
-    settings, run = plan.recipe.checkpoint, plan.run.path
-    if not plan.resuming:
-        return [plan.branch_from] if plan.branch_from is not None else []
-    decay_begins = moved_decay(plan, horizon)
+    settings, run = start.recipe.checkpoint, start.run.path
+    if not start.resuming:
+        return [start.branch_from] if start.branch_from is not None else []
+    decay_begins = moved_decay(start, horizon)
     if decay_begins is not None:
         paths = candidates(run, up_to=decay_begins)
         if not paths and candidates(run):
@@ -264,14 +264,14 @@ def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
             advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
             raise UserError(f"{problem}: {advice}")
         return paths
-    resume = "latest" if plan.restarted else settings.resume
+    resume = "latest" if start.restarted else settings.resume
     return candidates(run, resume, measure=settings.best)
 
 
-def moved_decay(plan: StartPlan, horizon: Horizon) -> int | None:
+def moved_decay(start: Start, horizon: Horizon) -> int | None:
     """The step at which the decay of a WSD run began, if its extension to `horizon` moves it."""
-    schedule, old = plan.recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
-    if not plan.extends_from or schedule.kind != "wsd":
+    schedule, old = start.recipe.optim.schedule, replace(horizon, steps=start.extends_from)
+    if not start.extends_from or schedule.kind != "wsd":
         return None
     before = phases(schedule, old)
     return None if before == phases(schedule, horizon) else before[1]
