@@ -10,7 +10,7 @@ from windlass import processes
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
 from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Save, Writer
-from windlass.checkpoint.state_dict import Shard, gather_shard
+from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
@@ -77,12 +77,6 @@ class Saver(Writer):
         periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
 
-    def shard(self) -> Shard:
-        """The part of model, optimizer and average that this rank writes."""
-        weights, stages = self.base.weights if self.base else (), self.ranks.mesh.sizes.pp
-        rank, world, averages = self.rank, self.world, self.average.tensors
-        return gather_shard(self.model, self.optimizer, rank, world, stages, averages, weights)
-
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
         state, recorder = self.state, self.recorder
@@ -93,8 +87,17 @@ class Saver(Writer):
             self.losses.read()
             self.scaler.save(state)
             state.averaged = int(self.average.count)
+            shard = gather_shard(
+                self.model,
+                self.optimizer,
+                self.rank,
+                self.world,
+                self.ranks.mesh.sizes.pp,
+                self.average.tensors,
+                self.base.weights if self.base else (),
+            )
             meta = self.meta | {"reason": reason}
-            self.write(state.step, self.shard(), state.to_json(), meta, recorder.scores)
+            self.write(state.step, shard, state.to_json(), meta, recorder.scores)
             if self.is_own:
                 self.settle()
 
