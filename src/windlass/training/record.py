@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-from windlass.checkpoint.save import Save
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
@@ -80,26 +79,6 @@ class Recorder:
             self.console.warning(text)
         elif text:
             self.console.event(text, step)
-
-    def saved(self, save: Save) -> None:
-        """Report the end of a save."""
-        step = save.step
-        if save.error:
-            text = f"the checkpoint of step {step} was not saved: {save.error}"
-            self.emit("save_failed", text, step=step, warning=True, reason=save.error)
-        elif self.ranks.main:
-            self.ledger.sync()  # as durable as the checkpoint, up to its step
-            self.emit(
-                "checkpoint",
-                step=step,
-                path=f"checkpoints/{save.path.name}",
-                bytes=save.total_bytes,
-                write_s=round(save.write_s, 4),
-                blocked_s=round(save.staged_s + save.waited_s, 4),
-            )
-            self.console.saved(save.path, save.write_s, step)
-            if save.warning:
-                self.console.warning(save.warning)
 
     def read_measured(self, step: int) -> set[str]:
         """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""

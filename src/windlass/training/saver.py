@@ -118,12 +118,28 @@ class Saver(Writer):
 
     def report(self, saves: list[Save]) -> None:
         """Report the saves that have ended."""
+        recorder = self.recorder
         for save in saves:
-            self.recorder.saved(save)
-            if not save.error and self.ranks.main:
+            step = save.step
+            if save.error:
+                text = f"the checkpoint of step {step} was not saved: {save.error}"
+                recorder.emit("save_failed", text, step=step, warning=True, reason=save.error)
+            elif self.ranks.main:
+                recorder.ledger.sync()  # as durable as the checkpoint, up to its step
+                recorder.emit(
+                    "checkpoint",
+                    step=step,
+                    path=f"checkpoints/{save.path.name}",
+                    bytes=save.total_bytes,
+                    write_s=round(save.write_s, 4),
+                    blocked_s=round(save.staged_s + save.waited_s, 4),
+                )
+                recorder.console.saved(save.path, save.write_s, step)
+                if save.warning:
+                    recorder.console.warning(save.warning)
                 report_saved(save.write_s + save.staged_s)  # to a batch job
                 self.settle()  # a callback may change what it gets
-                self.callbacks.saved(save.step, save.path)
+                self.callbacks.saved(step, save.path)
 
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
