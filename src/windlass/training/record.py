@@ -181,8 +181,9 @@ class Recorder:
         """The counts of tokens and samples so far."""
         state = self.state
         totals = {"tokens": state.tokens, "samples": state.samples}
-        masked = state.label_tokens != state.tokens
-        return totals | ({"label_tokens": state.label_tokens} if masked else {})
+        if state.label_tokens != state.tokens:  # some labels are masked
+            totals["label_tokens"] = state.label_tokens
+        return totals
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
