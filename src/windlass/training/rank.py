@@ -271,7 +271,7 @@ def horizon_of(recipe: Recipe, data: Data, own_model: bool) -> Horizon:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """The bytes of a GPU that this process may fill, with the margin of `windlass plan`; None for a CPU."""
+    """The bytes of a GPU that this process may fill, with a margin; None for a CPU."""
     if device.type == "cpu":
         return None
     free, total = torch.cuda.mem_get_info(device)

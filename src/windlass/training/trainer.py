@@ -58,7 +58,7 @@ MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A training on one rank, set up in `rank.py`. Every rank calls each method at the same step."""
+    """A training on one rank, set up in `rank.py`. Every rank calls a method at the same step."""
 
     recipe: Recipe
     ranks: Ranks
