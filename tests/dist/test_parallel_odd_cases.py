@@ -10,7 +10,7 @@ from harness import run_ranks
 
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
-from windlass.training.setup import open_micro_batch
+from windlass.training.rank import batch_of
 
 pytestmark = pytest.mark.dist
 
@@ -71,8 +71,7 @@ def test_a_nan_on_one_rank_skips_the_update_of_all(layout, name, kind):
 def micro_batches(join, recipe: Recipe, free: list[int]) -> int:
     with join(recipe) as ranks:
         plan: Any = SimpleNamespace(recipe=recipe, run=None, resuming=False)
-        batch = recipe.batch(join.world, "cuda")
-        return open_micro_batch(plan, ranks, batch, 50257, free[join.rank]).micro_batch
+        return batch_of(plan, ranks, 50257, free[join.rank]).micro_batch
 
 
 def test_ranks_with_unequal_free_memory_have_the_micro_batch_of_the_smallest():

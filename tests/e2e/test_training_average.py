@@ -14,7 +14,8 @@ import windlass
 from helpers import refused
 from windlass import Recipe, train
 from windlass.checkpoint.format import Checkpoint, open_checkpoint, step_dir
-from windlass.evaluation.source import alone, find_source, open_model
+from windlass.evaluation.source import find_source, open_model
+from windlass.parallel.dist import alone
 from windlass.run import Run
 
 __all__ = ["corpus"]
@@ -67,15 +68,6 @@ def test_a_run_averages_saves_and_evaluates(ema):
             scores = windlass.evaluate(run, weights="average", overrides=["eval.batches=100"])
             assert scores.results["loss"]["loss"] == pytest.approx(average_loss, rel=ROUNDING)
             assert average_loss != loss
-
-
-def test_training_without_an_average_is_the_same(corpus, tmp_path, ema):
-    plain = train(recipe_of(corpus, tmp_path / "run", **EVERY_STEP))
-    keys = ("step", "loss", "grad_norm")
-    rows = [[tuple(line[k] for k in keys) for line in r.lines("train")] for r in (plain, ema)]
-    assert rows[0] == rows[1]
-    for name in at(plain, STEPS).names():
-        assert torch.equal(at(plain, STEPS).tensor(name), at(ema, STEPS).tensor(name))
 
 
 def test_a_branch_continues_starts_or_drops_an_average(corpus, tmp_path, ema, capsys):

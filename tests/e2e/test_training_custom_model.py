@@ -285,6 +285,8 @@ def test_what_cannot_be_with_a_model_of_ones_own_is_refused(tmp_path, page):
         train(recipe(tmp_path / "run"), model, page["data"])
     with refused("is for a recipe's own model"):
         train(recipe(tmp_path / "other", 'train.steps="compute-optimal"'), model, page["data"])
+    with refused("world=2", "torchrun"):
+        train(recipe(tmp_path / "other"), model, page["data"], world=2)
     with refused("32 bits", "model.float()", "train.master"):
         train(recipe(tmp_path / "other"), page["MyModel"]().bfloat16(), page["data"])
 
@@ -444,8 +446,16 @@ def test_a_loss_that_is_no_sum_is_refused_before_the_first_step(tmp_path, page):
     train(where.replace("train.startup_checks=false", "train.steps=1"), model, page["data"])
 
 
-def test_a_run_of_ones_own_model_is_opened_with_it(tmp_path, page):
-    run = train(recipe(tmp_path / "run", 'eval.at_end="all"'), page["MyModel"](), page["data"])
+def test_a_model_and_samples_of_ones_own(tmp_path, page):
+    losses = []
+    watch = each_step(lambda now: losses.append((now.step, now.loss)))
+    small = recipe(tmp_path / "run", 'eval.at_end="all"')
+    run = train(small, page["MyModel"](), page["data"], callbacks=[watch])
+    lines, evaluated = run.lines("train"), run.lines("eval")
+    assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
+    assert evaluated[-1]["loss"] < evaluated[0]["loss"]
+    assert run.lines("sample") == [], "there is no tokenizer, and the model has no cache"
+    assert all("mfu" not in line for line in lines), "its FLOPs are not known"
     for verb in (evaluate, sample):
         with refused("MyModel", "model=MyModel("):
             verb(run)
@@ -491,28 +501,3 @@ def test_a_pair_of_datasets_has_validation_and_a_module_of_ones_own_needs_no_voc
         train(recipe(tmp_path / "other"), model, (*sets, sets[0]))
     with refused("item 0 of the dataset", "integers [17]"):
         train(recipe(tmp_path / "other"), model, list(sets))
-
-
-def test_train_starts_local_ranks(tmp_path):
-    small = recipe(tmp_path / "run", *PAGE_MODEL, "data.source=shakespeare")
-    with refused("world=2", "torchrun"):
-        train(small, world=2, callbacks=[Callback()])
-
-
-def test_a_model_and_samples_of_ones_own(tmp_path, page):
-    losses = []
-    watch = each_step(lambda now: losses.append((now.step, now.loss)))
-    run = train(recipe(tmp_path / "run"), page["MyModel"](), page["data"], callbacks=[watch])
-    lines, evaluated = run.lines("train"), run.lines("eval")
-    assert run.state == "finished" and losses == [(line["step"], line["loss"]) for line in lines]
-    assert evaluated[-1]["loss"] < evaluated[0]["loss"]
-    assert run.lines("sample") == [], "there is no tokenizer, and the model has no cache"
-    assert all("mfu" not in line for line in lines), "its FLOPs are not known"
-
-
-def test_a_dataset_of_torch_is_data(tmp_path):
-    small = recipe(tmp_path / "run", *PAGE_MODEL)
-    run = train(small, data=Rows(small.model.context + 1))
-    assert run.state == "finished"
-    with refused("data", "model.context"):
-        train(small, data=Rows(3), fresh=True)

@@ -11,7 +11,8 @@ from helpers import kill_when, windlass
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import open_checkpoint
-from windlass.evaluation.source import alone, find_source, open_model
+from windlass.evaluation.source import find_source, open_model
+from windlass.parallel.dist import alone
 from windlass.run import Run
 
 __all__ = ["corpus"]

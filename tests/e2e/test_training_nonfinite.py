@@ -14,7 +14,7 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import RunFailed
 from windlass.parallel import parallelize
 from windlass.run import Run
-from windlass.training import network, setup, state
+from windlass.training import network, state, trainer
 from windlass.training.state import SCALE_START
 
 __all__ = ["corpus"]
@@ -59,7 +59,7 @@ def test_bad_step_that_is_only_seen_later_is_in_no_checkpoint(corpus, tmp_path, 
     """As on CUDA, forced here: between logs the update is called off on the device, and a save
     looks before it saves.
     """
-    monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
+    monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     recipe = recipe_of(corpus, tmp_path / "run", **{"telemetry.every": 100, "eval.every": 0})
     with refused("step 5:", "loss not finite", error=RunFailed):
         train(recipe, callbacks=[spoil(4, NAN)])

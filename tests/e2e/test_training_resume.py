@@ -25,6 +25,7 @@ from windlass import train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Writer
 from windlass.checkpoint.state_dict import named_state
+from windlass.optim.schedule import lr_multiplier
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import STARTS, Run, last_start, read_lines
 
@@ -65,6 +66,12 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(
     assert curve(broken) == curve(whole) and len(curve(whole)) == 12
     assert evaluations(broken) == evaluations(whole)
     assert broken.state == whole.state == "finished"
+    lines, schedule = broken.lines("train"), broken.recipe.optim.schedule
+    assert [line["samples"] for line in lines] == [8 * step for step in range(1, 13)]
+    assert [line["tokens"] for line in lines] == [8 * 16 * step for step in range(1, 13)]
+    horizon = broken.recipe.horizon(12, last_start(broken.ledger())["samples_per_epoch"])
+    multipliers = [lr_multiplier(schedule, horizon, step) for step in range(12)]
+    assert [line["lr"] for line in lines] == [broken.recipe.optim.lr * m for m in multipliers]
 
 
 @pytest.mark.dist

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from small_runs import WSD, corpus, curve, failed, recipe_of, settings, stopped, untouched
 
 from forked import Forked, launch
@@ -19,13 +20,17 @@ from windlass import train
 from windlass.checkpoint import save as save_module
 from windlass.checkpoint.choose import Lineage, write_lineage
 from windlass.checkpoint.format import open_checkpoint
+from windlass.data.loader import Loader
+from windlass.data.open import open_data
 from windlass.errors import RunFailed, UserError
 from windlass.fileio import Files
+from windlass.model.build import build_model
+from windlass.model.gpt import initialise
 from windlass.optim.schedule import lr_multiplier
 from windlass.recipe import Horizon, Recipe
 from windlass.reports.view import RunView
 from windlass.run import Run, read_lines
-from windlass.training import directory, setup
+from windlass.training import directory, rank
 from windlass.training.start import is_restart, job_id, resolve_start
 
 __all__ = ["corpus"]
@@ -65,8 +70,8 @@ def test_an_extension_that_dies_early_is_no_finished_run(corpus, tmp_path, monke
 
     places = (
         (directory, "candidate_checkpoints"),
-        (setup.Network, "divide"),
-        (setup, "Recorder"),
+        (rank.Network, "divide"),
+        (rank, "Recorder"),
     )
     for module, name in places:
         with monkeypatch.context() as patch, pytest.raises(RunFailed):
@@ -106,7 +111,7 @@ def test_a_length_in_epochs_is_extended_in_steps_or_epochs(corpus, tmp_path, mon
     with refused("extend_to=", "3 epochs"):
         train(recipe, extend_to="three epochs")
     with monkeypatch.context() as patch, pytest.raises(RunFailed):
-        patch.setattr(setup, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
+        patch.setattr(rank, "Recorder", Mock(side_effect=RunFailed("a failure of the test")))
         train(recipe, extend_to=longer)
     extended = Run(recipe.run_dir).recipe
     assert extended.train.steps == 18
@@ -175,7 +180,7 @@ def test_a_branch_that_ended_before_its_first_save_begins_at_its_origin_again(
         failed(branch, branch_from=f"{origin.path}@6")
         assert curve(train(branch, branch_from=again)) == curve(whole)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(setup, "Recorder", None)  # before the run's first event
+        patch.setattr(rank, "Recorder", None)  # before the run's first event
         train(recipe, branch_from=f"{origin.path}@6")
     with refused("step-00000006", "run.dir"):
         train(recipe, branch_from=f"{origin.path}@3")
@@ -413,3 +418,25 @@ def test_an_extension_takes_the_other_settings_along(corpus, tmp_path):
     assert [r.what for r in seen.restarts] == ["resumed"]
     again = train(run.recipe.replace("telemetry.every=4"), extend_to=20)
     assert RunView(again).start["steps"] == 20 and again.recipe.telemetry.every == 4
+
+
+def test_the_first_loss_and_gradient_are_those_of_torch(corpus, tmp_path):
+    """The first step's loss and norm of the gradient, against autograd through torch's own loss."""
+    constant = {"optim.schedule.kind": "constant", "optim.schedule.warmup": 0}
+    more = {"model.dropout": 0.0, "train.precision": "fp64", "train.steps": 1, "train.grad_clip": 0}
+    recipe = recipe_of(corpus, tmp_path / "run", **more | constant)
+    run = train(recipe)
+    data = open_data(recipe)
+    model = build_model(recipe, data.vocab, "cpu")
+    initialise(model, recipe.run.seed)
+    with Loader(data.train, recipe.batch(1), 0, recipe.run.seed) as loader:
+        batch = next(loader)
+    tokens, labels = (
+        torch.cat(part) for part in zip(*(m.batch[:2] for m in batch.micro), strict=True)
+    )
+    loss = F.cross_entropy(model.double()(tokens).flatten(0, 1), labels.flatten())
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt().item()
+    line = run.lines("train")[0]
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-12)
+    assert line["grad_norm"] == pytest.approx(norm, rel=1e-11)

@@ -18,9 +18,9 @@ from typing import Any
 
 what, (phase, _, at), culprit = sys.argv[1], sys.argv[2].partition("@"), int(sys.argv[3])
 PLACES = {
-    "start": ("windlass.training.setup", "open_data"),
+    "start": ("windlass.training.rank", "open_data"),
     "choose": ("windlass.training.directory", "candidate_checkpoints"),
-    "load": ("windlass.training.state", "restore"),
+    "load": ("windlass.training.rank", "restore"),
     "read": ("windlass.checkpoint.format", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),

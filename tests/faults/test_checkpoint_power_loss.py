@@ -25,7 +25,7 @@ from windlass.fileio import Files
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.training.directory import write_start
-from windlass.training.start import LEFT_OVER, StartPlan
+from windlass.training.start import LEFT_OVER, Start
 
 
 @dataclass
@@ -187,7 +187,7 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
     """
     run = Run(scratch / "home" / "runs" / "run")
     recipe = Recipe.load("quickstart", {"run.dir": run.path, "train.steps": 12})
-    old = StartPlan(recipe, run, resuming=False)
+    old = Start(recipe, run, resuming=False)
     (scratch / "home").mkdir()
     disk.adopt(scratch / "home")
     if scene == "extension":
@@ -197,7 +197,7 @@ def beginnings(scratch: Path, scene: str, images: int, disk: Disk) -> int:
         disk.adopt(scratch / "home")
         longer = recipe.replace("train.steps=24")
         choice = Checkpoint(run.checkpoints_dir / "step-00000001", 1, None)
-        plan = StartPlan(longer, run, resuming=True, finished=False, extends_from=12)
+        plan = Start(longer, run, resuming=True, finished=False, extends_from=12)
         write_start(plan, choice, disk)
     elif scene == "branch":
         assert not save(scratch / "origin" / "checkpoints", 3).error

@@ -13,7 +13,7 @@ from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training import state, trainer
+from windlass.training import rank, trainer
 from windlass.training.state import TrainState
 
 NOT_FROM_HERE = {
@@ -74,18 +74,18 @@ def after_six(run: Run) -> list[object]:
 
 def forget(monkeypatch, component: str) -> None:
     """Drop one component of the state on its way back."""
-    restore, from_json = state.restore, TrainState.from_json
+    restore, from_json = rank.restore, TrainState.from_json
     if component == "moments":
         monkeypatch.setattr(
-            state,
+            rank,
             "restore",
             lambda checkpoint, model, _, average: restore(checkpoint, model, None, average),
         )
     elif component == "average":
-        monkeypatch.setattr(state, "restore", lambda *given: restore(*given[:3]))
+        monkeypatch.setattr(rank, "restore", lambda *given: restore(*given[:3]))
     elif component == "weights":
         first = lambda checkpoint, model, *_: initialise(unwrap(model), 1337)  # noqa: E731
-        monkeypatch.setattr(state, "restore", first)
+        monkeypatch.setattr(rank, "restore", first)
     elif component == "dropout seed":
         monkeypatch.setattr(trainer, "step_seed", lambda seed, step, micro: seed + step + micro)
     elif component == "order seed":

@@ -57,11 +57,11 @@ def test_a_bad_step_is_skipped_on_the_device_and_seen_at_the_next_log(
 
     from windlass import Callback, train
     from windlass.errors import RunFailed
-    from windlass.training import setup
+    from windlass.training import trainer
 
     trainers = record_trainers(monkeypatch)
     if device == "cpu":  # where the host looks at each step, unless it is told not to
-        monkeypatch.setattr(setup, "check_is_deferred", lambda *_: True)
+        monkeypatch.setattr(trainer, "check_is_deferred", lambda *_: True)
     before = list[Any]()
 
     def local(parameters: Any) -> list[Any]:

@@ -300,23 +300,6 @@ def test_no_update_is_wasted_and_the_shape_is_a_hill(kind, warmup, steps):
     assert max(got) == 1
 
 
-def transformers_values(kind, steps, **settings):
-    from transformers import optimization
-
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
-    factor = getattr(optimization, f"get_{kind}_schedule")(optimizer, **settings).lr_lambdas[0]
-    return [factor(i) for i in range(steps)]
-
-
-@pytest.mark.parametrize("final", [0.0, 0.1])
-def test_wsd_is_that_of_transformers(final):
-    parts = {"num_warmup_steps": 5, "num_stable_steps": 22, "num_decay_steps": 13}
-    expected = transformers_values("wsd", 40, decay_type="linear", min_lr_ratio=final, **parts)
-    got = curve(40, kind="wsd", warmup=5, decay=13, final=final)
-    # Its warm-up starts at `final`, one update earlier.
-    assert got[5:] == pytest.approx(expected[5:], rel=1e-12)
-
-
 def test_blocks_are_a_method_or_a_list_of_modules():
     class Model(nn.Module):
         def __init__(self, blocks):

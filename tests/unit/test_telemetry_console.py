@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny_recipe, wait_for, write_corpus
 from windlass import train
 from windlass.telemetry.console import Console
-from windlass.training import setup, trainer
+from windlass.training import rank, trainer
 
 STEP = (
     "step 100/200 | loss 2.5123 | 10s left | 15.2k tok/s | lr 3.00e-04 | epoch 2.93 | grad norm 0.91 | MFU 41.2 % | GPU mem 1.23 GB"
@@ -206,7 +206,7 @@ def test_phase_of_start_that_lasts_says_what_it_does_in_log_too(tmp_path, monkey
         monkeypatch.setattr(module, name, late)
 
     for module, name, words in (
-        (setup.Network, "divide", "building the model"),
+        (rank.Network, "divide", "building the model"),
         (trainer, "set_lr", "first step: 1 x 8 x 32"),
     ):
         slow(module, name, words)

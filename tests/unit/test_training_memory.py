@@ -17,7 +17,7 @@ from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.recipe import Recipe
 from windlass.run import Run
-from windlass.training.setup import open_micro_batch, prepare_device
+from windlass.training.rank import batch_of, prepare_device
 
 VOCAB = 50257
 GPT2 = Recipe.load("gpt2-124m", ["parallel.device=cpu"])
@@ -49,8 +49,7 @@ def test_the_largest_of_the_plan_is_chosen(gigabytes, world):
 
 def chosen(ranks, free, run=None, vocab=VOCAB, recipe=GPT2):
     plan = SimpleNamespace(recipe=recipe, run=run, resuming=run is not None)
-    batch = recipe.batch(ranks.world, "cpu" if free is None else "cuda")
-    return open_micro_batch(plan, ranks, batch, vocab, free).micro_batch
+    return batch_of(plan, ranks, vocab, free).micro_batch
 
 
 def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
@@ -75,9 +74,9 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path):
         assert chosen(ranks, int(60e9), run(start | {"micro_batch": 7})) == largest
         assert chosen(ranks, int(60e9), run(start | {"world": 2})) == largest
         assert chosen(ranks, int(60e9), vocab=0) == BY_TOKENS  # a user's own model
-        # A CPU has the rule by tokens, and what an earlier start found too large.
-        by_tokens = GPT2.batch(1, "cpu").micro_batch
-        assert chosen(ranks, None) == chosen(ranks, None, run(start)) == by_tokens
+        # A CPU has the rule by tokens.
+        assert chosen(ranks, None) == GPT2.batch(1, "cpu").micro_batch
+        assert chosen(ranks, None, run(start)) == 32
         smaller(8, world=2)
         assert chosen(ranks, int(60e9), run(start)) == 32
         smaller(8)

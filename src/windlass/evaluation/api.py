@@ -21,10 +21,10 @@ from windlass.data.chat import prompt_tokens, stop_tokens
 from windlass.data.open import Data, open_data, own_data
 from windlass.errors import UserError, argument
 from windlass.evaluation.generate import Sampling, generate_events, in_order
-from windlass.evaluation.source import Source, alone, find_source, open_model
+from windlass.evaluation.source import Source, find_source, open_model
 from windlass.evaluation.suites import Scores, Suites, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
-from windlass.parallel.dist import Ranks, init_ranks
+from windlass.parallel.dist import Ranks, alone, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.parallel.parallelize import autocast, resolve_precision, unwrap
 from windlass.recipe import Changes, Recipe, dotted

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
-from windlass.evaluation.source import alone
 from windlass.model.build import casting_once, evaluating
 from windlass.parallel.collectives import max_async
-from windlass.parallel.dist import Ranks
+from windlass.parallel.dist import Ranks, alone
 from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.seeds import seed_bytes
 

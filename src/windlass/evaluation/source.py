@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from windlass import hub
@@ -23,8 +22,7 @@ from windlass.model.adapters import CONFIG as ADAPTER
 from windlass.model.adapters import adapter_settings, fill_from_adapter
 from windlass.model.build import build_model, own_module
 from windlass.model.gpt import initialise
-from windlass.parallel.dist import Ranks
-from windlass.parallel.env import DistEnv
+from windlass.parallel.dist import Ranks, alone
 from windlass.parallel.parallelize import parallelize, unwrap
 from windlass.recipe import Changes, Recipe
 from windlass.recipe.strategies import NO_LAYOUT
@@ -63,12 +61,6 @@ class Source:
         """The checkpoint, which `find_source` has verified, with the source's weights."""
         assert self.checkpoint is not None, "the weights are in a directory of `transformers`"
         return open_checkpoint(self.checkpoint, deep=False).with_weights(self.weights)
-
-
-def alone(device: str | torch.device | None = None) -> Ranks:
-    """A group of this process only, on CUDA if available."""
-    here = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Ranks(DistEnv(), torch.device(here))
 
 
 def find_source(

@@ -22,11 +22,12 @@ from windlass.checkpoint.format import MODEL, Checkpoint
 from windlass.data.chat import PLAIN, Template, stop_tokens
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError, argument
-from windlass.evaluation.source import Source, alone, find_source, open_model, same_tokenizer
+from windlass.evaluation.source import Source, find_source, open_model, same_tokenizer
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
 from windlass.model.frozen import Linear4bit
+from windlass.parallel.dist import alone
 from windlass.recipe import Changes
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE

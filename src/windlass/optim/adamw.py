@@ -101,9 +101,7 @@ def update(
     found_inf: Tensor | None,
 ) -> None:
     """Update parameters of a group that have gradients, on the device."""
-    how = {key: group[key] for key in ("lr", "weight_decay", "eps")}
-    how |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
-    how |= {"amsgrad": False, "maximize": False}
+    beta1, beta2 = group["betas"]
     by_kind: dict[Any, list[tuple[str, Tensor, dict[str, Tensor]]]] = {}
     for (name, p), state in zip(named, states, strict=True):
         by_kind.setdefault((p.device, p.dtype, ROOT in state), []).append((name, p, state))
@@ -111,7 +109,17 @@ def update(
         steps = [state["step"] for *_, state in same]
         bad = found_inf if found_inf is None else found_inf.to(device)
         torch._foreach_add_(steps, 1)
-        how["grad_scale"], how["found_inf"] = grad_scale, bad
+        how = {
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "amsgrad": False,
+            "maximize": False,
+            "grad_scale": grad_scale,
+            "found_inf": bad,
+        }
         if dtype == torch.bfloat16 or eight_bit:
             for name, p, state in same:
                 _update_in_float32(group, name, p, state, how)

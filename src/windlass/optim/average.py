@@ -75,6 +75,5 @@ class Average:
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of averages and parameters."""
-        return [local_part(t) for t in self.tensors.values()], [
-            local_part(p) for p in self.parameters
-        ]
+        averages = [local_part(average) for average in self.tensors.values()]
+        return averages, [local_part(parameter) for parameter in self.parameters]

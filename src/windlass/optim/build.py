@@ -79,25 +79,25 @@ def build_optimizer(
     hold equal plain parameters: with `muon` they share the work, and with `shard_state` divide the
     optimizer state. `seed`: for the rounding of bf16 weights and 8-bit state.
     """
-    ours = "." not in settings.kind
     groups = make_groups(model, settings)
-    names = {p: name for name, p in model.named_parameters()}
-    for g in groups if ours else ():
-        g["names"] = [names[p] for p in g["params"]]
-    mesh = replicas if shard_state else None
     if not groups:
-        raise UserError(
-            "every parameter of your model is frozen: set requires_grad of some to True"
-        )
-    rows: dict[nn.Parameter, nn.Parameter] = {}
-    fused = ours or settings.options.get("fused")
-    lines = device_type == "cpu" and fused  # see LINE_BYTES
-    for g in groups if mesh is not None else ():
-        any_row = not lines or g.get("muon", False)
-        parts = {p: own_rows(p, mesh, placement(p, mesh, any_row)) for p in g["params"]}
-        rows |= {p: with_cut(nn.Parameter(part), cut_of(p)) for p, part in parts.items()}
-        g["params"] = [rows[p] for p in g["params"]]
-    if ours:
+        problem = "every parameter of your model is frozen"
+        raise UserError(f"{problem}: set requires_grad of some to True")
+    library = library_optimizer(settings)
+    mesh, rows = replicas if shard_state else None, dict[nn.Parameter, nn.Parameter]()
+    is_fused = library is None or settings.options.get("fused")
+    names = {p: name for name, p in model.named_parameters()}
+    for g in groups:
+        if library is None:
+            g["names"] = [names[p] for p in g["params"]]
+        if mesh is not None:
+            # see LINE_BYTES
+            any_row = not (device_type == "cpu" and is_fused) or g.get("muon", False)
+            for p in g["params"]:
+                part = own_rows(p, mesh, placement(p, mesh, any_row))
+                rows[p] = with_cut(nn.Parameter(part), cut_of(p))
+            g["params"] = [rows[p] for p in g["params"]]
+    if library is None:
         optimizer: torch.optim.Optimizer = MuonAdamW(
             groups,
             momentum=settings.muon_momentum,
@@ -114,8 +114,7 @@ def build_optimizer(
             for p in g["params"]:
                 optimizer.state[p] = new_state(p.detach(), g)
     else:
-        kind: Any = library_optimizer(settings)
-        optimizer = kind(groups, lr=settings.lr, **settings.options)
+        optimizer = library(groups, lr=settings.lr, **settings.options)
     return ShardedOptimizer(rows, optimizer, mesh) if mesh is not None and rows else optimizer
 
 
@@ -160,25 +159,29 @@ def make_groups(model: Any, settings: OptimSettings) -> list[ParameterGroup]:
     at any width (arXiv 2405.13698). Muon's update has the right size at any width (arXiv
     2310.17813), because its spectral norm does not depend on it: its groups stay.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     multiple, is_muon = width_multiple(model), settings.kind == "muon"
-    # `parallelize` rejects a model without blocks.
-    blocks = (blocks_of(model) or ()) if is_muon or multiple != 1 else ()
-    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
-    matrices = [p for p in parameters if id(p) in inside]
-    rest = [p for p in parameters if id(p) not in inside]
+    inside = set[nn.Parameter]()  # the matrices in blocks
+    if is_muon or multiple != 1:
+        for block in blocks_of(model) or ():  # `parallelize` rejects a model without blocks
+            inside |= {p for p in block.parameters() if p.ndim == 2}
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    matrices = [p for p in names if p in inside]
+    rest = [p for p in names if p not in inside]
     if not is_muon:
         groups = _split_by_decay(rest, settings, settings.lr, "")
         slow = _split_by_decay(matrices, settings, settings.lr / multiple, "hidden.")
-        return [*groups, *(g | {"weight_decay": g["weight_decay"] * multiple} for g in slow)]
-    names = {id(p): name for name, p in model.named_parameters()}
+        for g in slow:
+            g["weight_decay"] *= multiple
+        return [*groups, *slow]
     split = getattr(model, "matrix_parts", lambda name: ())
-    groups = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
-    for g in groups:
+    orthogonalised = _split_by_decay(matrices, settings, settings.muon_lr, "muon.")
+    for g in orthogonalised:
         g["muon"] = True
-        g["parts"] = [tuple(split(names[id(p)])) or (whole_shape(p)[0],) for p in g["params"]]
-    rest_groups = _split_by_decay(rest, settings, settings.lr, "adamw.")
-    return [*groups, *({**g, "muon": False} for g in rest_groups)]
+        g["parts"] = [tuple(split(names[p])) or (whole_shape(p)[0],) for p in g["params"]]
+    groups = _split_by_decay(rest, settings, settings.lr, "adamw.")
+    for g in groups:
+        g["muon"] = False
+    return [*orthogonalised, *groups]
 
 
 def count_groups(groups: list[ParameterGroup]) -> list[dict[str, Any]]:

@@ -60,25 +60,29 @@ def orthogonalise_all(matrices: Sequence[Matrix], values: Sequence[Tensor]) -> l
     pieces, by_shape = list[Tensor](), dict[tuple[int, ...], list[int]]()
     for matrix, x in zip(matrices, values, strict=True):
         cut = cut_of(matrix.parameter)
-        pieces += (cut.gather(x) if cut else x).split(list(matrix.parts))
+        whole = cut.gather(x) if cut else x
+        pieces += whole.split(list(matrix.parts))
     for i, x in enumerate(pieces):
         by_shape.setdefault((min(x.shape), max(x.shape)), []).append(i)
     for same in by_shape.values():
-        if len(same) == 1:
-            pieces[same[0]] = orthogonalise(pieces[same[0]], pieces[same[0]].dtype)
-            continue
-        tall = [pieces[i].size(0) > pieces[i].size(1) for i in same]
-        stack = torch.stack(
-            [pieces[i].T if t else pieces[i] for i, t in zip(same, tall, strict=True)]
-        )
-        for i, t, x in zip(same, tall, orthogonalise(stack, stack.dtype), strict=True):
-            pieces[i] = x.T if t else x
+        stacked = orthogonalise_equal([pieces[i] for i in same])
+        for i, x in zip(same, stacked, strict=True):
+            pieces[i] = x
     left, results = iter(pieces), list[Tensor]()
     for matrix in matrices:
         parts, cut = list(islice(left, len(matrix.parts))), cut_of(matrix.parameter)
         x = torch.cat(parts) if len(parts) > 1 else parts[0]
         results.append(cut.take(x) if cut else x)
     return results
+
+
+def orthogonalise_equal(matrices: list[Tensor]) -> list[Tensor]:
+    """Matrices of one shape, or its transpose, orthogonalised as one stack."""
+    if len(matrices) == 1:
+        return [orthogonalise(matrices[0], matrices[0].dtype)]
+    stack = torch.stack([x.T if x.size(0) > x.size(1) else x for x in matrices])
+    results = orthogonalise(stack, stack.dtype)
+    return [x if x.shape == like.shape else x.T for x, like in zip(results, matrices, strict=True)]
 
 
 def update_scale(shape: Sequence[int]) -> float:

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from windlass.errors import UserError
 from windlass.recipe.settings import ScheduleSettings
-from windlass.recipe.units import Horizon
+from windlass.recipe.units import Duration, Horizon
 
 
 def schedule_horizon(schedule: ScheduleSettings, horizon: Horizon) -> Horizon:
@@ -50,13 +50,14 @@ def check_fits(schedule: ScheduleSettings, horizon: Horizon) -> None:
     """Raise UserError if warm-up and decay are longer than the schedule of a run."""
     whole = schedule_horizon(schedule, horizon)
 
-    def steps_of(duration: float | str) -> float:  # not rounded: 1 % of 10 steps is not a step
-        is_share = isinstance(duration, float)
-        return duration * whole.steps if is_share else whole.steps_in(duration)  # type: ignore
+    def steps_of(duration: Duration) -> float:
+        if isinstance(duration, float):
+            return duration * whole.steps  # not rounded: 1 % of 10 steps is not a step
+        return whole.steps_in(duration)
 
-    parts = {"warmup": schedule.warmup} | (
-        {"decay": schedule.decay} if schedule.kind == "wsd" else {}
-    )
+    parts = {"warmup": schedule.warmup}
+    if schedule.kind == "wsd":
+        parts["decay"] = schedule.decay
     if round(sum(map(steps_of, parts.values())), 6) >= whole.steps + 1:
         keys = " + ".join(f"optim.schedule.{key} = {value}" for key, value in parts.items())
         problem = f"{keys} are longer than the {whole.steps:,} steps of the schedule"

@@ -209,6 +209,12 @@ def use_deterministic(mode: bool, warn_only: bool = False) -> None:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
+def alone(device: str | torch.device | None = None) -> Ranks:
+    """A group of this process only, on CUDA if available."""
+    here = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Ranks(DistEnv(), torch.device(here))
+
+
 def init_ranks(env: DistEnv, recipe: Recipe, store: dist.Store | None = None) -> Ranks:
     with contextlib.ExitStack() as stack:
         ranks = stack.enter_context(init_store(env, recipe, store))

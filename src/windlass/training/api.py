@@ -29,7 +29,7 @@ from windlass.processes import QUIET_END, WINDLASS
 from windlass.recipe import Recipe, as_recipe, typed
 from windlass.run import Run
 from windlass.telemetry.terminal import message
-from windlass.training.start import StartPlan, resolve_start
+from windlass.training.start import Start, resolve_start
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
@@ -93,22 +93,22 @@ def train(
         raise UserError(f"world={world}: {problem}; run the script under torchrun instead")
     with StopSignals() as stop:
         wanted = as_recipe(recipe)
-        plan = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
-        if plan.finished:
-            return finished_run(plan)
-        check_start(plan.recipe, world if local else env.world, own_model=model is not None)
-        plan.recipe.check_packages()
-        code.check(plan.recipe)
+        start = resolve_start(wanted, fresh=fresh, extend_to=extend_to, branch_from=branch_from)
+        if start.finished:
+            return finished_run(start)
+        check_start(start.recipe, world if local else env.world, own_model=model is not None)
+        start.recipe.check_packages()
+        code.check(start.recipe)
         if not local:
-            from windlass.training.setup import train_rank
+            from windlass.training.rank import train_rank
 
-            train_rank(plan, code, stop, model, own_data(data, plan.recipe), stop_at)
+            train_rank(start, code, stop, model, own_data(data, start.recipe), stop_at)
     if local:
         options = {"extend-to": extend_to, "branch-from": branch_from, "stop-at": stop_at}
-        train_local_ranks(plan, wanted, world, fresh, options)
+        train_local_ranks(start, wanted, world, fresh, options)
     # The parts refer to each other: free the device's memory, files and sockets now.
     gc.collect()
-    return Run(plan.run.path)  # with the recipe that an extension has changed
+    return Run(start.run.path)  # with the recipe that an extension has changed
 
 
 def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
@@ -129,26 +129,28 @@ def check_start(recipe: Recipe, world: int, own_model: bool = False) -> None:
         library_optimizer(recipe.optim)  # raises for a wrong one
 
 
-def finished_run(plan: StartPlan) -> Run:
+def finished_run(start: Start) -> Run:
     """Print why the run is finished; returns it."""
     if detect_env().rank == 0:
-        done = plural(plan.run.summary.get("steps", 0), "step")
-        text = f"{plan.run.path} is finished: the run has done its {done}; extend it to train on"
+        done = plural(start.run.summary.get("steps", 0), "step")
+        text = f"{start.run.path} is finished: the run has done its {done}; extend it to train on"
         print(message(text, sys.stdout))
-    return plan.run
+    return start.run
 
 
 def train_local_ranks(
-    plan: StartPlan, wanted: Recipe, world: int, fresh: bool, options: Mapping[str, Any]
+    start: Start, wanted: Recipe, world: int, fresh: bool, options: Mapping[str, Any]
 ) -> None:
     """Train with `world` local processes; raises as the first rank that ended."""
     arguments = [f"--{name}={value}" for name, value in options.items() if value]
     with tempfile.TemporaryDirectory(prefix="windlass-") as folder:
         path, place = Path(folder, "recipe.toml"), wanted.run_dir.absolute()
         path.write_text(wanted.toml(), encoding="utf-8")
-        arguments += [f"run.dir={typed(str(place))}", *["--fresh"] * fresh]
+        arguments.append(f"run.dir={typed(str(place))}")
+        if fresh:
+            arguments.append("--fresh")
         command = ["train", str(path), *arguments]
-        code = launch_ranks(plan.recipe, command, world, resuming=plan.from_checkpoint)
+        code = launch_ranks(start.recipe, command, world, resuming=start.from_checkpoint)
     if code in (STOPPED, INTERRUPTED):
         saved = "everything is saved" if code == STOPPED else "the last steps were not saved"
         raise Stopped(f"a signal stopped the {world} ranks; {saved}")
@@ -175,4 +177,5 @@ def launch_ranks(
         return launch([*WINDLASS, *command], world, max_restarts)
     finally:
         os.environ.pop(QUIET_END)
-        os.environ.update({QUIET_END: before} if before else {})
+        if before:
+            os.environ[QUIET_END] = before

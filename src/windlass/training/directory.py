@@ -1,16 +1,14 @@
-"""The run directory of a start, on its ranks: seen by all hosts, locked, read and written. Rank 0
-writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes."""
+"""Lock the run directory of a start, choose the checkpoint to start from, write the new lineage.
+
+Rank 0 writes the lineage before `recipe.toml`, so a kill between the two leaves a run that resumes.
+"""
 
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-import socket
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,14 +22,13 @@ from windlass.checkpoint.choose import (
     write_lineage,
 )
 from windlass.checkpoint.format import Checkpoint
-from windlass.data.shards import Index
 from windlass.errors import UserError, argument
 from windlass.fileio import Files, LockHeld, acquire_lock, lock_held
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, typed
 from windlass.run import LOCK, OCCUPIED, Run, read_lines
 from windlass.telemetry.console import Console
-from windlass.training.start import StartPlan, candidate_checkpoints, job_id
+from windlass.training.start import Start, candidate_checkpoints, job_id
 
 LOCK_WAIT_SECONDS = 10.0  # a process that was just killed may still hold the lock
 
@@ -41,18 +38,18 @@ class RunDirectory:
     from (None: step 0), the number of this start, and a name that no other start has."""
 
     def __init__(
-        self, plan: StartPlan, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
+        self, start: Start, ranks: Ranks, horizon: Horizon, console: Console, stack: ExitStack
     ):
-        self.plan, self.ranks, self.run = plan, ranks, plan.run
+        self.start, self.ranks, self.run = start, ranks, start.run
         ranks.mark(0, "load")
         console.begin("looking for a checkpoint, and verifying it")
         # The checkpoint of a new run (a branch) is verified before anything changes, the
         # checkpoint of a resumed run under the lock.
-        self.checkpoint = None if plan.resuming else self._choose(horizon)
-        locked = ranks.decide("lock", partial(self._lock, stack))
+        self.checkpoint = None if start.resuming else self._choose(horizon)
+        locked = ranks.decide("lock", lambda: self._lock(stack))
         self.attempt, self.attempt_name, self.warnings = locked
-        console.open_log(plan.run.log_path)
-        if plan.resuming:
+        console.open_log(start.run.log_path)
+        if start.resuming:
             self.checkpoint = self._choose(horizon)
         if self.checkpoint is not None:
             self.warnings += self.checkpoint.notes
@@ -60,19 +57,19 @@ class RunDirectory:
     def _choose(self, horizon: Horizon) -> Checkpoint | None:
         """The first undamaged checkpoint to start from; the ranks share the hashing."""
         paths = self.ranks.decide(
-            "candidates", lambda: list(map(str, candidate_checkpoints(self.plan, horizon)))
+            "candidates", lambda: list(map(str, candidate_checkpoints(self.start, horizon)))
         )
         return first_undamaged(list(map(Path, paths)), self.ranks)
 
     def _lock(self, stack: ExitStack) -> tuple[int, str, list[str]]:
         """Lock the directory; returns the attempt, its name and warnings."""
-        run, plan = self.run, self.plan
-        if plan.fresh:
+        run, start = self.run, self.start
+        if start.fresh:
             rename_old_run(run.path)
         Files().make_dirs(run.path)
         if (lock := acquire_run_lock(run.path)) is not None:
             stack.enter_context(lock)
-        if not plan.resuming and run.exists:
+        if not start.resuming and run.exists:
             text = f"another process has just begun a run in {run.path}; give another run.dir"
             raise UserError(text)
         run.heartbeat_path.touch()
@@ -80,36 +77,14 @@ class RunDirectory:
         attempt = max(attempts, default=-1) + 1
         return attempt, f"{attempt}_{secrets.token_hex(4)}", recover(run.checkpoints_dir)
 
-    def compare(self, now: Mapping[str, Any]) -> None:
-        """Add a warning for each difference between the `Network.facts` of this start and of the
-        start that saved. UserError if the data has changed."""
-        assert self.checkpoint is not None
-        before = {**now, **self.checkpoint.meta}
-        if before["data"] != now["data"]:
-            problem = f"the data is not what {self.checkpoint.path} was trained on (fingerprint "
-            problem += f"{before['data']}, here {now['data']})"
-            advice = f"bring the old data back (data.dir), or start over with {argument('fresh')}"
-            raise UserError(f"{problem}: {advice}")
-        effects = [  # a branch may change `optim.*` and `train.average`
-            ("optimizer", "optim.kind", "the saved optimizer state is not used"),
-            ("average", "train.average", "the average changes"),
-            ("precision", "train.precision", "the losses differ"),
-            ("compiles", "train.compile", "the losses differ by rounding"),
-            ("micro_batch", "train.micro_batch", "rounding differs, and dropout draws other masks"),
-        ]
-        for key, setting, effect in effects:
-            if (old := before[key]) != now[key]:
-                change = f"{setting} was {typed(old)} and is {typed(now[key])}"
-                self.warnings.append(f"{change}: {effect} from step {self.checkpoint.step} on")
-
     def begin(self, save_tokenizer: Callable[[Path], None]) -> None:
         """Write the start of a new run or lineage; every rank calls it."""
 
         def write() -> None:
-            plan, path = self.plan, self.run.path
-            goes_back = not plan.restarted and plan.recipe.checkpoint.resume != "latest"
-            if not plan.resuming or plan.extends_from or goes_back:
-                write_start(plan, self.checkpoint)
+            start, path = self.start, self.run.path
+            goes_back = not start.restarted and start.recipe.checkpoint.resume != "latest"
+            if not start.resuming or start.extends_from or goes_back:
+                write_start(start, self.checkpoint)
             save_tokenizer(path)
             if (path / "tokenizer").is_dir():
                 Files().sync_tree(path / "tokenizer")
@@ -119,68 +94,54 @@ class RunDirectory:
 
     def write_settings(self) -> None:
         """Record the settings that a resume has changed; every rank calls it."""
-        path, recipe = self.run.path, self.plan.recipe
+        path, recipe = self.run.path, self.start.recipe
         self.ranks.decide(
             "settings", lambda: record(path, read_lineage(path) or Lineage(), recipe, Files())
         )
 
 
-def check_shared(ranks: Ranks, run: Path, data: Sequence[Path]) -> None:
-    """Raise UserError if a host does not see the run directory of rank 0, or its `data`.
-
-    Rank 0 creates a file in the run directory and beside missing data. Prepared data may be
-    read-only, or a copy on each host's disk, so the hosts compare the hashes of its files.
-    """
-    shards_here = list[list[str]]()
-    for index in map(Index.load, data):
-        shards = [shard.identity for shard in index.shards] if index else []
-        shards_here.append([index.tokenizer.fingerprint, *shards] if index else [])
-    places = {"run.dir": run.absolute()}
-    if data:
-        places["data.dir"] = data[0].parent.absolute()
-
-    def create() -> dict[str, str]:
-        marks = {}
-        for key, place in places.items():
-            if key == "data.dir" and all(shards_here):
-                continue
-            parent = next(path for path in (place, *place.parents) if path.is_dir())
-            # A new name, which is in no cache of NFS
-            descriptor, marks[key] = tempfile.mkstemp(prefix=".windlass-", dir=parent)
-            os.close(descriptor)
-        return marks
-
-    marks = ranks.decide("shared", create)
-    prepared = ranks.broadcast_object("prepared", shards_here)
-    missing = [key for key, mark in marks.items() if not Path(mark).exists()]
-    if any(shards and shards != here for shards, here in zip(prepared, shards_here, strict=True)):
-        missing.append("data.dir")
-    hosts = ranks.all_gather_object("shared", [socket.gethostname(), missing])
-    if ranks.main:
-        for mark in marks.values():
-            Path(mark).unlink(missing_ok=True)
-    ranks.broadcast_object("removed")  # nobody continues while the files exist
-    for key, place in places.items():
-        blind = {f"{host} (rank {rank})" for rank, (host, keys) in enumerate(hosts) if key in keys}
-        if blind:
-            seen = f"of {hosts[0][0]} (rank 0) is not seen by {', '.join(sorted(blind))}"
-            advice = f"put it on a file system that all hosts share ({key}=PATH)"
-            raise UserError(f"{key}: {place} {seen}: {advice}")
-
-
-def write_start(plan: StartPlan, choice: Checkpoint | None, files: Files | None = None) -> None:
+def write_start(start: Start, choice: Checkpoint | None, files: Files | None = None) -> None:
     """Write the start durably: a new run's directory, the lineage, and a new or longer recipe."""
-    files, run = files or Files(), plan.run
-    if not plan.resuming:
+    files, run = files or Files(), start.run
+    if not start.resuming:
         files.make_dirs(run.path)
     path, step = (choice.path, choice.step) if choice else (None, 0)
     lineage = lineage_at(run.path, path, step, job_id())
-    if plan.resuming and not plan.extends_from:
+    if start.resuming and not start.extends_from:
         write_lineage(run.path, lineage, files)
     else:
-        longer = {"train.steps": plan.recipe.train.steps}
-        recipe = run.recipe.replace(longer) if plan.resuming else plan.recipe
+        longer = {"train.steps": start.recipe.train.steps}
+        recipe = run.recipe.replace(longer) if start.resuming else start.recipe
         record(run.path, lineage, recipe, files)
+
+
+EFFECTS = {
+    "optimizer": ("optim.kind", "the saved optimizer state is not used"),
+    "average": ("train.average", "the average changes"),
+    "precision": ("train.precision", "the losses differ"),
+    "compiles": ("train.compile", "the losses differ by rounding"),
+    "micro_batch": ("train.micro_batch", "rounding differs, and dropout draws other masks"),
+}
+"""By a key of a checkpoint's `meta`: the setting, and what its change does. A branch may change the
+first two."""
+
+
+def compare(checkpoint: Checkpoint, meta: Mapping[str, Any]) -> list[str]:
+    """A warning for each difference between a checkpoint and this start, whose checkpoints will
+    have `meta`. UserError if the data has changed."""
+    saved = {**meta, **checkpoint.meta}
+    if saved["data"] != meta["data"]:
+        raise UserError(
+            f"the data is not what {checkpoint.path} was trained on (fingerprint {saved['data']}, "
+            f"here {meta['data']}): bring the old data back (data.dir), or start over with "
+            f"{argument('fresh')}"
+        )
+    return [
+        f"{setting} was {typed(saved[key])} and is {typed(meta[key])}: {effect} from step "
+        f"{checkpoint.step} on"
+        for key, (setting, effect) in EFFECTS.items()
+        if saved[key] != meta[key]
+    ]
 
 
 def rename_old_run(path: Path) -> None:

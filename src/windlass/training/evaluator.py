@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from windlass.data.chat import stop_tokens
-from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
@@ -22,22 +22,20 @@ def can_sample(model: nn.Module, tokenizer: Any) -> bool:
     return hasattr(unwrap(model), "new_cache") and hasattr(tokenizer, "encode")
 
 
+@dataclass
 class Evaluator:
     """Measures the suites, and generates texts. All ranks call it at the same step."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        suites: Suites,
-        model: nn.Module,
-        average: Average,
-        stop: StopSignals,
-    ):
-        """`average` is measured beside the model; a signal in `stop` interrupts a measurement."""
-        self.recorder, self.suites, self.model = recorder, suites, model
-        self.recipe, self.ranks = recorder.recipe, recorder.ranks
-        self.state, self.horizon = recorder.state, recorder.horizon
-        self.stop, self.average = stop, average
+    recorder: Recorder
+    suites: Suites
+    model: nn.Module
+    average: Average  # is measured beside the model
+    whole_at_end: bool  # whether the last evaluation has all validation data
+    stop: StopSignals  # a signal interrupts a measurement
+
+    def __post_init__(self) -> None:
+        self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
+        self.state, self.horizon = self.recorder.state, self.recorder.horizon
 
     def stop_requested(self) -> bool:
         """Whether this rank was asked to stop; called between the passes of a measurement."""
@@ -59,8 +57,7 @@ class Evaluator:
         step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
-            is_last, samples = step == self.horizon.steps, len(self.suites.val or ())
-            whole = is_last and measures_all(self.recipe, self.horizon, samples)
+            whole = self.whole_at_end and step == self.horizon.steps
             for suite in self.suites.names:
                 show = partial(recorder.console.progress, f"evaluating {suite}")
                 average = self.average if self.average.tensors and step else None
@@ -94,14 +91,20 @@ class Evaluator:
         prompt = tokenizer.prompt(settings.prompt)
         ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
         sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
-        how: dict[str, Any] = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
-        how["autocast"] = partial(autocast, self.recipe, self.ranks.device)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
-            prompts = [prompt] * settings.sample_count
-            texts = generate(self.model, prompts, sampling, self.ranks, **how)
+            texts = generate(
+                self.model,
+                [prompt] * settings.sample_count,
+                sampling,
+                self.ranks,
+                vocab=tokenizer.vocab,
+                poll=self.stop_requested,
+                autocast=partial(autocast, self.recipe, self.ranks.device),
+            )
+        before = prompt if settings.prompt else []
         for index, ids in enumerate(texts or []):
-            text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
+            text = settings.prompt + text_after(tokenizer, before, ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
             recorder.console.sample(text, step)
         return texts is not None

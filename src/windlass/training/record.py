@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-from windlass.checkpoint.save import Save
 from windlass.estimate.devices import peak_flops
 from windlass.parallel.dist import Ranks
 from windlass.recipe import Horizon, Recipe
@@ -21,14 +20,7 @@ from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
 from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step
 from windlass.telemetry.profile import StepProfile
-from windlass.telemetry.timing import (
-    Goodput,
-    StepTimer,
-    averages,
-    device_hours,
-    mfu,
-    wall_time,
-)
+from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.state import StepResult, TrainState
 
@@ -54,12 +46,13 @@ class Recorder:
         """`attempt`: the number of this start; `stack` closes what this opens."""
         self.run, self.recipe, self.ranks = run, recipe, ranks
         self.state, self.horizon, self.console = state, horizon, console
-        settings, on_gpu = recipe.telemetry, ranks.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
+        device, settings = ranks.device, recipe.telemetry
+        is_gpu = device.type == "cuda"
+        self.device_name = torch.cuda.get_device_name(device) if is_gpu else "CPU"
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops(self.device_name, precision, tf32=recipe.train.tf32)
         self.goodput = Goodput()
-        self.timer = StepTimer(ranks.device, self.goodput)
+        self.timer = StepTimer(device, self.goodput)
         self.started_up = False  # whether this start has done a step
         self.padded_tokens = 0  # tokens of this start, with padding
         # Step, samples, tokens and padded tokens at the last `train` line, or at this start.
@@ -69,17 +62,11 @@ class Recorder:
         seconds = self.goodput.seconds
         self.ledger = Ledger(run.metrics_path, attempt, ranks.main, lambda: {"seconds": seconds()})
         stack.callback(self.ledger.close)
-        device = ranks.device
         self.sampler = DeviceSampler(
-            run.devices_dir,
-            rank=ranks.rank,
-            device=device,
-            attempt=attempt,
-            phases=seconds,
+            run.devices_dir, rank=ranks.rank, device=device, attempt=attempt, phases=seconds
         )
         stack.callback(self.sampler.stop)
-        names = settings.trackers if ranks.main else []
-        self.trackers = Trackers(run.path, names)
+        self.trackers = Trackers(run.path, settings.trackers if ranks.main else [])
         stack.callback(self.trackers.close)
         self.profile = StepProfile(settings.profile, run.path, ranks.rank, device, horizon.steps)
         stack.callback(self.profile.close)
@@ -92,21 +79,6 @@ class Recorder:
             self.console.warning(text)
         elif text:
             self.console.event(text, step)
-
-    def saved(self, save: Save) -> None:
-        """Report the end of a save."""
-        step = save.step
-        if save.error:
-            text = f"the checkpoint of step {step} was not saved: {save.error}"
-            self.emit("save_failed", text, step=step, warning=True, reason=save.error)
-        elif self.ranks.main:
-            self.ledger.sync()  # as durable as the checkpoint, up to its step
-            event: dict[str, Any] = {"step": step, "path": f"checkpoints/{save.path.name}"}
-            event |= {"bytes": save.total_bytes, "write_s": round(save.write_s, 4)}
-            self.emit("checkpoint", blocked_s=round(save.staged_s + save.waited_s, 4), **event)
-            self.console.saved(save.path, save.write_s, step)
-            if save.warning:
-                self.console.warning(save.warning)
 
     def read_measured(self, step: int) -> set[str]:
         """Read the effective evaluations; returns which of `eval` and `sample` exist at `step`."""
@@ -143,21 +115,25 @@ class Recorder:
         self.padded_tokens += result.padded_tokens
         self.console.tick(self.state.step)
         if not self.started_up:
-            self.started_up = True
-            self.console.done()
-            if self.ranks.device.type == "cuda":
-                torch.cuda.synchronize(self.ranks.device)
-            self.goodput.enter("train")
-            seconds = self.goodput.seconds()
-            startup, whole = seconds["startup"], sum(seconds.values())
-            first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
-            parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
-            text = f"first step done {whole:.1f} s after the start: {parts}"
-            self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
+            self.first_step()
         if self.profile.ends(self.state.step):
             with self.outside("save"):
                 text, files = self.profile.write()
             self.emit("profile", text, files=files, warning=not files)
+
+    def first_step(self) -> None:
+        """Report the time until the first step of this start is done."""
+        self.started_up = True
+        self.console.done()
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+        self.goodput.enter("train")
+        seconds = self.goodput.seconds()
+        startup, whole = seconds["startup"], sum(seconds.values())
+        first = whole - startup - seconds.get("eval", 0.0) - seconds.get("sample", 0.0)
+        parts = ", ".join(f"{phase} {spent:.1f} s" for phase, spent in seconds.items() if spent)
+        text = f"first step done {whole:.1f} s after the start: {parts}"
+        self.emit("first_step", text, startup_s=startup, first_step_s=round(first, 3))
 
     def train(
         self,
@@ -205,8 +181,9 @@ class Recorder:
         """The counts of tokens and samples so far."""
         state = self.state
         totals = {"tokens": state.tokens, "samples": state.samples}
-        masked = state.label_tokens != state.tokens
-        return totals | ({"label_tokens": state.label_tokens} if masked else {})
+        if state.label_tokens != state.tokens:  # some labels are masked
+            totals["label_tokens"] = state.label_tokens
+        return totals
 
     @contextlib.contextmanager
     def outside(self, phase: str) -> Iterator[None]:
@@ -233,7 +210,8 @@ class Recorder:
 
     def show(self, notes: list[Note]) -> None:
         for note in notes:
-            (self.console.warning if note.warning else self.console.event)(note.text)
+            show = self.console.warning if note.warning else self.console.event
+            show(note.text)
 
     def summary(self) -> None:
         """The run's last line, from the effective ledger, so that a resume counts no step twice."""

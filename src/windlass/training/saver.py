@@ -7,17 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from windlass import processes
-from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.format import Base, Checkpoint
 from windlass.checkpoint.save import Save, Writer
-from windlass.checkpoint.state_dict import Shard, gather_shard
+from windlass.checkpoint.state_dict import gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import unwrap
 from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
-from windlass.training.directory import RunDirectory
 from windlass.training.record import Recorder
 from windlass.training.state import LossScaler, LossSum
 from windlass.training.stop import StopSignals, event_of
@@ -30,50 +28,54 @@ class Saver(Writer):
 
     def __init__(
         self,
+        *,
         recorder: Recorder,
         callbacks: Callbacks,
-        directory: RunDirectory,
         losses: LossSum,
         scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
-        own: bool,
+        base: Base | None,
+        checkpoint: Checkpoint | None,
+        attempt: str,
+        extended_from: int,
+        is_own: bool,
     ):
         """Prepare to save; the state that is saved stays in the objects given here.
 
-        `meta`: facts in every checkpoint, beside its reason. `own`: the module is the user's, whose
-        forward pass may change weights.
+        `meta`: in every checkpoint, beside its reason. `base`: of weights that no checkpoint has.
+        `checkpoint`: the state comes from it. `attempt`: the name of this start.
+        `extended_from`: the steps of the run before an extension. `is_own`: the module is the
+        user's, whose forward pass may change weights.
         """
-        plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
-        self.model, self.optimizer = callbacks.model, callbacks.optimizer
-        super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
-        settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
-        # The weights come from `start`.
-        self.base = None if own else base_of(unwrap(self.model), plan.recipe, start, ranks)
+        run, recipe, ranks = recorder.run, recorder.recipe, recorder.ranks
+        settings, horizon = recipe.checkpoint, recorder.horizon
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
-        lengths = {horizon.steps, plan.extends_from or horizon.steps}
+        lengths = {horizon.steps, extended_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
-        self.policy = policy_of(settings, horizons, read_lineage(path))
-        self.attempt, self.background = directory.attempt_name, settings.background
-        self.while_waiting = recorder.beat
+        super().__init__(
+            run.checkpoints_dir,
+            ranks.rank,
+            ranks.world,
+            attempt=attempt,
+            policy=policy_of(settings, horizons, read_lineage(run.path)),
+            background=settings.background,
+            base=base,
+            damaged={c.serial for c in checkpoint.passed_over} if checkpoint else (),
+            while_waiting=recorder.beat,
+        )
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
-        self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
-        self.average, self.meta, self.own = average, meta, own
-        if start is not None:
+        self.recipe, self.ranks, self.losses, self.scaler = recipe, ranks, losses, scaler
+        self.model, self.optimizer, self.average = callbacks.model, callbacks.optimizer, average
+        self.meta, self.is_own = meta, is_own
+        if checkpoint is not None:
             self.newest = self.committed = self.state.step
-            self.damaged = {checkpoint.serial for checkpoint in start.passed_over}
 
     @property
     def due(self) -> bool:
         """Whether a save is due at this step."""
         periods = self.recipe.checkpoint.every, self.recipe.checkpoint.keep_every
         return any(self.recorder.horizon.due(every, self.state.step) for every in periods)
-
-    def shard(self) -> Shard:
-        """The part of model, optimizer and average that this rank writes."""
-        weights, stages = self.base.weights if self.base else (), self.ranks.mesh.sizes.pp
-        rank, world, averages = self.rank, self.world, self.average.tensors
-        return gather_shard(self.model, self.optimizer, rank, world, stages, averages, weights)
 
     def save(self, reason: str = PERIODIC) -> None:
         """Begin to save; before the state changes, `settle` is called."""
@@ -85,9 +87,18 @@ class Saver(Writer):
             self.losses.read()
             self.scaler.save(state)
             state.averaged = int(self.average.count)
-            meta, shard = self.meta | {"reason": reason}, self.shard()
+            shard = gather_shard(
+                self.model,
+                self.optimizer,
+                self.rank,
+                self.world,
+                self.ranks.mesh.sizes.pp,
+                self.average.tensors,
+                self.base.weights if self.base else (),
+            )
+            meta = self.meta | {"reason": reason}
             self.write(state.step, shard, state.to_json(), meta, recorder.scores)
-            if self.own:
+            if self.is_own:
                 self.settle()
 
     def finish(self, timeout: float | None = None) -> None:
@@ -107,17 +118,28 @@ class Saver(Writer):
 
     def report(self, saves: list[Save]) -> None:
         """Report the saves that have ended."""
+        recorder = self.recorder
         for save in saves:
-            self.recorder.saved(save)
-            if not save.error and self.ranks.main:
+            step = save.step
+            if save.error:
+                text = f"the checkpoint of step {step} was not saved: {save.error}"
+                recorder.emit("save_failed", text, step=step, warning=True, reason=save.error)
+            elif self.ranks.main:
+                recorder.ledger.sync()  # as durable as the checkpoint, up to its step
+                recorder.emit(
+                    "checkpoint",
+                    step=step,
+                    path=f"checkpoints/{save.path.name}",
+                    bytes=save.total_bytes,
+                    write_s=round(save.write_s, 4),
+                    blocked_s=round(save.staged_s + save.waited_s, 4),
+                )
+                recorder.console.saved(save.path, save.write_s, step)
+                if save.warning:
+                    recorder.console.warning(save.warning)
                 report_saved(save.write_s + save.staged_s)  # to a batch job
                 self.settle()  # a callback may change what it gets
-                self.callbacks.saved(save.step, save.path)
-
-    @property
-    def grace(self) -> float:
-        """Seconds from a signal to the end of the run: the setting's, or more in a batch job."""
-        return max(self.recipe.checkpoint.grace_seconds, job_grace())
+                self.callbacks.saved(step, save.path)
 
     def stop_run(self, stop: StopSignals) -> bool:
         """Save within the grace; raise Stopped after a signal, else return False.
@@ -128,11 +150,9 @@ class Saver(Writer):
         step, recorder = self.state.step, self.recorder
         signal = [stop.name, stop.seconds_since(), self.callbacks.stop_reason]
         names, seconds, asked = zip(*self.ranks.all_gather_object("signals", signal), strict=True)
-        expected = 0.0  # if the step is saved; else as the last save, after a save in progress
-        if self.newest != step:
-            elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
-            expected = last + (max(0.0, last - elapsed) if self.busy else 0.0)
-        needed, grace = self.ranks.broadcast_object("needed", (expected, self.grace))
+        # From a signal to the end of the run: the setting's, or more in a batch job.
+        grace = max(self.recipe.checkpoint.grace_seconds, job_grace())
+        needed, grace = self.ranks.broadcast_object("needed", (self.seconds_to_commit(), grace))
         signalled, left = any(names), grace - max(seconds)
         end = time.monotonic() + left
         # Without a signal a callback or `stop_at` has asked.
@@ -165,3 +185,10 @@ class Saver(Writer):
             raise Stopped(text)
         recorder.console.event(text)
         return False
+
+    def seconds_to_commit(self) -> float:
+        """As the last save, after a save in progress; 0 if this step is saved."""
+        if self.newest == self.state.step:
+            return 0.0
+        elapsed, last = time.monotonic() - self.began, self.last_seconds or 0.0
+        return last + (max(0.0, last - elapsed) if self.busy else 0.0)

@@ -1,5 +1,6 @@
-"""Decide what a start does in a run directory: begin a new run, resume, extend or branch. It writes
-nothing, so command line, launcher and ranks reach the same decision from the same files."""
+"""Decide what a start does in a run directory: return a finished run, resume or extend a run, begin
+a new one, perhaps as a branch. It writes nothing, so command line, launcher and ranks reach the
+same decision from the same files."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ begin beside them."""
 
 
 @dataclass(frozen=True)
-class StartPlan:
+class Start:
     """What a start does in its run directory."""
 
     recipe: Recipe
@@ -66,18 +67,63 @@ class StartPlan:
 
 def resolve_start(
     recipe: Recipe, *, fresh: bool = False, extend_to: int | str = 0, branch_from: str = ""
-) -> StartPlan:
+) -> Start:
     """Decide what a start does in the recipe's run directory. UserError if this holds other files
     or a run of another recipe, or an extension or branch does not fit it."""
-    run = Run(recipe.run_dir)
-    origin, at, step = branch_from.rpartition("@")
-    if branch_from and not (at and (step.isdigit() or step == "best")):
+    if branch_from and not re.fullmatch(r".+@(\d+|best)", branch_from):
         option = argument("branch_from", branch_from)
         raise UserError(f"{option}: write RUN@STEP or RUN@best, as runs/quickstart-1a2b3c4d@300")
-    exists = run.exists
-    restarted = exists and is_restart(run, os.environ)
-    if exists and (restarted or not fresh):
-        return _resume(recipe, run, restarted, extend_to, branch_from)
+    run = Run(recipe.run_dir)
+    if run.exists:
+        restarted = is_restart(run, os.environ)
+        if restarted or not fresh:
+            return continue_run(recipe, run, restarted, extend_to, branch_from)
+    return begin_run(recipe, run, fresh, extend_to, branch_from)
+
+
+def continue_run(
+    recipe: Recipe, run: Run, restarted: bool, extend_to: int | str, branch_from: str
+) -> Start:
+    """The start of a run that exists: resume or extend it, or return it if it is finished."""
+    extends_from = 0
+    if extend_to:
+        length, extends_from = extension(run, extend_to)
+        recipe = recipe.replace({"train.steps": length})
+    longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
+    rename = f"{argument('fresh')} to rename the old run"
+    refuse_changes(
+        f"{run.path} holds a run of another recipe:",
+        run.recipe,
+        recipe,
+        allowed=("train.steps",) if extends_from else (),
+        advice=f"undo them, give another run.dir, or {rename}; for other steps {longer}",
+    )
+    if branch_from:
+        check_same_branch(run, branch_from)
+    unrecorded: tuple[str, ...] = (*UNRECORDED, "train.steps")
+    if recipe.run.base in ("", run.recipe.run.base):
+        unrecorded += ("run.base",)
+    old = run.recipe.flat()
+    changes = {
+        key: [old.get(key), value]
+        for key, value in recipe.flat().items()
+        if not key.startswith(unrecorded) and old.get(key) != value
+    }
+    return Start(
+        recipe,
+        run,
+        resuming=True,
+        finished=not extends_from and is_finished(recipe, run, restarted),
+        extends_from=extends_from,
+        restarted=restarted,
+        changes=changes,
+    )
+
+
+def begin_run(
+    recipe: Recipe, run: Run, fresh: bool, extend_to: int | str, branch_from: str
+) -> Start:
+    """The start of a new run: at step 0, or from a checkpoint of another run."""
     left_over = run.path.iterdir() if run.path.is_dir() and not fresh else ()
     if not all(LEFT_OVER.fullmatch(entry.name) for entry in left_over):
         advice = f"give another run.dir, or {argument('fresh')} to rename it"
@@ -85,86 +131,60 @@ def resolve_start(
     if extend_to:
         option = argument("extend_to", extend_to)
         raise UserError(f"{run.path} is not a run: leave {option} out to begin one")
-    branch = _branch_checkpoint(recipe, Run.open(origin), step) if branch_from else None
-    if branch is None and (resume := recipe.checkpoint.resume).isdigit():
+    if branch_from:
+        checkpoint = branch_checkpoint(recipe, branch_from)
+        return Start(recipe, run, branch_from=checkpoint, fresh=fresh)
+    if (resume := recipe.checkpoint.resume).isdigit():
         problem = f"checkpoint.resume: a new {run.path} will lack step {resume}"
         raise UserError(f"{problem}; leave it or {argument('fresh')} out")
-    if branch is None and recipe.model.init_from:
-        check_origin(recipe.model.init_from)
-    return StartPlan(recipe, run, branch_from=branch, fresh=fresh)
+    if recipe.model.init_from:
+        check_init_from(recipe.model.init_from)
+    return Start(recipe, run, fresh=fresh)
 
 
-def check_origin(name: str) -> None:
-    """Raise UserError if `model.init_from` is not an adapter or a run with a checkpoint. The
-    trainer looks for damage and compares the settings."""
-    path = Path(name).expanduser()
-    is_run = Run(path).exists
-    if (path / "adapter_config.json").is_file() and not is_run:
-        return
-    try:
-        if name.startswith("hf:") or ((path / "config.json").is_file() and not is_run):
-            trained = f"model.kind=hf model.name={name.removeprefix('hf:')}"
-            raise UserError(f"it is a model of transformers, which {trained} trains")
-        named_candidates(name)
-    except UserError as error:
-        raise UserError(f"model.init_from = {name}: {error}") from None
+def extension(run: Run, extend_to: int | str) -> tuple[int | str, int]:
+    """`train.steps` of an extended run, and its steps so far; 0 if it has the new length already,
+    because this command extended it before."""
+    length = int(extend_to) if str(extend_to).isdigit() else extend_to
+    option = argument("extend_to", extend_to)
+    if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
+        raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
+    steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
+    if steps is None or new is None:
+        raise UserError(f"{run.path} has not begun to train: start it without {option}")
+    if new < steps:
+        raise UserError(f"{option} is not past the run's {plural(steps, 'step')}")
+    return (length, steps) if new > steps else (run.recipe.train.steps, 0)
 
 
-def _resume(
-    recipe: Recipe, run: Run, restarted: bool, extend_to: int | str, branch_from: str
-) -> StartPlan:
-    """The start of a run that exists."""
-    extends_from = 0  # the steps so far; 0 too if the run has the new length already
-    if extend_to:
-        length = int(extend_to) if str(extend_to).isdigit() else extend_to
-        option = argument("extend_to", extend_to)
-        if not (isinstance(length, int) or EPOCHS.fullmatch(length)):
-            raise UserError(f'{option}: write steps (4576) or epochs ("3 epochs")')
-        steps, new = steps_of(run, run.recipe.train.steps), steps_of(run, length)
-        if steps is None or new is None:
-            raise UserError(f"{run.path} has not begun to train: start it without {option}")
-        if new < steps:
-            raise UserError(f"{option} is not past the run's {plural(steps, 'step')}")
-        extends_from = steps if new > steps else 0
-        recipe = recipe.replace({"train.steps": length if extends_from else run.recipe.train.steps})
-    longer = f"{argument('extend_to', 'STEPS')}, {argument('stop_at', 'STEP')}"
-    rename = f"{argument('fresh')} to rename the old run"
-    advice = f"undo them, give another run.dir, or {rename}; for other steps {longer}"
-    allowed = ("train.steps",) if extends_from else ()
-    problem = f"{run.path} holds a run of another recipe:"
-    refuse_changes(problem, run.recipe, recipe, allowed, advice)
+def is_finished(recipe: Recipe, run: Run, restarted: bool) -> bool:
+    """Whether a run has done all its steps, and the user does not go back to an earlier one."""
+    if run.state != "finished":
+        return False
+    end = next(line for line in reversed(run.events) if line["event"] == "finished")
+    if end["step"] != steps_of(run, run.recipe.train.steps):
+        return False  # an extension was killed, and the ledger has the earlier end
+    resume = recipe.checkpoint.resume
+    if restarted or resume == "latest":
+        return True
+    paths = candidates(run.path, resume, measure=recipe.checkpoint.best)
+    return not paths or read_checkpoint(paths[0]).step == end["step"]
+
+
+def check_same_branch(run: Run, branch_from: str) -> None:
+    """Raise UserError if an existing run began elsewhere than at the checkpoint `branch_from`."""
     lineage = read_lineage(run.path)
     begins_at = Path(lineage.checkpoint if lineage is not None else "")
-    # A lineage begins at step 0, or at a checkpoint of this or another run.
-    if branch_from and (not begins_at.name or begins_at.is_absolute()):
-        origin, _, step = branch_from.rpartition("@")
-        directory = Path(origin).resolve() / "checkpoints"
-        # The best checkpoint of the other run may have changed since then.
-        name = begins_at.name.removesuffix(".replaced")
-        same_step = step == "best" or name == step_dir(directory, int(step)).name
-        if begins_at.parent != directory or not same_step:
-            begin = begins_at if begins_at.name else "step 0"
-            text = f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir"
-            raise UserError(text)
-    finished = run.state == "finished" and not extends_from
-    if finished:  # a run whose extension was killed has an earlier end in its ledger
-        end = next(line for line in reversed(run.events) if line["event"] == "finished")
-        finished = end["step"] == steps_of(run, run.recipe.train.steps)
-    if finished and not restarted and (resume := recipe.checkpoint.resume) != "latest":
-        # The run continues from an earlier step if the user names one.
-        paths = candidates(run.path, resume, measure=recipe.checkpoint.best)
-        finished = not paths or read_checkpoint(paths[0]).step == end["step"]
-    old = run.recipe.flat()
-    moved = recipe.run.base not in ("", run.recipe.run.base)
-    unrecorded = (*UNRECORDED, "train.steps", *["run.base"] * (not moved))
-    changes = {
-        key: [old.get(key), value]
-        for key, value in recipe.flat().items()
-        if not key.startswith(unrecorded) and old.get(key) != value
-    }
-    return StartPlan(
-        recipe, run, True, finished, extends_from, restarted=restarted, changes=changes
-    )
+    if begins_at.name and not begins_at.is_absolute():
+        return  # since then the run went back to a checkpoint of its own
+    origin, _, which = branch_from.rpartition("@")
+    directory = Path(origin).resolve() / "checkpoints"
+    name = begins_at.name.removesuffix(".replaced")
+    # The best checkpoint of the other run may have changed since then.
+    same_step = which == "best" or name == step_dir(directory, int(which)).name
+    if begins_at.parent != directory or not same_step:
+        begin = begins_at if begins_at.name else "step 0"
+        raise UserError(f"{run.path} begins at {begin}, not at {branch_from}; give another run.dir")
 
 
 def steps_of(run: Run, length: int | str) -> int | None:
@@ -178,22 +198,23 @@ def steps_of(run: Run, length: int | str) -> int | None:
     return max(1, horizon.steps_in(length))
 
 
-def _branch_checkpoint(recipe: Recipe, origin: Run, which: str) -> Path:
-    """The checkpoint (a step, or `best`) of `origin` from which a run of this recipe branches."""
+def branch_checkpoint(recipe: Recipe, branch_from: str) -> Path:
+    """The checkpoint from which a new run of this recipe branches."""
+    origin_path, _, which = branch_from.rpartition("@")
+    origin = Run.open(origin_path)
     if origin.path.resolve() == recipe.run_dir.resolve():
         raise UserError("a branch is a new run: give it another run.dir than the run it comes from")
     paths = candidates(origin.path, which)
     if not paths:
         raise UserError(f"{origin.path} holds no checkpoint yet")
     checkpoint = paths[0]
-    step = read_checkpoint(checkpoint).step
     problem = f"a branch keeps model, data, seed and batch of {origin.path}:"
     advice, same = "undo the changes", {"init_from": ""}
     if recipe.model.model_copy(update=same) == origin.recipe.model.model_copy(update=same):
         weights = f"model.init_from={origin.path}@{which} data.tokenizer=auto"
         advice += f", or begin a new run with its weights ({weights})"
     refuse_changes(problem, origin.recipe, recipe, BRANCHES, advice)
-    steps = recipe.train.steps
+    step, steps = read_checkpoint(checkpoint).step, recipe.train.steps
     if isinstance(steps, int) and steps <= step:
         raise UserError(f"train.steps = {steps} is not past the step {step} to branch from")
     return checkpoint
@@ -211,6 +232,49 @@ def refuse_changes(
     ]
     if changes:
         raise UserError("\n".join([problem, *changes, advice]))
+
+
+def check_init_from(name: str) -> None:
+    """Raise UserError if `model.init_from` is not an adapter or a run with a checkpoint. The load
+    looks for damage and compares the settings."""
+    path = Path(name).expanduser()
+    is_run = Run(path).exists
+    if (path / "adapter_config.json").is_file() and not is_run:
+        return
+    try:
+        if name.startswith("hf:") or ((path / "config.json").is_file() and not is_run):
+            trained = f"model.kind=hf model.name={name.removeprefix('hf:')}"
+            raise UserError(f"it is a model of transformers, which {trained} trains")
+        named_candidates(name)
+    except UserError as error:
+        raise UserError(f"model.init_from = {name}: {error}") from None
+
+
+def candidate_checkpoints(start: Start, horizon: Horizon) -> list[Path]:
+    """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the
+    newest, an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
+    settings, run = start.recipe.checkpoint, start.run.path
+    if not start.resuming:
+        return [start.branch_from] if start.branch_from is not None else []
+    decay_begins = moved_decay(start, horizon)
+    if decay_begins is not None:
+        paths = candidates(run, up_to=decay_begins)
+        if not paths and candidates(run):
+            problem = f"{run} lacks a checkpoint from before step {decay_begins}, when it decays"
+            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
+            raise UserError(f"{problem}: {advice}")
+        return paths
+    resume = "latest" if start.restarted else settings.resume
+    return candidates(run, resume, measure=settings.best)
+
+
+def moved_decay(start: Start, horizon: Horizon) -> int | None:
+    """The step at which the decay of a WSD run began, if its extension to `horizon` moves it."""
+    schedule, old = start.recipe.optim.schedule, replace(horizon, steps=start.extends_from)
+    if not start.extends_from or schedule.kind != "wsd":
+        return None
+    before = phases(schedule, old)
+    return None if before == phases(schedule, horizon) else before[1]
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -234,29 +298,3 @@ def is_restart(run: Run, environ: Mapping[str, str]) -> bool:
         return lineage.job.get("scheduled") == job["scheduled"]
     same_launch = job["launch"] != "" and lineage.job.get("launch") == job["launch"]
     return env.attempt > 0 and env.launcher not in SCHEDULERS and same_launch
-
-
-def candidate_checkpoints(plan: StartPlan, horizon: Horizon) -> list[Path]:
-    """The checkpoints to start from, the first choice first; empty: step 0. A restart takes the
-    newest, an extended WSD run the newest before its decay; else by `checkpoint.resume`."""
-    settings, run = plan.recipe.checkpoint, plan.run.path
-    if not plan.resuming:
-        return [plan.branch_from] if plan.branch_from is not None else []
-    if (decay_begins := old_decay(plan, horizon)) is not None:
-        paths = candidates(run, up_to=decay_begins)
-        if not paths and candidates(run):
-            problem = f"{run} lacks a checkpoint from before step {decay_begins}, when it decays"
-            advice = "a decayed run cannot be extended; set checkpoint.keep_every next time"
-            raise UserError(f"{problem}: {advice}")
-        return paths
-    resume = "latest" if plan.restarted else settings.resume
-    return candidates(run, resume, measure=settings.best)
-
-
-def old_decay(plan: StartPlan, horizon: Horizon) -> int | None:
-    """The step at which the decay of a WSD run began, if its extension to `horizon` moves it."""
-    schedule, old = plan.recipe.optim.schedule, replace(horizon, steps=plan.extends_from)
-    if not plan.extends_from or schedule.kind != "wsd":
-        return None
-    before = phases(schedule, old)
-    return None if before == phases(schedule, horizon) else before[1]

@@ -11,11 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from windlass.checkpoint.base import fill_base
-from windlass.checkpoint.format import AVERAGE, Checkpoint
-from windlass.checkpoint.state_dict import restore
 from windlass.data.mixture import (
     MixedSamples,
     Mixture,
@@ -25,7 +21,6 @@ from windlass.data.mixture import (
 )
 from windlass.data.samples import Samples
 from windlass.model.frozen import Linear4bit
-from windlass.optim.average import Average
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
@@ -128,35 +123,14 @@ def mixture_of(
 
 def source_counts(mixture: Mixture | None, step: int, global_batch: int) -> dict[str, float]:
     """The fields of a `train` line about a mixture's sources: samples and epochs so far."""
-    fields = dict[str, float]()
     if mixture is None:
-        return fields
+        return {}
+    fields = dict[str, float]()
     counts, samples = mixture.counts(step * global_batch).tolist(), mixture.samples
     for name, part, count in zip(samples.names, samples.parts, counts, strict=True):
         fields[f"source.{name}.samples"] = count
         fields[f"source.{name}.epochs"] = count / len(part)
     return fields
-
-
-def load_state(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer,
-    average: Average,
-    recipe: Recipe,
-    ranks: Ranks,
-) -> TrainState:
-    """Fill model, optimizer and average from a checkpoint; returns its counters."""
-    state = TrainState.from_json(checkpoint.counters)
-    if not average.tensors or not checkpoint.names(AVERAGE):
-        state.averaged = 0
-    # A branch may have changed `optim.kind`.
-    same_kind = checkpoint.meta.get("optimizer") == recipe.optimizer_state
-    averages = average.tensors if state.averaged else {}
-    fill_base(checkpoint, unwrap(model), recipe, ranks)
-    restore(checkpoint, model, optimizer if same_kind else None, averages)
-    average.load(state.averaged)
-    return state
 
 
 class LossSum:
@@ -189,13 +163,14 @@ class Buffers:
 
     def __init__(self, model: nn.Module, ranks: Ranks):
         self.mesh = ranks.mesh
-        self.owners = [
-            (module, name)
-            for module in unwrap(model).modules()
-            if ranks.mesh.loss_ranks is not None and not isinstance(module, Linear4bit)
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
+        self.owners = list[tuple[nn.Module, str]]()
+        if ranks.mesh.loss_ranks is None:
+            return
+        for module in unwrap(model).modules():
+            if not isinstance(module, Linear4bit):  # its codes are weights
+                fleeting = module._non_persistent_buffers_set
+                names = [name for name, x in module._buffers.items() if x is not None]
+                self.owners += [(module, name) for name in names if name not in fleeting]
 
     def share(self) -> None:
         """Take the first data rank's values; every rank calls it after the same step."""

@@ -28,13 +28,15 @@ from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, check_gradients_reduced, counted, sync_gradients
 from windlass.parallel.pipeline import StagedGPT
 from windlass.processes import keep_freed_memory
-from windlass.recipe import BatchPlan
+from windlass.recipe import BatchPlan, Horizon, Recipe
 from windlass.training.callbacks import Callbacks
 from windlass.training.evaluator import Evaluator
-from windlass.training.nonfinite import BadSteps, out_of_memory, ran_out_of_memory
+from windlass.training.memory import out_of_memory, ran_out_of_memory
+from windlass.training.nonfinite import BadSteps, check_is_deferred
 from windlass.training.record import Recorder
 from windlass.training.saver import Saver
 from windlass.training.state import (
@@ -42,6 +44,7 @@ from windlass.training.state import (
     LossScaler,
     LossSum,
     StepResult,
+    TrainState,
     source_counts,
     step_seed,
 )
@@ -55,23 +58,25 @@ MAX_FAILED_SAVES = 3  # in a row; the run would have nothing to resume from
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A training on one rank, from `setup.py`. Every rank calls each method at the same step."""
+    """A training on one rank, set up in `rank.py`. Every rank calls a method at the same step."""
 
+    recipe: Recipe
+    ranks: Ranks
+    horizon: Horizon
     samples: Samples
     mixture: Mixture | None  # of the samples; None: they are from one source
     batch: BatchPlan
     precision: str  # `train.precision`, with `auto` resolved
     compiled: bool
 
-    # The state, with the counters: all of it is in a checkpoint.
+    # The state: all of it is in a checkpoint.
     model: nn.Module  # divided among the ranks, and wrapped
     optimizer: Optimizer
     average: Average
+    state: TrainState
     scaler: LossScaler
     losses: LossSum
 
-    buffers: Buffers
-    bad_steps: BadSteps
     callbacks: Callbacks
     recorder: Recorder
     saver: Saver
@@ -80,8 +85,10 @@ class Trainer:
     stop_at: int = 0  # the step after which to stop; 0: the last
 
     def __post_init__(self) -> None:
-        self.recipe, self.ranks = self.recorder.recipe, self.recorder.ranks
-        self.state, self.horizon = self.recorder.state, self.recorder.horizon
+        device, offload = self.ranks.device, self.recipe.parallel.offload
+        deferred = check_is_deferred(device, self.optimizer, offload)
+        self.bad_steps = BadSteps(self.recorder, self.recipe.train, self.scaler, deferred)
+        self.buffers = Buffers(self.model, self.ranks)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.counted = counted(self.model)
 

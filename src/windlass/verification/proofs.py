@@ -249,8 +249,9 @@ def export_equal(bench: Bench) -> Outcome:
     import torch
     import transformers
 
-    from windlass.evaluation.source import alone, find_source, open_model
+    from windlass.evaluation.source import find_source, open_model
     from windlass.interop.export import export
+    from windlass.parallel.dist import alone
 
     given = bench.model.kind != "gpt" or bool(bench.model.init_from)
     run = bench.train("export", train__steps=3, **({} if given else GPT2_SHAPE))
