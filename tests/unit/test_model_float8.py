@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from helpers import refused, tiny_recipe, write_corpus
 from windlass import train
 from windlass.model.build import build_model
-from windlass.model.frozen import Float8Linear, use_float8
 from windlass.model.gpt import initialise
+from windlass.model.quantised import Float8Linear, use_float8
 from windlass.parallel.dist import init_ranks
 from windlass.parallel.env import DistEnv
 from windlass.parallel.parallelize import autocast, parallelize

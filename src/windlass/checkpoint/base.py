@@ -11,8 +11,8 @@ from windlass import hub
 from windlass.checkpoint.format import MODEL, Base, Checkpoint, FileInfo, hash_files
 from windlass.errors import UserError
 from windlass.model import hf_files
-from windlass.model.frozen import Linear4bit
-from windlass.model.share import is_fsdp
+from windlass.model.quantised import Linear4bit
+from windlass.model.sharding import is_fsdp
 from windlass.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from windlass.errors import UserError, first_line
 from windlass.estimate.rank import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
+from windlass.model.attention import Documents, takes_documents
 from windlass.model.build import (
     build_model,
     evaluating,
@@ -32,10 +33,9 @@ from windlass.model.build import (
     set_training,
     sizes_of,
 )
-from windlass.model.documents import Documents, takes_documents
-from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
+from windlass.model.quantised import lower_trained
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.dist import Ranks
@@ -147,7 +147,7 @@ class Network:
             model = own_module(module, recipe.model.context)
             low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
             if recipe.train.master == "bf16":
-                hold_trained(model)
+                lower_trained(model)
             elif low:
                 advice = 'give model.float(), or write train.master="bf16"'
                 raise UserError(f"your model's {low[0]} has less than 32 bits: {advice}")

@@ -1,8 +1,8 @@
-"""Attention within documents: rows of several documents, of which each attends to itself alone.
+"""Causal attention with dropout, and attention within the documents of a row.
 
-On a GPU it is flash attention in bf16 or fp16 without dropout, on a CPU a product for each
-document. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout (so that the
-layout changes no dropout mask), in short rows, and in a CPU's compiled blocks.
+Within documents it is flash attention on a GPU in bf16 or fp16 without dropout, and a product for
+each document on a CPU. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout
+(so that the layout changes no dropout mask), in short rows, and in a CPU's compiled blocks.
 
 Legend: B batch, T time, H heads, K key and value heads, E head width.
 """
@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from windlass.model.quantised import product_dtype
 
 
 def dropped(x: Tensor, rate: float) -> Tensor:
@@ -103,9 +105,7 @@ class Documents:
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
         """`spans` for a pass through blocks with dropout at `rate`, with its masks."""
         device, attention = self.positions.device, blocks[0].attn
-        dtype = attention.qkv.weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        dtype = product_dtype(attention.qkv.weight)
         if device.type == "cpu":
             compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
             short = self.numbers.shape[1] <= MASKED_TOKENS and self.several
