@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.open import Data
 from windlass.data.samples import Samples, masks_documents
@@ -163,6 +164,7 @@ class Network:
             raise UserError(f"model.vocab: {problem}; write 0 (automatic) or at least {data.vocab}")
         self.model, self.sizes = model, sizes_of(model)
         self.groups = count_groups(make_groups(model, recipe.optim))
+        self.initial: Checkpoint | None = None  # of `model.init_from`
         self.origin = dict[str, Any]()  # for `environment.json`
         if self.own:
             wrapped = isinstance(model, HfModel)
@@ -207,7 +209,7 @@ class Network:
         if self.own and recipe.train.startup_checks:
             check_loss_is_a_sum(model, data.train, ranks, recipe)
         elif not self.own and recipe.model.init_from:
-            load_initial(network, recipe, ranks)
+            self.initial = load_initial(network, recipe, ranks)
         elif not self.own:
             initialise(network, recipe.run.seed)
         masked = masks_documents(data.train) and takes_documents(network)

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from windlass import processes
-from windlass.checkpoint.base import base_of
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, policy_of, read_lineage
+from windlass.checkpoint.format import Base
 from windlass.checkpoint.save import Save, Writer
 from windlass.checkpoint.state_dict import Shard, gather_shard
 from windlass.errors import RunFailed, Stopped, plural
 from windlass.launch.job import job_grace, report_saved
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import unwrap
 from windlass.telemetry.trackers import FLUSH_SECONDS
 from windlass.training.callbacks import Callbacks
 from windlass.training.directory import RunDirectory
@@ -37,19 +36,19 @@ class Saver(Writer):
         scaler: LossScaler,
         average: Average,
         meta: dict[str, Any],
+        base: Base | None,
         own: bool,
     ):
         """Prepare to save; the state that is saved stays in the objects given here.
 
-        `meta`: facts in every checkpoint, beside its reason. `own`: the module is the user's, whose
-        forward pass may change weights.
+        `meta`: facts in every checkpoint, beside its reason. `base`: the files of frozen weights,
+        which a checkpoint does not hold. `own`: the module is the user's, whose forward pass may
+        change weights.
         """
         plan, ranks, horizon = directory.plan, recorder.ranks, recorder.horizon
         self.model, self.optimizer = callbacks.model, callbacks.optimizer
         super().__init__(plan.run.checkpoints_dir, ranks.rank, ranks.world)
         settings, start, path = plan.recipe.checkpoint, directory.checkpoint, plan.run.path
-        # The weights come from `start`.
-        self.base = None if own else base_of(unwrap(self.model), plan.recipe, start, ranks)
         # `keep_every` as a fraction of the run meant other steps before the run was extended.
         lengths = {horizon.steps, plan.extends_from or horizon.steps}
         horizons = [replace(horizon, steps=steps) for steps in lengths]
@@ -58,7 +57,7 @@ class Saver(Writer):
         self.while_waiting = recorder.beat
         self.recorder, self.callbacks, self.state = recorder, callbacks, recorder.state
         self.recipe, self.ranks, self.losses, self.scaler = plan.recipe, ranks, losses, scaler
-        self.average, self.meta, self.own = average, meta, own
+        self.average, self.meta, self.base, self.own = average, meta, base, own
         if start is not None:
             self.newest = self.committed = self.state.step
             self.damaged = {checkpoint.serial for checkpoint in start.passed_over}

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from windlass.checkpoint.base import base_of
 from windlass.checkpoint.format import Checkpoint
 from windlass.data.locate import data_dirs
 from windlass.data.mixture import Mixture, shares_of_run
@@ -219,7 +220,8 @@ def open_trainer(
         run, recipe, ranks, state, horizon, console, stack, attempt, precision, flops
     )
     stop.follow(state, lambda name: recorder.emit(event_of(name), reason=name, saved=True))
-    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, own)
+    base = None if own else base_of(bare, recipe, checkpoint, network.initial, ranks)
+    saver = Saver(recorder, callbacks, directory, losses, scaler, average, facts, base, own)
     suites = Suites(
         recipe,
         data.tokenizer,
