@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import IDS, check_resume, opened, recipe_of
+from test_model_adapters import IDS, check_resume, opened, recipe_of, train_on_ranks
 
 import hf_fixtures
 from helpers import curve, refused
@@ -130,6 +130,20 @@ def test_scaled_embeddings_and_experts_are_raised_to_the_same_numbers(
     assert torch.equal(loss, ours)
     torch.testing.assert_close(gradients, own, rtol=1e-5, atol=1e-6)
     assert float(low) == pytest.approx(float(own_low), rel=1e-2) and logits.dtype == again.dtype
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+def test_two_ranks_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
+    hf_fixtures.save(kind, tmp_path / "base", torch.bfloat16, **LOWERED[kind][0])
+    text = "the cat sat on the mat and the dog ran after the cat " * 40
+    (tmp_path / "text.txt").write_text(text)
+    hf_fixtures.save_tokenizer([text], tmp_path / "base")
+    recipe = recipe_of(tmp_path, "one", lora=LORA | {"targets": ["q_proj"]})
+    losses = [loss for _, loss in curve(train(recipe), "loss")]
+    two = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    found = [loss for _, loss in curve(train_on_ranks(two), "loss")]
+    assert found == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own

@@ -122,19 +122,19 @@ class Bf16Experts(nn.Module):
     the matrices and computes the layer again, so that no copy lives between the passes.
     """
 
-    def forward(self, x: Tensor, *args: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any) -> Any:
         dtype = product_dtype(x)
         low = [name for name, p in self._parameters.items() if p is not None and p.dtype == BF16]
         if dtype == BF16 or not low:
-            return super().forward(x, *args)  # type: ignore[no-any-return]
+            return super().forward(x, *args)
 
         def run(x: Tensor, *args: Any) -> Any:
             wide = {name: getattr(self, name).to(dtype) for name in low}
             return torch.func.functional_call(self, wide, (x, *args))  # comes back, without `low`
 
         if not torch.is_grad_enabled():
-            return run(x, *args)  # type: ignore[no-any-return]
-        return checkpoint(run, x, *args, use_reentrant=False, preserve_rng_state=False)  # type: ignore
+            return run(x, *args)
+        return checkpoint(run, x, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class FrozenProduct(torch.autograd.Function):
