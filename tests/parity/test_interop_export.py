@@ -31,7 +31,6 @@ from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.recipe import Recipe, presets
-from windlass.recipe.network import HF_ONLY
 from windlass.run import Run
 from windlass.training.start import resolve_start
 
@@ -289,17 +288,6 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_p
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
     assert difference(again, model) == 0
     assert difference(ours_of(directory, "model.trust_remote_code=true"), model) < 1e-6
-
-
-def test_quickstarts_own_network_is_exported_with_equal_logits(tmp_path):
-    size = {"layers", "heads", "width", "context", "vocab", "init_from"}
-    model = Recipe.load("quickstart").model.model_dump(exclude=size | {*HF_ONLY})
-    network = {f"model__{key}": value for key, value in model.items()}
-    run = trained(tmp_path, train__steps=5, **network)
-    directory = export(run, tmp_path / "out")
-    model, _ = loaded(directory)
-    assert type(model).__name__ == "ApertusForCausalLM"
-    assert difference(ours_of(run), model) < 1e-5
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

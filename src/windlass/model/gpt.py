@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.attention import Documents, attend, dropped
+from windlass.model.attention import Documents, LayerCache, attend, dropped
 from windlass.model.loss import (
     Piece,
     SourceSums,
@@ -70,29 +70,6 @@ class RotaryEmbedding:
     def __call__(self, x: Tensor) -> Tensor:
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return (x * self.cos + swapped * self.sin).to(x.dtype)
-
-
-class LayerCache:
-    def __init__(self, batch: int, capacity: int):
-        self.batch, self.capacity, self.length = batch, capacity, 0
-        self.keys = self.values = torch.empty(0)
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
-
-        The mask is None if the cache was empty (causal), and for one new token, which sees all.
-        """
-        start, stop = self.length, self.length + k.shape[2]
-        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
-        if not start:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        self.keys[:, :, start:stop], self.values[:, :, start:stop] = k, v
-        self.length = stop
-        mask = None
-        if start and stop - start > 1:
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
-        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
 
 
 class Attention(nn.Module):

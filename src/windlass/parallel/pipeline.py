@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.attention import Documents
-from windlass.model.gpt import GPT, LayerCache
+from windlass.model.attention import Documents, LayerCache
+from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums
 from windlass.model.sharding import become, local_part
 from windlass.model.size import stage_layers
