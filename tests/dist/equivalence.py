@@ -16,7 +16,7 @@ from rows import Rows
 from windlass.data.loader import Loader
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.model.share import cut_of
+from windlass.model.sharding import cut_of
 from windlass.optim.schedule import lr_multiplier
 from windlass.parallel import collectives
 from windlass.parallel.parallelize import parallelize, unwrap

@@ -18,8 +18,9 @@ import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import boxes_of, gather_shard, named_state, restore
+from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
+from windlass.model.sharding import boxes_of
 
 STAGES = {"model__layers": 4}
 LOW = {"precision": "bf16", "train__master": "bf16", "optim__kind": "adamw8bit"}

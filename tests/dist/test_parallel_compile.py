@@ -19,8 +19,8 @@ from windlass.data.samples import positions_of
 from windlass.evaluation.generate import Sampling, generate
 from windlass.evaluation.likelihood import Continuation, log_likelihoods
 from windlass.evaluation.suites import Suites
+from windlass.model.attention import Documents
 from windlass.model.build import build_model
-from windlass.model.documents import Documents
 from windlass.model.gpt import initialise
 from windlass.model.loss import loss_tail
 from windlass.model.size import CHUNK_BYTES

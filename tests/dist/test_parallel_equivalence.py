@@ -256,7 +256,7 @@ def test_rows_of_several_documents(model, shortest, monkeypatch):
     tests/parity/test_model_documents.py compares one process with the documents one by one.
     """
     monkeypatch.setattr(equivalence, "rows", Documents)
-    monkeypatch.setattr("windlass.model.documents.MASKED_TOKENS", shortest)
+    monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
     layouts = [*FOUR[1:3], {"tensor": 2, "sequence": False}, {"context": 2}]
     cells = [on("full_shard", **layout) for layout in layouts] + [on("ddp", pipeline=2)]

@@ -240,10 +240,10 @@ def test_a_checkpoint_with_its_base_needs_nothing_else(base: Path) -> None:
 
 
 def test_what_has_no_files_of_its_own_is_written(base: Path) -> None:
-    """From scratch, from another run, or of a user's own: then no files have these weights."""
+    """From scratch, from a run that holds it, or of a user's own: then no files have these weights."""
     from transformers import AutoModelForCausalLM
 
-    source = train(recipe(base, "source", **ADAPTERS))
+    source = train(recipe(base, "source", "checkpoint.with_base=true", **ADAPTERS))
     init = recipe(base, "init", f"model.init_from={source.path}", **ADAPTERS)
     scratch = recipe(base, "scratch", **FREEZE, from_scratch=True)
     own = AutoModelForCausalLM.from_pretrained(base)
@@ -357,12 +357,39 @@ def test_with_base_archives_a_run_that_goes_on(base: Path) -> None:
     assert generate(run, "the", max_tokens=2)
 
 
-def test_an_adapter_that_is_trained_further_keeps_its_base(base: Path, tmp_path: Path) -> None:
-    """A resume needs the base, and no longer the directory of the adapter."""
-    adapter = export(train(recipe(base, "source", **ADAPTERS)).path, tmp_path / "old", adapter=True)
-    further = recipe(base, "further", f"model.init_from={adapter}", **ADAPTERS)
+@pytest.mark.parametrize(
+    ("origin", "before", "after"),
+    [
+        ("adapter", ADAPTERS, ADAPTERS),
+        ("run", ADAPTERS, ADAPTERS),
+        ("run", {"freeze": FREEZE["freeze"][:1]}, FREEZE),
+    ],
+)
+def test_what_is_trained_further_keeps_its_base(
+    origin: str, before: dict[str, Any], after: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    """A resume needs the base, and no longer the directory of the adapter or the run. A checkpoint
+    holds what was trained before and is frozen now.
+    """
+    source = train(recipe(base, "source", **before))
+    weights = dict(load(source.path, device="cpu").named_parameters())
+    place = source.path
+    if origin == "adapter":
+        place = export(source.path, tmp_path / "old", adapter=True)
+    further = recipe(base, "further", f"model.init_from={place}", **after)
+    planned = subject_of(further).size.checkpoint_bytes
     run = train(further, stop_at=2)
-    shutil.rmtree(adapter)
+    shutil.rmtree(place)
     run = train(further)
-    assert at(run, 2).manifest.base == at(run, 4).manifest.base is not None
-    assert not any(name.endswith("base_layer.weight") for name in at(run).names("model/"))
+    saved = at(run)
+    assert at(run, 2).manifest.base == saved.manifest.base is not None
+    if "lora" in after:
+        assert planned == 12 * sum(p.numel() for n, p in weights.items() if ".lora_" in n)
+        assert all(".lora_" in name for name in saved.names("model/"))
+    else:
+        assert saved.manifest.base.weights == ("model/model.model.embed_tokens.weight",)
+    for name, parameter in load(run.path, device="cpu").named_parameters():
+        frozen = (
+            ".lora_" not in name if "lora" in after else ("embed" in name or "layers.0." in name)
+        )
+        assert torch.equal(parameter, weights[name]) == frozen, name

@@ -7,16 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import hf_fixtures
 from forked import launch
 from helpers import command
-from windlass import load_model
-from windlass.checkpoint.format import open_checkpoint
 from windlass.evaluation.suites import score
-from windlass.model.build import build_model
-from windlass.model.gpt import initialise
 from windlass.recipe import Recipe
 from windlass.run import Run
 
@@ -127,31 +122,6 @@ def test_every_strategy_has_the_losses_of_one_process(lesson, alone, world, chan
         keys = ("suite", "step", "tokens", "items", "exact_match", "f1")
         assert [line.get(k) for k in keys] == [expected.get(k) for k in keys]
         assert line.get("loss", 0.0) == pytest.approx(expected.get("loss", 0.0), rel=1e-4)
-
-
-def adapters(lesson: Path, name: str, **changes: Any) -> Recipe:
-    targets = ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"]
-    return recipe(
-        lesson, name, model__lora__rank=8, model__lora__targets=targets, optim__lr=1e-2, **changes
-    )
-
-
-def test_adapters_have_the_losses_of_one_process_and_leave_the_rest_alone(lesson):
-    def train_on(world, strategy):
-        return trained(adapters(lesson, f"lora-{strategy}", parallel__strategy=strategy), world)
-
-    run, sharded, replicated = train_on(1, "auto"), train_on(2, "full_shard"), train_on(2, "ddp")
-    losses = [loss for loss, _ in curve(run)]
-    for other in (sharded, replicated):
-        assert [loss for loss, _ in curve(other)] == pytest.approx(losses, rel=1e-5)
-    assert losses[-1] < losses[0]
-    before = build_model(run.recipe, 100, device="cpu")
-    saved = open_checkpoint(run.checkpoints_dir / "step-00000004")
-    initialise(before, run.recipe.run.seed)
-    loaded = dict(load_model(run, device="cpu").named_parameters())
-    for name, parameter in before.named_parameters():
-        same = torch.equal(loaded[name], parameter.detach())
-        assert same == (not parameter.requires_grad) == (f"model/{name}" not in saved.names()), name
 
 
 @pytest.mark.full

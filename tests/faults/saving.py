@@ -29,7 +29,7 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.checkpoint.save import Save, Writer
 from windlass.checkpoint.state_dict import Box, Shard, shard_of
 from windlass.fileio import Files
-from windlass.model.share import Cut, Peers, with_cut
+from windlass.model.sharding import Cut, Peers, with_cut
 
 SHAPES = {
     "model/a": (12, 4),  # rows of queries, keys and values

@@ -13,7 +13,7 @@ LENGTHS = ([100, 1, 155], [256], [3] * 80 + [16])
 
 def documents_on(device: Any) -> Any:
     from windlass.data.samples import positions_of
-    from windlass.model.documents import Documents
+    from windlass.model.attention import Documents
 
     numbers = torch.stack(
         [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in LENGTHS]

@@ -87,7 +87,7 @@ def test_the_loss_never_holds_all_logits(autocast: bool) -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_float8_multiplies_as_the_emulation_of_the_cpu(device):
-    from windlass.model.frozen import use_float8
+    from windlass.model.quantised import use_float8
 
     if torch.cuda.get_device_capability(device) < (8, 9):
         pytest.skip("no float8")

@@ -31,7 +31,6 @@ from windlass.evaluation.source import Source, alone, find_source, open_model
 from windlass.fileio import Files
 from windlass.interop.export import export, save_tokenizer, save_weights
 from windlass.recipe import Recipe, presets
-from windlass.recipe.network import HF_ONLY
 from windlass.run import Run
 from windlass.training.start import resolve_start
 
@@ -289,50 +288,6 @@ def test_a_network_without_an_architecture_is_exported_with_its_code(kind, tmp_p
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", trust_remote_code=True).eval()
     assert difference(again, model) == 0
     assert difference(ours_of(directory, "model.trust_remote_code=true"), model) < 1e-6
-
-
-def test_quickstarts_own_network_is_exported_with_equal_logits(tmp_path):
-    size = {"layers", "heads", "width", "context", "vocab", "init_from"}
-    model = Recipe.load("quickstart").model.model_dump(exclude=size | {*HF_ONLY})
-    network = {f"model__{key}": value for key, value in model.items()}
-    run = trained(tmp_path, train__steps=5, **network)
-    directory = export(run, tmp_path / "out")
-    model, _ = loaded(directory)
-    assert type(model).__name__ == "ApertusForCausalLM"
-    assert difference(ours_of(run), model) < 1e-5
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # from peft
-def test_adapters_are_merged_or_exported_alone(tmp_path: Path) -> None:
-    from peft import PeftModel
-
-    base = chat_base(tmp_path)
-    run = fine_tuned(tmp_path, base, model__lora__rank=4, train__steps=3)
-    (plain, _), (merged, _) = loaded(base), loaded(export(run, tmp_path / "merged"))
-    adapter = export(run, tmp_path / "adapter", adapter=True)
-    assert all(".lora_" in name for name in load_file(adapter / "adapter_model.safetensors"))
-    expected = logits(ours_of(run), tokens())
-    assert difference(plain, expected) > 1e-3
-    card = (adapter / "README.md").read_text()
-    assert 'AutoPeftModelForCausalLM.from_pretrained("adapter")' in card
-    for model in (merged, PeftModel.from_pretrained(plain, adapter).eval()):
-        assert difference(model, expected) < 1e-4
-    assert not any("lora" in name or "base_layer" in name for name, _ in merged.named_parameters())
-    # the adapter has the tokenizer, and names its base
-    assert difference(ours_of(adapter), expected) < 1e-5
-    prints = [find_source(str(place)).tokenizer.fingerprint for place in (adapter, run)]
-    assert prints[0] == prints[1]
-    own = [p for p in base.iterdir() if p.name.startswith(("tokenizer", "special_tokens"))]
-    assert own and all((adapter / file.name).read_bytes() == file.read_bytes() for file in own)
-    assert isinstance(next(sample(adapter, "the cat", max_tokens=3, device="cpu"))[1], str)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    for entries, word in (
-        ({"lora_bias": True}, "lora_bias"),
-        ({"r": 8}, "does not fit"),
-    ):
-        (adapter / "adapter_config.json").write_text(json.dumps(config | entries))
-        with refused(word, str(adapter)):
-            ours_of(adapter)
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

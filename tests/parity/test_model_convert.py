@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windlass.model import convert
 from windlass.model.gpt import GPT, initialise
+from windlass.recipe import Recipe, presets
 from windlass.recipe.network import ModelSettings
 
 VOCAB, LENGTH = 101, 48
@@ -91,6 +92,12 @@ def test_logits_loss_and_gradients(name: str) -> None:
     expected.backward()
     reference = other.get_input_embeddings().weight.grad
     torch.testing.assert_close(model.embedding.weight.grad, reference, rtol=0, atol=1e-5)
+
+
+def test_the_networks_of_presets_have_an_architecture() -> None:
+    """The others are exported with their code."""
+    names = {name: convert.architecture(Recipe.load(name).model) for name in presets()}
+    assert names["gpt2-124m"] == "gpt2" and names["quickstart"] == "apertus" and not names["c4-30m"]
 
 
 @pytest.mark.parametrize("name", ["GPT-2 itself", "untied, ReLU", "one key head, biases", "Qwen3"])

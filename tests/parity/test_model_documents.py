@@ -23,8 +23,8 @@ from windlass.data.locate import SourceSpec, byte_tokenizer
 from windlass.data.samples import Batch, BestFitSamples, PackedSamples, Tokens
 from windlass.data.shards import Index, Row, ShardWriter
 from windlass.data.split import Part
+from windlass.model.attention import Documents, documents_of
 from windlass.model.build import build_model
-from windlass.model.documents import Documents, documents_of
 from windlass.model.gpt import initialise
 from windlass.model.hf_network import attention_within_documents
 from windlass.recipe import Recipe
@@ -116,7 +116,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_a_packed_row_is_its_texts_one_by_one(
     shape: str, shortest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.model.documents.MASKED_TOKENS", shortest)
+    monkeypatch.setattr("windlass.model.attention.MASKED_TOKENS", shortest)
     settings = {"layers": 2, "heads": 4, "width": 32, "context": CONTEXT, **SHAPES[shape]}
     recipe = Recipe.model_validate({"model": settings})
     model = build_model(recipe, 200, device="cpu").double()

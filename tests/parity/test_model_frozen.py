@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_model_adapters import IDS, check_resume, opened, recipe_of
+from test_model_adapters import IDS, opened, recipe_of, train_on_ranks
 
 import hf_fixtures
 from helpers import curve, refused
 from windlass import train
 from windlass.interop.export import export
 from windlass.model.build import build_model, read_sizes
-from windlass.parallel.parallelize import autocast
+from windlass.parallel.parallelize import autocast, checkpoint_activations
 from windlass.recipe import RecipeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -90,6 +90,73 @@ def test_loss_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> None
     assert (ours_low[1] - exact[1]).norm() < 1.5 * (low[1] - exact[1]).norm()
 
 
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+EXPERTS |= dict.fromkeys(("num_experts", "num_local_experts"), 4)
+LOWERED = {
+    "gemma3_text": ({}, ("embed_tokens.weight",)),  # with a factor, and the head's matrix
+    "qwen3_moe": (EXPERTS, ("gate_up_proj", "down_proj")),
+    "gpt_oss": (EXPERTS, ("gate_up_proj", "down_proj")),
+}
+
+
+@pytest.mark.parametrize("how", ["none", "selective"])
+@pytest.mark.parametrize("kind", LOWERED)
+def test_scaled_embeddings_and_experts_are_raised_to_the_same_numbers(
+    kind: str, how: str, tmp_path: Path
+) -> None:
+    """The files are in bf16, so that nothing is rounded. Under autocast products are in bf16."""
+    sizes, names = LOWERED[kind]
+    hf_fixtures.save(kind, tmp_path / "base", torch.bfloat16, **sizes)
+    hf_fixtures.save_tokenizer(["the cat"], tmp_path / "base")
+    (tmp_path / "text.txt").write_text("the cat")
+    ids, results = torch.randint(0, 256, (2, 30)), []
+    for held in ("fp32", "bf16"):
+        lora = LORA | {"targets": ["q_proj", "v_proj"]}
+        recipe = recipe_of(tmp_path, lora=lora, frozen_precision=held)
+        model: Any = build_model(recipe, 0, "cpu").train()
+        model.fill_weights(1)
+        checkpoint_activations(model.blocks(), how)
+        lower = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+        assert all(any(n.endswith(name) for n in lower) == (held == "bf16") for name in names)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:  # zero at first, and A would get no gradient
+                parameter.data.fill_(0.01)
+        loss = model(ids, ids)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
+        with torch.no_grad(), autocast(recipe.replace("train.precision=bf16"), ids.device):
+            results.append((loss.detach(), gradients, model(ids), model(ids, ids)))
+    (loss, gradients, logits, low), (ours, own, again, own_low) = results
+    assert torch.equal(loss, ours)
+    torch.testing.assert_close(gradients, own, rtol=1e-5, atol=1e-6)
+    assert float(low) == pytest.approx(float(own_low), rel=1e-2) and logits.dtype == again.dtype
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe"])
+def test_two_ranks_have_the_losses_of_one_process(kind: str, tmp_path: Path) -> None:
+    hf_fixtures.save(kind, tmp_path / "base", torch.bfloat16, **LOWERED[kind][0])
+    text = "the cat sat on the mat and the dog ran after the cat " * 40
+    (tmp_path / "text.txt").write_text(text)
+    hf_fixtures.save_tokenizer([text], tmp_path / "base")
+    recipe = recipe_of(tmp_path, "one", lora=LORA | {"targets": ["q_proj"]})
+    losses = [loss for _, loss in curve(train(recipe), "loss")]
+    two = recipe.replace("parallel.strategy=full_shard", f"run.dir={tmp_path}/two")
+    found = [loss for _, loss in curve(train_on_ranks(two), "loss")]
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # peft's own
+def test_experts_with_adapters_stay_in_float32(tmp_path: Path) -> None:
+    """`peft` adds an adapter's product to the matrix, so bf16 would round each update away."""
+    hf_fixtures.save("mixtral", tmp_path / "base", torch.bfloat16, **EXPERTS)
+    targets = ["q_proj", "w1", "w2", "w3"]
+    model = build_model(recipe_of(tmp_path, lora=LORA | {"targets": targets}), 0)
+    kinds = {name.rpartition(".")[2]: p.dtype for name, p in model.named_parameters()}
+    assert kinds["gate_up_proj"] == kinds["down_proj"] == torch.float32
+    assert any(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
 def test_auto_takes_the_precision_of_the_files(base: None, tmp_path: Path) -> None:
     held, wide = (
         read_sizes(recipe_of(tmp_path, lora=LORA, frozen_precision=how)) for how in ("auto", "fp32")
@@ -102,12 +169,11 @@ def test_auto_takes_the_precision_of_the_files(base: None, tmp_path: Path) -> No
         recipe_of(tmp_path).replace("model.kind=gpt", "model.frozen_precision=bf16")
 
 
-def test_a_run_resumes_bit_for_bit_and_is_exported(base: None, tmp_path: Path) -> None:
+def test_a_run_learns_as_in_float32_and_is_exported(base: None, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     recipe = recipe_of(tmp_path, lora=LORA)
-    straight = check_resume(recipe)
-    losses = [loss for _, loss, *_ in curve(straight)]
+    losses = [loss for _, loss, *_ in curve(train(recipe))]
     wide = curve(train(recipe_of(tmp_path, "wide", lora=LORA, frozen_precision="fp32")))
     assert losses == pytest.approx([loss for _, loss, *_ in wide], rel=1e-3)
     assert losses[-1] < losses[0]

@@ -19,8 +19,8 @@ from windlass.estimate.plan import plan
 from windlass.estimate.rank import ranks_of
 from windlass.estimate.tensors import GATHER_BYTES, STACK_NUMBERS, Tensors
 from windlass.model import loss
-from windlass.model.frozen import use_float8
 from windlass.model.gpt import GPT, initialise
+from windlass.model.quantised import use_float8
 from windlass.model.size import CountedSizes, count
 from windlass.optim import muon, shard
 from windlass.parallel.parallelize import checkpoint_activations

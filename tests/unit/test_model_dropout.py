@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from windlass.model.documents import attend, dropout_mask, dropped, masked_attention
+from windlass.model.attention import attend, dropout_mask, dropped, masked_attention
 
 
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.2, 0.5, 0.9])

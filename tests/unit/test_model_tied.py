@@ -1,15 +1,12 @@
 """A table that is also the head's matrix: one gradient, equal to the sum of autograd's two."""
 
-from types import SimpleNamespace
-from unittest.mock import Mock
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from windlass.model.gpt import GPT, initialise
 from windlass.model.hf import wrap
-from windlass.model.loss import _Tied, look_up
+from windlass.model.loss import look_up
 from windlass.model.size import CHUNK_BYTES
 from windlass.recipe.network import ModelSettings
 
@@ -44,14 +41,6 @@ def test_the_gradient_is_the_sum_of_both_uses() -> None:
     (expected,) = torch.autograd.grad(loss(F.embedding(tokens, table), table), table)
     (found,) = torch.autograd.grad(loss(*look_up(table, tokens)), table)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
-
-
-def test_the_rows_of_a_token_are_added_at_once() -> None:
-    """On CUDA, too, where `index_put_` adds the rows of a frequent token one after the other."""
-    gradient = Mock(dtype=torch.float32, is_cuda=True)
-    context = SimpleNamespace(saved_tensors=(torch.zeros(2, 3, dtype=torch.int64),))
-    _Tied.backward(context, torch.zeros(2, 3, 8), gradient)
-    assert [call[0] for call in gradient.method_calls] == ["index_add_"]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -11,7 +11,7 @@ from torch import nn
 
 from windlass.model.build import build_model, sizes_of
 from windlass.model.gpt import GPT
-from windlass.model.share import blocks_of
+from windlass.model.sharding import blocks_of
 from windlass.model.size import describe_sizes
 from windlass.optim.build import build_optimizer, count_groups, describe_groups, make_groups, set_lr
 from windlass.optim.muon import COEFFICIENTS, MuonAdamW, orthogonalise, update_scale

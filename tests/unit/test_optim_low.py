@@ -12,7 +12,7 @@ from helpers import curve, refused, tiny_recipe, write_corpus
 from windlass import load_model, train
 from windlass.checkpoint.format import open_checkpoint
 from windlass.estimate import tensors as planned
-from windlass.model.share import Cut, Peers, with_cut
+from windlass.model.sharding import Cut, Peers, with_cut
 from windlass.optim import adamw, muon
 from windlass.optim.adamw import BF16_DROPPED, FP8_DROPPED, places, random_bits, rounded
 from windlass.optim.build import build_optimizer, set_lr

@@ -11,8 +11,8 @@ from windlass import hub
 from windlass.checkpoint.format import MODEL, Base, Checkpoint, FileInfo, hash_files
 from windlass.errors import UserError
 from windlass.model import hf_files
-from windlass.model.frozen import Linear4bit
-from windlass.model.share import is_fsdp
+from windlass.model.quantised import Linear4bit
+from windlass.model.sharding import is_fsdp
 from windlass.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,13 +20,26 @@ if TYPE_CHECKING:
 
 
 def base_of(
-    model: nn.Module, recipe: Recipe, start: Checkpoint | None, ranks: Ranks
+    model: nn.Module,
+    recipe: Recipe,
+    start: Checkpoint | None,
+    initial: Checkpoint | None,
+    ranks: Ranks,
 ) -> Base | None:
     """The base to which a run's checkpoints refer; None: they hold all weights. `model` is the
-    recipe's, unwrapped, with its weights, perhaps from the checkpoint `start`. Collective."""
+    recipe's, unwrapped, with its weights, perhaps from the checkpoint `start`, or from the
+    checkpoint `initial` of `model.init_from`. Collective."""
+    if recipe.checkpoint.with_base:
+        return None
     if start is not None:
-        return None if recipe.checkpoint.with_base else start.manifest.base
-    if not recipe.refers_to_base or not (weights := frozen_weights(model)):
+        return start.manifest.base
+    weights = frozen_weights(model)
+    if initial is not None:
+        base = initial.manifest.base
+        # The others were trained there, so that no file has them.
+        same = tuple(name for name in weights if base and name in base.weights)
+        return base.model_copy(update={"weights": same}) if base and same else None
+    if not weights or not recipe.refers_to_base:
         return None
     origin = hf_files.describe_origin(model)
     files = identify(hf_files.weights_directory(model), ranks)

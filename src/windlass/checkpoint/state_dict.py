@@ -8,32 +8,29 @@ name; their other names are aliases.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from windlass.checkpoint.format import AVERAGE, DTYPES, MODEL, Checkpoint, Damaged
 from windlass.errors import UserError
-from windlass.model.share import (
+from windlass.model.sharding import (
+    boxes_of,
     cut_of,
     is_fsdp,
     is_sharded,
     local_part,
-    rows_of_rank,
+    sharding_dim,
     whole_shape,
     with_cut,
 )
 from windlass.optim.build import from_tensors, to_tensors
 from windlass.optim.shard import ShardedOptimizer
 from windlass.parallel.parallelize import unwrap
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 
 TYPE_NAMES = {getattr(torch, name): key for key, (name, _) in DTYPES.items()}
 ALIGNMENT = 64  # bytes, of the first number in a file
@@ -154,41 +151,6 @@ def holders(tensor: Tensor, peers: range) -> tuple[int, ...]:
         free -= copy
         same += [rank + shift for rank in mesh.mesh[tuple(place)].reshape(-1).tolist()]
     return tuple(sorted(rank for rank in same if rank in alike))
-
-
-def sharding_dim(tensor: DTensor) -> int | None:
-    """The dimension of its mesh that divides a tensor's rows; None: every rank has them all."""
-    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if not dims:
-        return None
-    if len(dims) > 1 or not tensor.placements[dims[0]].is_shard(0):
-        raise NotImplementedError(f"a checkpoint of a tensor with {tensor.placements}")
-    return dims[0]
-
-
-def boxes_of(
-    tensor: Tensor, first: int = 0, last: int | None = None
-) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """This rank's rows `first` to `last` of a tensor as boxes: offsets in the whole, and a view.
-    Several boxes exist only if tensor parallelism cut the tensor into several ranges."""
-    local, cut, start = local_part(tensor), cut_of(tensor), first
-    if not local.dim():
-        yield (), local
-        return
-    if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
-        mesh = tensor.device_mesh
-        rows = rows_of_rank(tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
-        assert len(local) == len(rows), f"other rows of {tensor.shape}"
-        start += rows.start
-    part, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
-    if cut is None:
-        yield tuple(offsets), part
-        return
-    at = 0
-    for box in cut.ranges if cut.dim else cut.within(start, start + len(part)):
-        offsets[cut.dim] = box.start
-        yield tuple(offsets), part.narrow(cut.dim, at, len(box))
-        at += len(box)
 
 
 OPTIM = "optim/"

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from windlass.model.frozen import Linear4bit
-from windlass.model.share import blocks_of
+from windlass.model.quantised import Linear4bit
+from windlass.model.sharding import blocks_of
 from windlass.model.size import CHUNK_BYTES, Peaks
 from windlass.parallel.parallelize import LOW, checkpoint_activations, lower_stream
 from windlass.recipe import Recipe

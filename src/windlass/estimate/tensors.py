@@ -99,7 +99,7 @@ class Tensors:
         if not self.rank.by_heads:  # gathered keys and values
             saved += 2 * n * (self.layout.context - 1) * k * c
         # No kernel takes a part of a dropout mask, fp64 on CUDA, or a mask on a CPU.
-        # Then attention saves whole T x T matrices (`model.documents.masked_attention`).
+        # Then attention saves whole T x T matrices (`model.attention.masked_attention`).
         divided = self.layout.tensor * self.layout.context > 1
         plain = model.dropout > 0 and (divided or not self.cuda)
         plain = plain or (self.cuda and c == 8)

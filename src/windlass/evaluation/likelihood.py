@@ -23,8 +23,8 @@ from windlass.data.samples import Samples
 from windlass.data.sources import open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
+from windlass.model.attention import documents_of
 from windlass.model.build import casting_once, evaluating, scalar
-from windlass.model.documents import documents_of
 from windlass.model.loss import SourceSums, takes_sources
 from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks

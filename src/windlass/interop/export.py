@@ -26,7 +26,7 @@ from windlass.evaluation.source import Source, find_source, open_model, same_tok
 from windlass.fileio import new_directory, read_json
 from windlass.model import convert, hf_files
 from windlass.model.adapters import export_adapter
-from windlass.model.frozen import Linear4bit
+from windlass.model.quantised import Linear4bit
 from windlass.parallel.dist import alone
 from windlass.recipe import Changes
 from windlass.recipe.network import ModelSettings
@@ -190,9 +190,10 @@ def _write_hf(source: Source, directory: Path, dtype: str) -> None:
     if "text_config" in config:
         config["text_config"] |= older_names(config["text_config"], base.get("text_config", {}))
     _write_json(directory / "config.json", config | older_names(config, base))
-    patterns = [hf_files.CODE_FILES] * source.recipe.model.trust_remote_code
-    for pattern in (*hf_files.PROCESSOR_FILES, *patterns):
+    for pattern in hf_files.PROCESSOR_FILES:
         _copy(model.directory.glob(pattern), directory)
+    if source.recipe.model.trust_remote_code:
+        _copy(model.directory.glob(hf_files.CODE_FILES), directory)
     _write_text_files(source, model, directory)
 
 
@@ -226,13 +227,13 @@ def _untie_adapted(network: Any) -> None:
 
 def _write_text_files(source: Source, model: Any, directory: Path) -> None:
     """The tokenizer, the chat template and the tokens that end a text, of base and training."""
-    files = [model.directory / name for name in hf_files.TOKENIZER_FILES]
-    files, template = [file for file in files if file.is_file()], source.template
+    places = [model.directory / name for name in hf_files.TOKENIZER_FILES]
+    files = [file for file in places if file.is_file()]
+    template = source.template
+    has_chats = source.run is None or "chat" in source.recipe.data.formats
     if not files or not same_tokenizer(source, model.directory):
         save_tokenizer(source.tokenizer, template, model.context, directory)
-    elif (
-        source.run is not None and "chat" not in source.recipe.data.formats
-    ) or template == Template.of_directory(model.directory):
+    elif not has_chats or template == Template.of_directory(model.directory):
         _copy(files, directory)
     else:  # the ids of the base, laid out in another way
         _copy([file for file in files if not file.name.startswith("chat_template")], directory)
@@ -240,17 +241,21 @@ def _write_text_files(source: Source, model: Any, directory: Path) -> None:
         config["chat_template"] = template.source or None
         _write_json(directory / TOKENIZER_CONFIG, config)
     _copy([model.directory / GENERATION_CONFIG], directory)
-    names = (GENERATION_CONFIG, *["config.json"] * (directory / "config.json").is_file())
-    entries = {name: read_json(directory / name) for name in names}
-    known = [entry.get("eos_token_id") for entry in entries.values()]
+    entries = {GENERATION_CONFIG: read_json(directory / GENERATION_CONFIG)}
+    if (directory / "config.json").is_file():  # an adapter has none
+        entries["config.json"] = read_json(directory / "config.json")
+    ends = list[int | None]()
     if source.recipe.model.from_scratch:  # the base's ids may be of another tokenizer
-        known, start = [], source.tokenizer.prompt("")[0]
-        entries[GENERATION_CONFIG]["bos_token_id"] = start
-        entries.get("config.json", {})["bos_token_id"] = bos_of(source.tokenizer)
-    ends = [end for one in known for end in (one if isinstance(one, list) else [one])]
-    more = {"eos_token_id": _ids(ends, stop_tokens(source.tokenizer, template))}
+        entries[GENERATION_CONFIG]["bos_token_id"] = source.tokenizer.prompt("")[0]
+        if "config.json" in entries:
+            entries["config.json"]["bos_token_id"] = bos_of(source.tokenizer)
+    else:
+        for entry in entries.values():
+            known = entry.get("eos_token_id")
+            ends += known if isinstance(known, list) else [known]
+    stops = {"eos_token_id": _ids(ends, stop_tokens(source.tokenizer, template))}
     for name, entry in entries.items():
-        _write_json(directory / name, entry | more)
+        _write_json(directory / name, entry | stops)
 
 
 def bos_of(tokenizer: Tokenizer) -> int | None:
@@ -261,7 +266,9 @@ def bos_of(tokenizer: Tokenizer) -> int | None:
 def _ids(first: Iterable[int | None], more: Iterable[int]) -> int | list[int] | None:
     """Token ids as a configuration has them: a number for one, a list for several."""
     ids = [i for i in dict.fromkeys([*first, *sorted(more)]) if i is not None]
-    return ids if len(ids) > 1 else next(iter(ids), None)
+    if len(ids) > 1:
+        return ids
+    return ids[0] if ids else None
 
 
 def _copy(files: Iterable[Path], directory: Path) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from windlass.checkpoint.base import fill_base
 from windlass.checkpoint.choose import find_checkpoint
+from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import restore
 from windlass.errors import UserError
 from windlass.model.adapters import CONFIG, adapter_settings, fill_from_adapter
@@ -19,10 +20,11 @@ from windlass.recipe.network import LoraSettings
 from windlass.run import Run
 
 
-def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> None:
+def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -> Checkpoint | None:
     """Fill a model, whole or sharded, from `model.init_from`; UserError if it does not fit.
 
-    Collective over `ranks`, which share the hashing of a checkpoint.
+    Returns the checkpoint that it names; None if it names an adapter. Collective over `ranks`,
+    which share the hashing of a checkpoint.
     """
     name = recipe.model.init_from
     path = Path(name).expanduser()
@@ -31,7 +33,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         check_adapter(there, recipe, ("rank", "alpha"))
         model.fill_weights(recipe.run.seed)  # type: ignore[operator]
         fill_from_adapter(model.model, path)  # type: ignore[arg-type]
-        return
+        return None
     try:
         checkpoint = find_checkpoint(name, ranks)
         source = checkpoint.path.parent.parent / "recipe.toml"
@@ -43,6 +45,7 @@ def load_initial(model: nn.Module, recipe: Recipe, ranks: Ranks | None = None) -
         if origin.width_multiple != recipe.model.width_multiple:
             write = f"write model.mup_base_width = {origin.mup_base_width}"
             raise UserError(f"its weights are for another width multiple of muP; {write}")
+        return checkpoint
     except UserError as error:
         raise UserError(f"model.init_from = {name}: {error}") from None
 

@@ -45,8 +45,8 @@ def add_adapters(model: Any, lora: LoraSettings, apart: list[str]) -> None:
     if targets in ([], ["all-linear"]):
         targets = "all-linear"
         # Mamba's kernels read this weight without its layer, so `peft` rejects an adapter there.
-        is_mamba = getattr(model.config, "model_type", "") in MAMBA
-        excluded += [r".*\.out_proj"] * is_mamba
+        if getattr(model.config, "model_type", "") in MAMBA:
+            excluded.append(r".*\.out_proj")
     elif not all(re.fullmatch(r"[\w.]+", target) for target in targets):
         targets = any_of(targets)  # regular expressions
     config = LoraConfig(
@@ -105,20 +105,27 @@ def adapter_settings(directory: Path) -> dict[str, Any]:
     unlike = [key for key in UNLIKE_OURS if config.get(key)]
     unlike += [key for key, value in plain.items() if config.get(key, value) != value]
     initial = str(config.get("init_lora_weights") or True).lower()
-    unlike += [f"init_lora_weights = {initial}"] * (initial not in BASE_KEPT)
+    if initial not in BASE_KEPT:
+        unlike.append(f"init_lora_weights = {initial}")
     if unlike or not config.get("base_model_name_or_path"):
         problem = f"has {', '.join(unlike)}" if unlike else "names no base"
         merge = "merge it with peft (merge_and_unload), save model and tokenizer, and name that"
         raise UserError(f"{directory / CONFIG} {problem}, which Windlass does not read: {merge}")
     # The tensors in the file say which modules have adapters, and which are whole.
     names = [name.removeprefix(PREFIX) for name in WeightFiles(directory, WEIGHTS).files]
-    lora: dict[str, Any] = {"rank": config["r"], "alpha": config["lora_alpha"]}
-    lora["dropout"] = config.get("lora_dropout") or 0.0
-    lora["targets"] = sorted({name.partition(".lora_")[0] for name in names if ".lora_" in name})
     whole = [name for name in names if ".lora_" not in name and ".base_layer." not in name]
-    lora["modules_to_save"] = sorted({name.rpartition(".")[0] for name in whole})
-    base = {"name": config["base_model_name_or_path"], "revision": config.get("revision") or ""}
-    return {"kind": "hf", **base, "lora": lora}
+    return {
+        "kind": "hf",
+        "name": config["base_model_name_or_path"],
+        "revision": config.get("revision") or "",
+        "lora": {
+            "rank": config["r"],
+            "alpha": config["lora_alpha"],
+            "dropout": config.get("lora_dropout") or 0.0,
+            "targets": sorted({n.partition(".lora_")[0] for n in names if ".lora_" in n}),
+            "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}),
+        },
+    }
 
 
 def fill_from_adapter(model: nn.Module, directory: Path) -> None:

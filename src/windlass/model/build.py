@@ -1,4 +1,4 @@
-"""A recipe's network, our GPT or a model of `transformers`, without values for its weights."""
+"""Build a recipe's network, without values for its weights, or take the user's module."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.frozen import HELD, Linear4bit, hold_frozen, hold_trained
 from windlass.model.gpt import GPT
-from windlass.model.share import is_fsdp, is_sharded
+from windlass.model.quantised import BF16, Linear4bit, lower_frozen, lower_trained
+from windlass.model.sharding import is_fsdp, is_sharded
 from windlass.model.size import CountedSizes
 from windlass.recipe import Recipe
+
+NETWORK = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "vocab": "vocab_size",
+}
+"""Our names for the sizes of a model of `transformers`, and the names in its configuration."""
 
 
 def build_model(
@@ -33,7 +41,7 @@ def build_model(
 
         model: Any = build_hf(recipe, vocab, run)
         freeze(model.model, recipe.model.freeze)
-        hold_frozen(model.model, recipe.model, model.directory)
+        lower_frozen(model.model, recipe.model, model.directory)
     else:
         rows = recipe.model.vocab or vocab
         if rows < vocab:
@@ -43,11 +51,28 @@ def build_model(
             model = GPT(recipe.model, rows)
         freeze(model, recipe.model.freeze)
     if recipe.train.master == "bf16":
-        hold_trained(model)
+        lower_trained(model)
     device = torch.device(device)
     if device.type != "meta":
         materialise(model, device, device)
     return model  # type: ignore[no-any-return]
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze the parameters whose names match; UserError if a pattern matches none, or all do."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has two names
+    for pattern in patterns:
+        names = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3)
+            shown = ", ".join(list(dict.fromkeys([*near, *parameters]))[:4])
+            problem = f"model.freeze: {pattern} is not the name of a parameter"
+            raise UserError(f"{problem}; some of the {len(parameters)} names are {shown}")
+        for name in names:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        problem = f"model.freeze: {', '.join(patterns)} leave no parameter to train"
+        raise UserError(f"{problem}; drop one of them")
 
 
 def materialise(model: nn.Module, device: torch.device, buffer_device: torch.device) -> None:
@@ -73,8 +98,39 @@ def materialise(model: nn.Module, device: torch.device, buffer_device: torch.dev
                 tensors[name] = moved[tensor]
 
 
+def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
+    return sizes_of(build_model(recipe, vocab))
+
+
+def sizes_of(model: nn.Module) -> CountedSizes:
+    """Count the parameters of a model, not parallelized, perhaps on the meta device."""
+    network: dict[str, Any] = {}
+    if hasattr(model, "config"):
+        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        for own, name in NETWORK.items():
+            if isinstance(value := getattr(config, name, None), int):
+                network[own] = value
+        network["architecture"] = config.model_type
+    if apart := getattr(model, "apart", ()):
+        network["apart"] = ", ".join(apart)
+    if added := getattr(model, "added", 0):
+        network["added"] = added
+    parameters = list(model.parameters())
+    in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
+    has_table = isinstance(model, GPT) and model.settings.position == "learned"
+    return CountedSizes(
+        total=sum(p.numel() for p in parameters) + in_4bit,
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        vocab=int(getattr(model, "vocab", 0)),  # a user's model may lack it
+        network=network,
+        positions=model.positions.weight.numel() if has_table else 0,  # type: ignore
+        in_4bit=in_4bit,
+        in_bf16=sum(p.numel() for p in parameters if p.dtype == BF16),
+    )
+
+
 def own_module(model: nn.Module, context: int) -> nn.Module:
-    """A user's own module; wraps a causal language model of `transformers` as `HfModel`."""
+    """The user's module; wraps a causal language model of `transformers` as `HfModel`."""
     if not all(hasattr(model, name) for name in ("config", "get_output_embeddings")):
         return model
     from windlass.model.hf import wrap
@@ -93,6 +149,16 @@ def set_training(model: nn.Module) -> None:
     for part in evaluating:
         if not any(p.requires_grad for p in part.parameters()) or not list(part.children()):
             part.eval()
+
+
+def scalar(loss: Any) -> Tensor:
+    """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
+    what = f"a {type(loss).__name__}{shape}"
+    advice = "return a scalar, the loss summed over labels that are not -100"
+    raise UserError(f"forward(tokens, labels) of your model returned {what}; {advice}")
 
 
 @contextmanager
@@ -130,59 +196,3 @@ def casting_once(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterato
             yield
     finally:
         torch.autocast_decrement_nesting()
-
-
-def scalar(loss: Any) -> Tensor:
-    """The loss that a model's forward pass returned; UserError if it is not a scalar tensor."""
-    if isinstance(loss, Tensor) and loss.dim() == 0:
-        return loss
-    shape = f" of shape {list(loss.shape)}" if isinstance(loss, Tensor) else ""
-    what = f"a {type(loss).__name__}{shape}"
-    advice = "return a scalar, the loss summed over labels that are not -100"
-    raise UserError(f"forward(tokens, labels) of your model returned {what}; {advice}")
-
-
-def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze the parameters whose names match; UserError if a pattern matches none, or all do."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # a tied one has two names
-    for pattern in patterns:
-        names = [name for name in parameters if fnmatchcase(name, pattern)]
-        if not names:
-            near = difflib.get_close_matches(pattern, parameters, n=4, cutoff=0.3)
-            shown = ", ".join(list(dict.fromkeys([*near, *parameters]))[:4])
-            problem = f"model.freeze: {pattern} is not the name of a parameter"
-            raise UserError(f"{problem}; some of the {len(parameters)} names are {shown}")
-        for name in names:
-            parameters[name].requires_grad_(False)
-    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
-        problem = f"model.freeze: {', '.join(patterns)} leave no parameter to train"
-        raise UserError(f"{problem}; drop one of them")
-
-
-def read_sizes(recipe: Recipe, vocab: int = 0) -> CountedSizes:
-    return sizes_of(build_model(recipe, vocab))
-
-
-def sizes_of(model: nn.Module) -> CountedSizes:
-    """Count the parameters of a model, not parallelized, perhaps on the meta device."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    network: dict[str, Any] = {}
-    if hasattr(model, "config"):
-        names = {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
-        names |= {"width": "hidden_size", "vocab": "vocab_size"}
-        config: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        known = {own: getattr(config, name, None) for own, name in names.items()}
-        network = {own: value for own, value in known.items() if isinstance(value, int)}
-        network["architecture"] = config.model_type
-    if apart := getattr(model, "apart", ()):
-        network["apart"] = ", ".join(apart)
-    if added := getattr(model, "added", 0):
-        network["added"] = added
-    vocab = int(getattr(model, "vocab", 0))  # a user's model may lack it
-    in_4bit = sum(m.numbers for m in model.modules() if isinstance(m, Linear4bit))
-    trained = sum(n for n, trained in sizes if trained)
-    table = getattr(model, "positions", None) if isinstance(model, GPT) else None
-    positions = 0 if table is None else table.weight.numel()
-    in_bf16 = sum(p.numel() for p in model.parameters() if p.dtype == HELD)
-    total = sum(n for n, _ in sizes) + in_4bit
-    return CountedSizes(total, trained, vocab, network, positions, in_4bit, in_bf16)

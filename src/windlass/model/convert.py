@@ -105,7 +105,7 @@ def to_hf(m: ModelSettings, read: Read) -> Iterator[tuple[str, Tensor]]:
     """The weights as `transformers` names them; GPT-2 has every bias, and transposed matrices."""
     kind, head_width = architecture(m), m.width // m.heads
     rows = [m.heads * head_width, m.kv_heads_ * head_width, m.kv_heads_ * head_width]
-    for i in range(m.layers if m.qk_norm else 0):  # our model has no weights in these norms
+    for i in range(m.layers if m.qk_norm else 0):  # ours lack weights
         for one in "qk":
             yield f"model.layers.{i}.self_attn.{one}_norm.weight", torch.ones(head_width)
     for ours, theirs in _modules(kind, m):
@@ -135,7 +135,7 @@ def _modules(kind: str, m: ModelSettings) -> Iterator[tuple[str, str]]:
 
 
 def architecture(m: ModelSettings) -> str:
-    """The `model_type` in `transformers` that computes the same; empty if there is none."""
+    """The `model_type` in `transformers` that computes the same; empty if none does."""
     allowed = {**ALLOWED, "gpt2": {**ALLOWED["gpt2"], "kv_heads": (0, m.heads)}}
     for kind, keys in allowed.items():
         if all(getattr(m, key) in values for key, values in keys.items()):

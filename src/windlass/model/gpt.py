@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.documents import Documents, attend, dropped
+from windlass.model.attention import Documents, LayerCache, attend, dropped
 from windlass.model.loss import (
     Piece,
     SourceSums,
@@ -27,7 +27,8 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign, whole_shape
+from windlass.model.quantised import product_dtype
+from windlass.model.sharding import assign, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -43,7 +44,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., D]
         # FSDP2 gathers weights in half precision; no CPU kernel mixes them with a float32 stream.
-        weight, bias = self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         with kept_low(x):
             if self.rms:
                 return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -68,28 +70,6 @@ class RotaryEmbedding:
     def __call__(self, x: Tensor) -> Tensor:
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return (x * self.cos + swapped * self.sin).to(x.dtype)
-
-
-class LayerCache:
-    def __init__(self, batch: int, capacity: int):
-        self.batch, self.capacity, self.length = batch, capacity, 0
-        self.keys = self.values = torch.empty(0)
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
-
-        The mask is None if the cache was empty (causal), and for one new token, which sees all.
-        """
-        start, stop = self.length, self.length + k.shape[2]
-        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
-        if not start:
-            shape = (*k.shape[:2], self.capacity, k.shape[3])
-            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
-        self.keys[:, :, start:stop], self.values[:, :, start:stop], self.length = k, v, stop
-        mask = None
-        if start and stop - start > 1:
-            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
-        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
 
 
 class Attention(nn.Module):
@@ -262,7 +242,8 @@ class GPT(nn.Module):
 
     def begin(self, here: Pass) -> tuple[Tensor, Tensor | None]:
         """The residual stream [B, T, D] before the first block, and the table of a tied head."""
-        m, table = self.settings, self.embedding.weight if self.settings.tie_head else None
+        m = self.settings
+        table = self.embedding.weight if m.tie_head else None
         has_loss = self.shares_gradient and here.labels is not None
         if has_loss and table is not None and one_gradient(table):
             x, table = look_up(table, here.tokens)
@@ -274,9 +255,7 @@ class GPT(nn.Module):
 
     def lowered(self, x: Tensor) -> Tensor:
         """The stream, in autocast's precision with `low_stream`."""
-        if self.low_stream and torch.is_autocast_enabled(x.device.type):
-            return x.to(torch.get_autocast_dtype(x.device.type))
-        return x
+        return x.to(product_dtype(x)) if self.low_stream else x
 
     def drop(self, x: Tensor, here: Pass) -> Tensor:
         return dropped(x, self.settings.dropout if self.training else 0.0)
@@ -284,7 +263,8 @@ class GPT(nn.Module):
     def through(
         self, x: Tensor, layers: range, here: Pass, cache: list[LayerCache] | None = None
     ) -> Tensor:
-        m, seed, rotary = self.settings, torch.initial_seed(), None
+        m, rotary = self.settings, None
+        seed = torch.initial_seed()
         if m.position == "rope":
             rotary = RotaryEmbedding(m.rope_theta, m.width // m.heads, here.positions, like=x)
         for i in layers:

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError
 from windlass.model import adapters, hf_files, hf_network
-from windlass.model.documents import Documents
-from windlass.model.frozen import Linear4bit, raised
+from windlass.model.attention import Documents
 from windlass.model.gpt import multiplied
 from windlass.model.loss import (
     IGNORE_INDEX,
@@ -33,7 +32,8 @@ from windlass.model.loss import (
     look_up,
     one_gradient,
 )
-from windlass.model.share import assign
+from windlass.model.quantised import Linear4bit, raised
+from windlass.model.sharding import assign
 from windlass.recipe import Recipe
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
@@ -52,23 +52,23 @@ class HfModel(nn.Module):
     `directory` holds its configuration; the last `added` rows of the embedding are new.
     """
 
-    def __init__(self, model: nn.Module, directory: Path, settings: ModelSettings, added: int = 0):
+    model: Any
+
+    def __init__(self, model: Any, directory: Path, settings: ModelSettings, added: int = 0):
         super().__init__()
-        self.added = added
-        self.model, self.directory, self.settings = model, directory, settings
+        self.model, self.directory, self.settings, self.added = model, directory, settings, added
         self.config: Any = model.config
         text = self.config.get_text_config()
         lengths = [getattr(text, name, None) for name in CONTEXT_KEYS]
         self.limit = next((n for n in lengths if isinstance(n, int) and n > 0), UNLIMITED)
         self.context = UNKNOWN_CONTEXT if self.limit == UNLIMITED else self.limit
-        self.vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self.vocab = len(model.get_input_embeddings().weight)
         self.plain = str(self.config._attn_implementation)  # attention without documents
         self.apart = hf_network.unreached(model)  # names of modules
         for name in self.apart:
             model.get_submodule(name).requires_grad_(False)
         self.head_form = hf_network.head_form(model)
-        body: Any = model.base_model
-        takes_rows = "inputs_embeds" in inspect.signature(body.forward).parameters
+        takes_rows = "inputs_embeds" in inspect.signature(model.base_model.forward).parameters
         # Gemma 3n and 4 also embed the ids of tokens for each layer.
         self._takes_rows = takes_rows and not getattr(text, "hidden_size_per_layer_input", 0)
         self.piece: Piece | None = None  # of the vocabulary, if ranks divide it
@@ -117,22 +117,20 @@ class HfModel(nn.Module):
         longer = [f"{name}.{kind}" for name in ends for kind in ("weight", "bias")]
         hf_files.fill_from_files(tensors, files, prefix, longer)
 
-    def keep_apart(self, documents: Documents | None) -> dict[str, Any]:
-        """The arguments for rows of documents, which `transformers` finds from the positions."""
+    def choose_attention(self, documents: Documents | None) -> None:
         wanted = self.plain
         if documents is not None and documents.positions.device.type == "cuda":
             wanted = hf_network.attention_within_documents(self.model, self.plain)
         if self.config._attn_implementation != wanted:
-            self.model.set_attn_implementation(wanted)  # type: ignore[operator]
-        return {} if documents is None else {"position_ids": documents.positions}
+            self.model.set_attn_implementation(wanted)
 
     def blocks(self) -> list[nn.Module]:
         return hf_network.find_blocks(self.model)
 
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
         """The units of sharding beside the blocks; the root keeps the head, for the loss."""
-        model: Any = self.model
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding = self.model.get_input_embeddings()
+        head = self.model.get_output_embeddings()
         tied = head is None or getattr(head, "weight", None) is embedding.weight
         return [] if tied else [embedding], []
 
@@ -148,55 +146,61 @@ class HfModel(nn.Module):
         documents: Documents | None = None,
     ) -> Tensor:
         """Logits [B, T, V], or the summed loss; the arguments of `GPT.forward`."""
-        positions = self.keep_apart(documents)
+        self.choose_attention(documents)
         if cache is not None:
             return cache.read(tokens)
-        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False, **positions}
+        given: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if documents is not None:  # which `transformers` finds from the positions
+            given["position_ids"] = documents.positions
         if labels is None:
             with without_reads(documents):  # padding at the end needs no mask
                 return self.model(**given).logits  # type: ignore[no-any-return]
+        network, head = self.model, self.model.get_output_embeddings()
+        if self.head_form is not None:  # the loss has the head
+            network, weight = self.model.base_model, head.weight  # whole inside the root's forward
+            if self.looks_up(weight):
+                given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
+        if self.training:
+            self.prepare_training(given)
+        with without_reads(documents):
+            output = network(**given)
         if self.head_form is None:
-            with without_reads(documents):
-                output = self.model(**self.for_training(given))
             logits = output.logits.flatten(0, 1)
             loss = cross_entropy_of_logits(logits, labels.flatten(), by_source)
-            return self.balanced(loss, output, labels)
-        scale, cap = self.head_form
-        # Inside the root's forward a sharded head is whole.
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        weight = head.weight
-        table = self.model.get_input_embeddings()  # type: ignore[operator]
-        tied = table.weight is weight and not self.piece and self._takes_rows
-        plain = type(table) is nn.Embedding and table.padding_idx is None
-        plain = plain and not table._forward_hooks and not table._forward_pre_hooks
-        if tied and plain and one_gradient(weight):
-            given["inputs_embeds"], weight = look_up(weight, given.pop("input_ids"))
-        with without_reads(documents):
-            output = self.model.base_model(**self.for_training(given))
-        hidden = multiplied(output.last_hidden_state, scale)
-        loss = cross_entropy_sum(
-            hidden,
-            raised(weight, hidden),
-            labels,
-            head.bias,
-            cap=cap,
-            piece=self.piece,
-            by_source=by_source,
-            tail=self.loss_tail,
-        )
+        else:
+            scale, cap = self.head_form
+            hidden = multiplied(output.last_hidden_state, scale)
+            loss = cross_entropy_sum(
+                hidden,
+                raised(weight, hidden),
+                labels,
+                head.bias,
+                cap=cap,
+                piece=self.piece,
+                by_source=by_source,
+                tail=self.loss_tail,
+            )
         return self.balanced(loss, output, labels)
 
-    def for_training(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a training pass: with NEFTune's noise, and a request for the routers."""
-        if self.training and self.balance:
+    def looks_up(self, weight: Tensor) -> bool:
+        """Whether this pass looks tokens up by itself: in a table that is also the head's, for one
+        gradient of both uses."""
+        table = self.model.get_input_embeddings()
+        tied = table.weight is weight and not self.piece and self._takes_rows
+        plain = type(table) is nn.Embedding and table.padding_idx is None
+        hooked = table._forward_hooks or table._forward_pre_hooks
+        return tied and plain and not hooked and one_gradient(weight)
+
+    def prepare_training(self, given: dict[str, Any]) -> None:
+        """Add NEFTune's noise to the arguments of a pass, and a request for the routers."""
+        if self.balance:
             given["output_router_logits"] = True
-        if self.training and self.settings.neftune_alpha:
-            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-            ids = given.pop("input_ids", None)
-            rows = given["inputs_embeds"] if ids is None else table(ids)
+        if self.settings.neftune_alpha:
+            rows = given.get("inputs_embeds")
+            if rows is None:
+                rows = self.model.get_input_embeddings()(given.pop("input_ids"))
             bound = self.settings.neftune_alpha / math.sqrt(rows.shape[1] * rows.shape[2])
             given["inputs_embeds"] = rows + torch.empty_like(rows).uniform_(-bound, bound)
-        return given
 
     def balanced(self, loss: Tensor, output: Any, labels: Tensor) -> Tensor:
         """The summed loss with the gradient of the routers' balancing loss, once for each label."""
@@ -207,8 +211,7 @@ class HfModel(nn.Module):
         valid = labels != IGNORE_INDEX
         mask = valid.flip(1).cummax(1).values.flip(1)  # without padding at a row's end
         mask = mask | ~valid.any()  # a mean over no tokens would be NaN
-        model: Any = self.model
-        experts = model.num_experts, model.num_experts_per_tok
+        experts = self.model.num_experts, self.model.num_experts_per_tok
         extra = balancing_loss(routers, *experts, mask) * coefficient * valid.sum()
         return loss + (extra - extra.detach())
 
@@ -284,10 +287,10 @@ def build_hf(recipe: Recipe, vocab: int, run: Path | None) -> HfModel:
     if settings.neftune_alpha and not model._takes_rows:
         raise UserError(f"model.neftune_alpha: {name} takes no embedded tokens; write 0")
     if recipe.parallel.tensor > 1:
-        hf_network.check(model.model, recipe.parallel.tensor)
+        hf_network.tensor_plan(model.model, recipe.parallel.tensor)  # raises if there is none
     model.context = settings.context
     added = recipe.data.add_tokens
-    table: Any = model.model.get_input_embeddings()  # type: ignore[operator]
+    table = model.model.get_input_embeddings()
     if (added or model.added) and settings.lora.rank and not table.weight.requires_grad:
         tokens = ", ".join(added) or f"the last {model.added} tokens of the tokenizer"
         problem = f"model.lora freezes the embedding, so it would not learn {tokens}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from windlass import hub
 from windlass.errors import UserError, argument, first_line
 from windlass.fileio import read_json, to_json
-from windlass.model.share import assign, cut_of, is_sharded, whole_shape
+from windlass.model.sharding import assign, boxes_of, place_of, whole_shape
 from windlass.recipe.network import ModelSettings
 from windlass.seeds import seed_of
 
@@ -101,22 +101,8 @@ def fill_from_files(
         if not shape:  # a scalar cannot be sliced
             tensor.copy_(files.files[key].get_tensor(key))
             continue
-        local, offsets = tensor.data, (0,) * tensor.dim()
-        if is_sharded(tensor):
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            local = tensor.to_local()
-            layout = (tensor.shape, tensor.device_mesh, tensor.placements)
-            _, offsets = compute_local_shape_and_global_offset(*layout)
-        ends = zip(offsets, local.shape, strict=True)
-        box = [range(start, start + size) for start, size in ends]
-        cut = cut_of(tensor)
-        dim = cut.dim if cut else 0
-        ranges = list(cut.within(box[dim].start, box[dim].stop)) if cut else [box[dim]]
-        boxes = ([*box[:dim], r, *box[dim + 1 :]] for r in ranges)
-        parts = [stored[tuple(slice(r.start, r.stop) for r in part)] for part in boxes]
-        if parts:
-            local.copy_(torch.cat(parts, dim))
+        for offsets, box in boxes_of(tensor):
+            box.copy_(stored[place_of(offsets, box)])
 
 
 def with_mean_rows(values: Tensor, rows: int) -> Tensor:

@@ -164,8 +164,8 @@ SHARED = "replicated_with_grad_allreduce"
 WITHOUT_EFFECT = ("local_params", "replicate")  # on plain tensors
 
 
-def check(model: Any, ranks: int) -> dict[str, str]:
-    """The style of each module that this number of ranks divide; UserError if Windlass cannot."""
+def tensor_plan(model: Any, ranks: int) -> dict[str, str]:
+    """The style of each module that `ranks` divide; UserError if they cannot divide the model."""
     kind, modules = type(model).__name__, dict(model.named_modules())
 
     def reject(problem: str) -> NoReturn:

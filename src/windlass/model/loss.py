@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from windlass.model.quantised import product_dtype
 from windlass.model.size import loss_chunk
 from windlass.recipe.settings import IGNORE_INDEX
 
@@ -113,10 +114,7 @@ def cross_entropy_sum(
 
 
 def dtype_of_logits(x: Tensor, weight: Tensor) -> torch.dtype:
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
+    return weight.dtype if x.dtype == torch.float64 else product_dtype(weight)
 
 
 def cross_entropy_of_logits(
@@ -162,7 +160,6 @@ def eager_tail(
         row = target - piece.first
         target = row.clamp(0, logits.shape[1] - 1)
         here = (row == target).to(logits.dtype)
-    if piece:
         peak = logits.amax(1, keepdim=True)
         piece.reduce(peak, dist.ReduceOp.MAX)
         total = logits.sub_(peak).exp().sum(1, keepdim=True)
@@ -210,7 +207,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # A NaN in a masked row changes nothing.
                 rows = x[part].to(dtype).masked_fill(~unmasked, 0.0)
                 if tail is not None:
-                    losses = tail(d := F.linear(rows, head, shift), labels[part], cap)
+                    d = F.linear(rows, head, shift)
+                    losses = tail(d, labels[part], cap)  # `d` becomes the gradient
                 else:
                     logits = [F.linear(rows, head, shift).to(total)]
                     losses, d = eager_tail(logits, labels[part], cap, piece, any(wants))
@@ -226,8 +224,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     # The first chunk writes it: zeros would take a pass over a large matrix.
                     if dtype == total:
                         dw.addmm_(d.t(), rows, beta=1 if start else 0)
+                    elif start:
+                        dw.add_(d.t() @ rows)
                     else:
-                        (dw.add_ if start else dw.copy_)(d.t() @ rows)
+                        dw.copy_(d.t() @ rows)
                 if db is not None:
                     db += unmasked.squeeze(1).to(dtype) @ d
                 del d  # before the next chunk

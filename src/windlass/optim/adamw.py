@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
+from windlass.model.sharding import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 from windlass.model.size import block_of_moments
 from windlass.seeds import seed_bytes
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from windlass.model.share import cut_of, is_fsdp, local_part, with_cut
+from windlass.model.sharding import cut_of, is_fsdp, local_part, with_cut
 
 
 class Average:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from windlass.errors import UserError, did_you_mean, first_line, plural
-from windlass.model.share import blocks_of, cut_of, whole_shape, with_cut
+from windlass.model.sharding import blocks_of, cut_of, whole_shape, with_cut
 from windlass.optim.muon import MuonAdamW, new_state
 from windlass.optim.shard import ShardedOptimizer, own_rows, placement
 from windlass.recipe.settings import OptimSettings

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from windlass.model.share import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
+from windlass.model.sharding import cut_of, is_sharded, local_part, rows_of_rank, whole_shape
 from windlass.optim import adamw
 from windlass.optim.adamw import BF16_DROPPED, places, random_bits, rounded, rounding_key
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from windlass.model.share import rows_of_rank
+from windlass.model.sharding import rows_of_rank
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from windlass.model.share import cut_of, local_part
+from windlass.model.sharding import cut_of, local_part
 from windlass.parallel.dist import Ranks
 
 AT_ONCE = 2**16  # elements of a gradient whose squares torch adds up alone (on a CPU)

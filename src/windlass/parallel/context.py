@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from windlass.model.documents import Documents, Spans, attend, dropout_mask, masked_attention
+from windlass.model.attention import Documents, Spans, attend, dropout_mask, masked_attention
 from windlass.model.gpt import GPT, Block, Pass
-from windlass.model.share import Peers
+from windlass.model.sharding import Peers
 from windlass.recipe.settings import IGNORE_INDEX
 
 collective = torch.ops._c10d_functional

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from windlass.model.share import cut_of, is_sharded
+from windlass.model.sharding import cut_of, is_sharded
 from windlass.recipe.strategies import DIMENSIONS, Sizes, Strategy
 
 LOSS_DIMENSIONS = ("dp_replicate", "dp_shard", "cp")

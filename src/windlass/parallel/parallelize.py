@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint as recompute
 
 from windlass.errors import UserError
+from windlass.model.attention import HALF
 from windlass.model.build import materialise
-from windlass.model.documents import HALF
-from windlass.model.frozen import HeldEmbedding, use_float8
 from windlass.model.gpt import GPT
 from windlass.model.hf import HfModel
 from windlass.model.loss import loss_tail
-from windlass.model.share import Cut, Peers, become, blocks_of, is_fsdp, with_cut
+from windlass.model.quantised import Bf16Embedding, use_float8
+from windlass.model.sharding import Cut, Peers, become, blocks_of, is_fsdp, with_cut
 from windlass.model.size import unit_blocks
 from windlass.parallel.dist import Ranks
 from windlass.parallel.mesh import Mesh
@@ -97,7 +97,7 @@ def raise_tables_and_norms(model: nn.Module, device: torch.device) -> None:
         is_norm = "norm" in kind.__name__.lower() and bool(vectors) and all(vectors)
         # Our norms raise their own weights; on CUDA autocast raises all.
         is_foreign = is_norm and not kind.__module__.startswith("windlass.")
-        is_table = isinstance(module, nn.Embedding) and not isinstance(module, HeldEmbedding)
+        is_table = isinstance(module, nn.Embedding) and not isinstance(module, Bf16Embedding)
         if is_table or (is_foreign and device.type == "cpu"):
             become(module, InFloat32)
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from windlass.errors import UserError
-from windlass.model.documents import Documents
-from windlass.model.gpt import GPT, LayerCache
+from windlass.model.attention import Documents, LayerCache
+from windlass.model.gpt import GPT
 from windlass.model.loss import SourceSums
-from windlass.model.share import become, local_part
+from windlass.model.sharding import become, local_part
 from windlass.model.size import stage_layers
 from windlass.parallel.collectives import sum_together
 from windlass.parallel.context import DividedGPT

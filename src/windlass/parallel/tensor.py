@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from windlass.model.frozen import in_autocast, raised
 from windlass.model.gpt import GPT
-from windlass.model.hf_network import SHARED, check
+from windlass.model.hf_network import SHARED, tensor_plan
 from windlass.model.loss import Piece
-from windlass.model.share import Cut, Peers, become
+from windlass.model.quantised import product_dtype, raised
+from windlass.model.sharding import Cut, Peers, become
 from windlass.parallel.context import Copy, DividedBlock, DividedGPT, Gather, Scatter, Sum, gather
 
 GPT_PLAN = {
@@ -63,7 +63,7 @@ class Part(nn.Module):
 
     def enter(self, x: Tensor) -> Tensor:
         """Before matrices cut by outputs: the whole stream [B, T, D] on each rank."""
-        x = in_autocast(x)  # the matrices would round it anyway
+        x = x.to(product_dtype(x))  # the matrices would round it anyway
         if self.sequence and self.training:
             return Gather.apply(x, 1, self.tensor)  # type: ignore[no-any-return]
         return Copy.apply(x, self.tensor)  # type: ignore[no-any-return]
@@ -145,7 +145,7 @@ def divide_gpt(model: GPT, tensor: Peers | None, context: Peers | None, sequence
 def divide_hf(model: Any, tensor: Peers) -> tuple[Cuts, set[str]]:
     """The same for an `HfModel`; also returns the names of parameters with partial gradients."""
     network, partial = model.model, set[str]()
-    plan, divider = check(network, tensor.size), Divider(network, tensor)
+    plan, divider = tensor_plan(network, tensor.size), Divider(network, tensor)
     divider.apply(plan)
     for name, style in plan.items():
         if style == SHARED:

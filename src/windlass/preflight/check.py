@@ -27,7 +27,7 @@ import torch.distributed as dist
 from windlass import __version__, hub
 from windlass.errors import DONE, FAILED, NOT_MEASURED, TOO_SLOW
 from windlass.estimate.collectives import Collective
-from windlass.model.frozen import CAPABILITY
+from windlass.model.quantised import FLOAT8_CAPABILITY
 from windlass.parallel.dist import Ranks, init_ranks
 from windlass.parallel.env import detect_env
 from windlass.preflight.findings import PROBLEM, WARNING, Finding, findings_of
@@ -199,7 +199,7 @@ def facts_of_rank(ranks: Ranks, recipe: Recipe) -> dict[str, Any]:
     if ranks.device.type == "cuda":
         properties = torch.cuda.get_device_properties(ranks.device)
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        has_float8 = (properties.major, properties.minor) >= CAPABILITY
+        has_float8 = (properties.major, properties.minor) >= FLOAT8_CAPABILITY
         facts |= {
             "capability": [properties.major, properties.minor],
             "built_for": torch.cuda.get_arch_list(),

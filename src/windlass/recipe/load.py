@@ -147,9 +147,14 @@ class Recipe(Frozen):
         model = self.model
         if model.kind != "hf" or model.from_scratch or self.checkpoint.with_base:
             return False
+        path = Path(model.init_from).expanduser()
         # The weights beside an adapter that is trained further come from the model's own files.
-        adapter = Path(model.init_from).expanduser() / "adapter_config.json"
-        return not model.init_from or adapter.is_file()
+        if not model.init_from or (path / "adapter_config.json").is_file():
+            return True
+        # A run's checkpoint has a base, from which the weights beside its adapters come.
+        run = Path(model.init_from.partition("@")[0]).expanduser()
+        places = [place for place in (run, path.parent.parent) if (place / RECIPE).is_file()]
+        return any(Recipe.load(place).refers_to_base for place in places)
 
     @property
     def config_hash(self) -> str:

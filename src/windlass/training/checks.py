@@ -20,7 +20,7 @@ from windlass.data.samples import Samples
 from windlass.data.shards import Index
 from windlass.errors import UserError, first_line
 from windlass.model.build import evaluating, scalar
-from windlass.model.documents import Documents, takes_documents
+from windlass.model.attention import Documents, takes_documents
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from windlass.checkpoint.format import Checkpoint
 from windlass.checkpoint.state_dict import named_state
 from windlass.data.open import Data
 from windlass.data.samples import masks_documents
@@ -20,11 +21,11 @@ from windlass.errors import UserError
 from windlass.estimate.layout import compiles
 from windlass.interop.init_from import load_initial
 from windlass.model import hf_files
+from windlass.model.attention import takes_documents
 from windlass.model.build import build_model, keeping_modes, own_module, set_training, sizes_of
-from windlass.model.documents import takes_documents
-from windlass.model.frozen import hold_trained
 from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
+from windlass.model.quantised import lower_trained
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
 from windlass.parallel.dist import Ranks
@@ -64,6 +65,7 @@ class Network:
         self.groups = count_groups(make_groups(model, recipe.optim))
         # FLOPs of a token, forward and backward; None: unknown
         self.flops_per_token = None if self.is_own else count_flops(recipe, self.sizes, data)
+        self.initial: Checkpoint | None = None  # of `model.init_from`
         self.origin = dict[str, Any]()  # for `environment.json`
         is_hf = isinstance(model, HfModel)
         if self.is_own:
@@ -103,7 +105,7 @@ class Network:
         if self.is_own and recipe.train.startup_checks:
             check_loss_is_a_sum(model, data.train, ranks, recipe)
         elif not self.is_own and recipe.model.init_from:
-            load_initial(network, recipe, ranks)
+            self.initial = load_initial(network, recipe, ranks)
         elif not self.is_own:
             initialise(network, recipe.run.seed)
         masked = masks_documents(data.train) and takes_documents(network)
@@ -118,7 +120,7 @@ def open_own(module: nn.Module, recipe: Recipe, stack: ExitStack) -> nn.Module:
     model = own_module(module, recipe.model.context)
     low = [n for n, p in model.named_parameters() if p.requires_grad and p.itemsize < 4]
     if recipe.train.master == "bf16":
-        hold_trained(model)
+        lower_trained(model)
     elif low:
         advice = 'give model.float(), or write train.master="bf16"'
         raise UserError(f"your model's {low[0]} has less than 32 bits: {advice}")

@@ -173,7 +173,7 @@ def set_up(
         scaler=scaler,
         average=average,
         meta=meta,
-        base=None if is_own else base_of(bare, recipe, checkpoint, ranks),
+        base=None if is_own else base_of(bare, recipe, checkpoint, network.initial, ranks),
         checkpoint=checkpoint,
         attempt=directory.attempt_name,
         extended_from=start.extends_from,

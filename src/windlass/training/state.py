@@ -20,7 +20,7 @@ from windlass.data.mixture import (
     stages_of,
 )
 from windlass.data.samples import Samples
-from windlass.model.frozen import Linear4bit
+from windlass.model.quantised import Linear4bit
 from windlass.parallel import collectives
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap

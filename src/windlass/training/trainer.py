@@ -21,8 +21,8 @@ from windlass.data.loader import Loader, MicroBatch, StepBatch
 from windlass.data.mixture import Mixture
 from windlass.data.samples import Samples
 from windlass.errors import RunFailed, Stopped, UserError, first_line
+from windlass.model.attention import documents_of
 from windlass.model.build import scalar
-from windlass.model.documents import documents_of
 from windlass.model.gpt import seed_generators
 from windlass.optim.average import Average
 from windlass.optim.build import set_divisor, set_lr

@@ -1,10 +1,11 @@
-"""Attention within documents: rows of several documents, of which each attends to itself alone.
+"""Causal attention with dropout, its cache, and attention within the documents of a row.
 
-On a GPU it is flash attention in bf16 or fp16 without dropout, on a CPU a product for each
-document. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout (so that the
-layout changes no dropout mask), in short rows, and in a CPU's compiled blocks.
+Within documents it is flash attention on a GPU in bf16 or fp16 without dropout, and a product for
+each document on a CPU. Otherwise it takes a mask [B, 1, T, T], which all blocks share: with dropout
+(so that the layout changes no dropout mask), in short rows, and in a CPU's compiled blocks.
 
-Legend: B batch, T time, H heads, K key and value heads, E head width.
+Legend: B batch, T time (tokens of this pass), S time seen (T and the cached tokens), H heads, K key
+and value heads, E width of a head.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from windlass.model.quantised import product_dtype
 
 
 def dropped(x: Tensor, rate: float) -> Tensor:
@@ -87,6 +90,29 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=gqa)
 
 
+class LayerCache:
+    def __init__(self, batch: int, capacity: int):
+        self.batch, self.capacity, self.length = batch, capacity, 0
+        self.keys = self.values = torch.empty(0)
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add keys and values [B, K, T, E]; returns all of them [B, K, S, E], and the mask [T, S].
+
+        The mask is None if the cache was empty (causal), and for one new token, which sees all.
+        """
+        start, stop = self.length, self.length + k.shape[2]
+        assert k.shape[0] == self.batch and stop <= self.capacity, "the cache is too small"
+        if not start:
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.keys, self.values = k.new_empty(shape), v.new_empty(shape)
+        self.keys[:, :, start:stop], self.values[:, :, start:stop] = k, v
+        self.length = stop
+        mask = None
+        if start and stop - start > 1:
+            mask = torch.ones(stop - start, stop, dtype=torch.bool, device=k.device).tril(start)
+        return self.keys[:, :, :stop], self.values[:, :, :stop], mask
+
+
 class Documents:
     """The documents of a micro-batch, for `forward(..., documents=...)`.
 
@@ -103,9 +129,7 @@ class Documents:
     def within(self, blocks: Sequence[Any], rate: float) -> Callable[[int, int], Spans]:
         """`spans` for a pass through blocks with dropout at `rate`, with its masks."""
         device, attention = self.positions.device, blocks[0].attn
-        dtype = attention.qkv.weight.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        dtype = product_dtype(attention.qkv.weight)
         if device.type == "cpu":
             compiled = any(hasattr(b.forward, "_torchdynamo_orig_callable") for b in blocks)
             short = self.numbers.shape[1] <= MASKED_TOKENS and self.several

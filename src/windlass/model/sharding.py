@@ -1,4 +1,4 @@
-"""The part that a rank holds of a parameter, which FSDP2 or tensor parallelism divides."""
+"""Parts of parameters, which FSDP2 or tensor parallelism divides, and the blocks of a model."""
 
 from __future__ import annotations
 
@@ -114,21 +114,52 @@ def blocks_of(model: Any) -> list[nn.Module] | None:
     return list(blocks()) if callable(blocks) else None
 
 
+def sharding_dim(tensor: DTensor) -> int | None:
+    """The dimension of its mesh that divides a tensor's rows; None: every rank has them all."""
+    dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not dims:
+        return None
+    if len(dims) > 1 or not tensor.placements[dims[0]].is_shard(0):
+        raise NotImplementedError(f"a part of a tensor with {tensor.placements}")
+    return dims[0]
+
+
+def boxes_of(
+    tensor: Tensor, first: int = 0, last: int | None = None
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """This rank's rows `first` to `last` of a tensor as boxes: offsets in the whole, and a view.
+    Several boxes exist only if tensor parallelism cut the tensor into several ranges."""
+    local, cut, start = local_part(tensor), cut_of(tensor), first
+    if not local.dim():
+        yield (), local
+        return
+    if is_sharded(tensor) and (dim := sharding_dim(tensor)) is not None:
+        mesh = tensor.device_mesh
+        rows = rows_of_rank(tensor.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
+        assert len(local) == len(rows), f"other rows of {tensor.shape}"
+        start += rows.start
+    part, offsets = local[first:last], [start, *[0] * (local.dim() - 1)]
+    if cut is None:
+        yield tuple(offsets), part
+        return
+    at = 0
+    for box in cut.ranges if cut.dim else cut.within(start, start + len(part)):
+        offsets[cut.dim] = box.start
+        yield tuple(offsets), part.narrow(cut.dim, at, len(box))
+        at += len(box)
+
+
 @torch.no_grad()
 def assign(parameter: Tensor, full: Tensor) -> None:
-    """Copy a full tensor, or this rank's slice of it, into a parameter, without communication."""
-    if cut := cut_of(parameter):
-        full = cut.take(full)
-    if not is_sharded(parameter):
-        parameter.copy_(full)
-        return
-    from torch.distributed.tensor import distribute_tensor
+    """Copy a full tensor, or this rank's part of it, into a parameter, without communication."""
+    assert full.shape == whole_shape(parameter), f"{full.shape} for {whole_shape(parameter)}"
+    for offsets, box in boxes_of(parameter):
+        box.copy_(full[place_of(offsets, box)])
 
-    mesh = parameter.device_mesh
-    whole = full.to(mesh.device_type)
-    # `src_data_rank=None`: every rank has the whole tensor already, so nothing is sent.
-    part = distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
-    parameter.to_local().copy_(part.to_local())
+
+def place_of(offsets: tuple[int, ...], box: Tensor) -> tuple[slice, ...]:
+    """The indices of a box in the whole tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(offsets, box.shape, strict=True))
 
 
 def become(module: nn.Module, part: type[nn.Module]) -> None:
