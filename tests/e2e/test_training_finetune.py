@@ -14,7 +14,7 @@ from forked import launch
 from helpers import command
 from windlass import load_model
 from windlass.checkpoint.format import open_checkpoint
-from windlass.evaluation.suites import score
+from windlass.evaluation.squad import score
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.recipe import Recipe

@@ -10,7 +10,8 @@ from torch import nn
 from windlass.data.chat import stop_tokens
 from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, text_after
-from windlass.evaluation.suites import Scores, Suites, write_predictions
+from windlass.evaluation.passes import Passes
+from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.training.record import Recorder
@@ -54,9 +55,9 @@ class Evaluator:
             return False
         return step in (0, self.horizon.steps) or self.horizon.due(every, step)
 
-    def measure(self) -> dict[str, Scores] | None:
+    def measure(self) -> dict[str, SuiteScores] | None:
         """Measure and record the suites; None if a stop interrupted it."""
-        step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
+        step, recorder, measured = self.state.step, self.recorder, dict[str, SuiteScores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             is_last, samples = step == self.horizon.steps, len(self.suites.val or ())
@@ -94,12 +95,13 @@ class Evaluator:
         prompt = tokenizer.prompt(settings.prompt)
         ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
         sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
-        how: dict[str, Any] = {"vocab": tokenizer.vocab, "poll": self.stop_requested}
-        how["autocast"] = partial(autocast, self.recipe, self.ranks.device)
+        passes = Passes(partial(autocast, self.recipe, self.ranks.device), self.stop_requested)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
             prompts = [prompt] * settings.sample_count
-            texts = generate(self.model, prompts, sampling, self.ranks, **how)
+            texts = generate(
+                self.model, prompts, sampling, self.ranks, vocab=tokenizer.vocab, passes=passes
+            )
         for index, ids in enumerate(texts or []):
             text = settings.prompt + text_after(tokenizer, prompt if settings.prompt else [], ids)
             recorder.ledger.write("sample", step, index=index, prompt=settings.prompt, text=text)
