@@ -19,8 +19,9 @@ import pytest
 from helpers import start, wait_for
 from windlass.recipe import Recipe
 from windlass.run import Run, read_lines
+from windlass.telemetry.exporter import point, stream
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import Trackers, point, stream, track
+from windlass.telemetry.trackers import Trackers, track
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

@@ -14,9 +14,9 @@ from windlass.reports.write import report
 from windlass.run import Run, decode
 from windlass.telemetry import measures
 from windlass.telemetry.console import Console
+from windlass.telemetry.exporter import point
 from windlass.telemetry.ledger import Ledger
 from windlass.telemetry.measures import Measure
-from windlass.telemetry.trackers import point
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, m
     new = Measure(
         *("entropy", "Entropy of the outputs", "score", "nats"),
         console="H {:.1f}",
-        tracker="train/entropy",
+        tracker="train",
         chart="entropy",
     )
     last = Measure("entropy", "Final entropy", source="train.entropy", principal=True)

@@ -7,9 +7,7 @@ import time
 import psutil
 import pytest
 
-from windlass.telemetry.timing import (
-    Goodput,
-    StepTimer,
+from windlass.telemetry.summary import (
     averages,
     device_hours,
     evaluation_speed,
@@ -17,6 +15,7 @@ from windlass.telemetry.timing import (
     throughput,
     wall_time,
 )
+from windlass.telemetry.timing import Goodput, StepTimer
 
 
 class FakeDevice:

@@ -13,8 +13,9 @@ from helpers import refused, windlass
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.telemetry.backends import WandB
+from windlass.telemetry.exporter import DeviceReader, Follower, point
 from windlass.telemetry.ledger import Ledger
-from windlass.telemetry.trackers import DeviceReader, Follower, point, track
+from windlass.telemetry.trackers import track
 
 TIME = "2026-01-01T00:00:00.000Z"
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -90,7 +91,7 @@ class FakeTracker:
     def connect(self, run, id, settings, started):
         self.ids.append(id)
         self.settings.append(settings)
-        self.marks = dict(self.stored)
+        self.marks = self.stored
         return self
 
     def write(self, points):
@@ -269,10 +270,9 @@ def train_line(second):
 
 
 def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
-    write_samples(run)
     reader = DeviceReader(run)
     assert reader.read(train_line(1)) == {}, "the files are not there yet"
-    reader.find()
+    write_samples(run)
     assert reader.read(train_line(2)) == {
         "device/rank0/util_pct": 90.0,
         "device/rank0/mem_alloc_mb": 1.5,
@@ -293,7 +293,6 @@ def test_each_rank_s_memory_and_utilisation_come_with_the_train_lines(run):
 def test_of_many_ranks_the_first_have_curves(run):
     write_samples(run, ranks=9)
     reader = DeviceReader(run)
-    reader.find()
     found = reader.read(train_line(1))
     assert (found["device/rank7/mem_alloc_mb"], len(found)) == (701, 8 * 3)
     reader.close()

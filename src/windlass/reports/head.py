@@ -15,8 +15,7 @@ from windlass.reports.study import Recommendation, StudyView, lede
 from windlass.reports.view import RunView
 from windlass.run import ENDINGS
 from windlass.study.results import BITS, NO_BEST, common_measure, diverged
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.measures import LOSS, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"

@@ -15,9 +15,8 @@ from windlass.reports.view import RunView
 from windlass.run import Run, effective, read_lines
 from windlass.study.results import CellResult, summarize, time_left
 from windlass.study.study import STUDY, Study
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show
-from windlass.telemetry.timing import device_hours
+from windlass.telemetry.measures import LOSS, show
+from windlass.telemetry.summary import device_hours
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
 

@@ -19,8 +19,7 @@ from windlass.study.probe import WARMUP
 from windlass.study.results import BITS, SeedGroup, seed_groups
 from windlass.study.setups import Setup, baseline, read_setups
 from windlass.study.study import Scaling, Study
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import SETUP, show, title_of
+from windlass.telemetry.measures import LOSS, SETUP, show, title_of
 from windlass.variables import scrub
 
 if TYPE_CHECKING:
@@ -187,8 +186,8 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     for name, own in SETUP.items():
         values = [row.values[name] for row in setups if row.values.get(name) is not None]
         different = len({show(value, own.kind) for value in values}) > 1
-        shown = bool(own.heading and values) and (different or own.role != "shape")
-        shown &= strategies or own.role != "strategies"
+        shown = bool(own.heading and values) and (different or own.only != "varied")
+        shown &= strategies or own.only != "strategies"
         columns.append(Column(name, own.heading, own.kind, own.short, shown))
         if name == "step_ms":
             repeated = any(name in row.spread for row in setups)
@@ -246,7 +245,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     other = "compared" if scaling.mode == "strategies" else "strategies"
     columns: dict[str, dict[str, None]] = {}  # titles by reason
     for name, measure in SETUP.items():
-        if measure.heading and measure.role not in ("optional", other):
+        if measure.heading and measure.only not in ("optional", other):
             for row in measured:
                 if name in row.missing:
                     title = measure.title.partition(" (")[0]

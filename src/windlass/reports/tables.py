@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from windlass.recipe import Recipe, presets, settings
 from windlass.reports.view import RunView
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import PHASES, RUN, of_eval, of_result, show
+from windlass.telemetry.measures import LOSS, PHASES, RUN, of_eval, of_result, show
 from windlass.telemetry.terminal import printable, table
 from windlass.variables import scrub
 

@@ -23,9 +23,15 @@ from windlass.recipe import typed
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.results import BITS, validation_data
-from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
-from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, of_eval
-from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
+from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, Measure, of_eval
+from windlass.telemetry.summary import (
+    Scores,
+    device_hours,
+    evaluation_speed,
+    scores_by_step,
+    throughput,
+    wall_time,
+)
 from windlass.variables import scrub
 
 Numbers = NDArray[np.float64]

@@ -19,8 +19,8 @@ from windlass.fileio import read_json
 from windlass.recipe import NON_SEMANTIC, Recipe
 from windlass.run import Line, Run, effective, last_start, read_lines, timestamp
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
-from windlass.telemetry.ledger import LOSS, scores_by_step
-from windlass.telemetry.timing import throughput
+from windlass.telemetry.measures import LOSS
+from windlass.telemetry.summary import scores_by_step, throughput
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
 # Settings that choose the tokenizer.

@@ -33,8 +33,7 @@ from windlass.study.probe import STOP_SIGNALS, CellProcess, run_probe
 from windlass.study.results import OPEN_STATES, CellResult
 from windlass.study.study import Axes, Study, load_study
 from windlass.telemetry import terminal
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import duration, short, title_of
+from windlass.telemetry.measures import LOSS, show, title_of
 from windlass.training.stop import StopSignals
 
 if TYPE_CHECKING:
@@ -93,10 +92,10 @@ def cells_table(study: Study, results: Sequence[CellResult], width: int) -> Grou
         values = r.cell.assignment.values()
         row = [str(number), *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)]
         row += [r.state, f"{r.step}/{r.steps or '?'}" if r.step or r.steps else ""]
-        row.append("" if r.left_s is None else duration(r.left_s))
-        row += ["" if v is None else f"{v:.4f}" for v in (r.loss, r.eval_loss, r.score)]
-        row.append("" if r.tokens_per_s is None else short(r.tokens_per_s))
-        rows.append([*row, "" if r.device_hours is None else f"{r.device_hours:.3g}"])
+        row.append(show(r.left_s, "duration", missing=""))
+        row += [show(loss, "loss", missing="") for loss in (r.loss, r.eval_loss, r.score)]
+        row.append(show(r.tokens_per_s, "short", missing=""))
+        rows.append([*row, show(r.device_hours, "hours", missing="")])
     notes = errors.by_text((f"cell {n}", r.reason) for n, r in enumerate(results, 1) if r.reason)
     return terminal.table(head, rows, width, ("state",), title=str(study.path), notes=notes)
 

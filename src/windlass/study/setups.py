@@ -14,6 +14,7 @@ from windlass.errors import plural
 from windlass.estimate.rank import flops_of_run
 from windlass.estimate.subject import NO_PEAK
 from windlass.fileio import read_json
+from windlass.processes import STEP_PHASES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
@@ -23,7 +24,6 @@ from windlass.study.probe import WARMUP, probe_dir
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP, STEP_PARTS
-from windlass.telemetry.timing import STEP_PHASES
 
 LOW_EFFICIENCY = 0.7  # a lower one gets a remark
 # Numbers that compare a setup with the baseline.
