@@ -279,7 +279,7 @@ def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_
 
     seen = list[Any]()
 
-    def record(_model: Any, rows: list[Continuation], _ranks: Any) -> list[Any]:
+    def record(_model: Any, rows: list[Continuation], *_: Any) -> list[Any]:
         seen.extend((list(row.context), list(row.ending)) for row in rows)
         return [SimpleNamespace(sum=0.0, greedy=True) for _ in rows]
 

@@ -42,7 +42,7 @@ class Evaluation:
     model: str
     step: int | None
     results: dict[str, SuiteScores]
-    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measured_on`
+    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measure`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     weights: str = "raw"
     path: Path | None = None
@@ -145,7 +145,10 @@ def measure(
     on_progress: Callable[[str, int, int], object],
     given: Data | None = None,
 ) -> Evaluation:
-    """Every suite of the source's recipe in turn; all ranks call it together."""
+    """Every suite of the source's recipe in turn; all ranks call it together.
+
+    `measured` has the settings that scores depend on, and the fingerprint of the loss's data.
+    """
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
     if LOSS_SUITE in suites and source.tokenizer is None and given is None:
@@ -162,27 +165,21 @@ def measure(
     batch = samples_per_pass(recipe.model.context, ranks.device.type)
     val = data.val if data else None
     measurer = Suites(recipe, source.tokenizer, ranks, val, batch, template=template)
-    results, measured, predictions = {}, {}, None
-    fingerprint = data.fingerprint if data else ""
+    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
+    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
+    settings["train.precision"] = resolve_precision(recipe.train.precision, ranks.device)
+    results, measured, predictions = {}, dict[str, dict[str, Any]](), None
     for suite in suites:
         scored = measurer.measure(suite, model, progress=partial(on_progress, suite))
         assert scored is not None, "only a poll stops a suite"
         results[suite], answers = scored
         predictions = answers or predictions
         if ranks.main:
-            measured[suite] = measured_on(suite, recipe, ranks.device, fingerprint)
+            measured[suite] = {"settings": settings}
+            if suite == LOSS_SUITE and data is not None:
+                measured[suite]["data"] = data.fingerprint
             on_result(suite, results[suite])
     return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
-
-
-def measured_on(
-    suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
-) -> dict[str, Any]:
-    """The settings that the scores of a suite depend on, and the fingerprint of the loss's data."""
-    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
-    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
-    settings["train.precision"] = resolve_precision(recipe.train.precision, device)
-    return {"settings": settings} | ({"data": fingerprint} if suite == LOSS_SUITE else {})
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
@@ -202,31 +199,20 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
 
 
 class TextSampler:
-    """A saved model on one device, for many samples. Arguments as `sample`."""
+    """A saved model on one device, for many samples; `settings` as in `sample`."""
 
-    def __init__(
-        self,
-        run: str | Path | Run | Source,
-        device: str = "",
-        *,
-        model: nn.Module | None = None,
-        weights: str = "raw",
-        overrides: Changes = (),
-        **settings: Any,
-    ):
-        if not isinstance(run, Source):
-            run = find_source(run, overrides, model, weights)
-        self.source = run
-        default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
-        self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
-        self.model = open_model(self.source, self.ranks)
-        has_tokenizer = self.source.tokenizer is not None
+    def __init__(self, source: Source, device: str = "", **settings: Any):
+        self.source = source
+        default = {"max_tokens": 256, "temperature": 0.8, "seed": source.recipe.run.seed}
+        sampling = Sampling(**default | settings)  # rejects bad ones before it opens the model
+        self.ranks = alone(device or None)
+        self.model = open_model(source, self.ranks)
+        has_tokenizer = source.tokenizer is not None
         if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
             lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
             needs = "text needs a tokenizer and new_cache(batch, length)"
-            raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
-        stop = stop_tokens(self.source.tokenizer, self.source.template)
-        self.sampling = replace(self.sampling, stop=stop)
+            raise UserError(f"{source.name} is the run of {lack}: {needs}")
+        self.sampling = replace(sampling, stop=stop_tokens(source.tokenizer, source.template))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
@@ -274,10 +260,9 @@ def sample(
     Raises:
         UserError: The model does not exist, or a setting is out of its range.
     """
-    sampler = TextSampler(
-        run, device, model=model, weights=weights, overrides=overrides, **settings
-    )
-    ids = sampler.source.tokenizer.prompt(prompt)
+    source = run if isinstance(run, Source) else find_source(run, overrides, model, weights)
+    sampler = TextSampler(source, device, **settings)
+    ids = source.tokenizer.prompt(prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())
 
 

@@ -13,7 +13,7 @@ from windlass.parallel.dist import Ranks
 
 @dataclass(frozen=True)
 class Passes:
-    """The arithmetic of forward passes, and what happens between them."""
+    """The arithmetic of forward passes; a poll and a report follow each pass."""
 
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context for each pass
     poll: Callable[[], bool] | None = None  # whether this rank was asked to stop

@@ -37,7 +37,7 @@ VARIABLE = re.compile(
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Write environment.json for this start; `ranks`: of `describe_rank` on each rank."""
     packages = {"windlass": __version__}
-    for name in PACKAGES:  # versions without importing them
+    for name in PACKAGES:  # without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     logged = {name for scheduler in SCHEDULERS.values() for name in scheduler.LOGGED}
@@ -85,24 +85,15 @@ def describe_rank(
     """
     import torch
 
-    place = {
-        "rank": rank,
-        "local_rank": local_rank,
-        "node": node,
-        "host": socket.gethostname(),
-        "device": str(device),
-    }
+    place: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "node": node}
+    place |= {"host": socket.gethostname(), "device": str(device)}
     if coordinates:
         place["coordinates"] = coordinates
     if not str(device).startswith("cuda"):
         return place | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
-    gpu = torch.cuda.get_device_properties(device)
-    return place | {
-        "name": gpu.name,
-        "memory_mb": round(gpu.total_memory / 1e6),
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-    }
+    gpu, nccl = torch.cuda.get_device_properties(device), torch.cuda.nccl.version()
+    place |= {"name": gpu.name, "memory_mb": round(gpu.total_memory / 1e6)}
+    return place | {"cuda": torch.version.cuda, "nccl": ".".join(map(str, nccl))}
 
 
 def versions(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -141,12 +132,11 @@ def describe_launch(
         hosts.setdefault((rank["node"], rank["host"]), []).append(rank)
     lines = []
     for (_, host), here in hosts.items():
-        numbers = [rank["rank"] for rank in here]
-        listed = ", ".join(map(str, numbers))
-        if len(here) > 1 and numbers[-1] - numbers[0] + 1 == len(here):
-            listed = f"{numbers[0]}-{numbers[-1]}"
-        ranks_word = "ranks" if len(here) > 1 else "rank"
-        lines.append(f"{host}: {ranks_word} {listed}, {len(here)} x {here[0]['name']}")
+        first, last, count = here[0]["rank"], here[-1]["rank"], len(here)
+        numbers = f"rank {first}" if count == 1 else f"ranks {first}-{last}"
+        if last - first + 1 != count:
+            numbers = f"ranks {', '.join(str(rank['rank']) for rank in here)}"
+        lines.append(f"{host}: {numbers}, {count} x {here[0]['name']}")
     facts["hosts"] = "\n".join(lines)
     titles = {"cuda": "CUDA", "nccl": "NCCL"}
     shown = (f"{titles.get(name, name)} {version}" for name, version in launch["versions"].items())

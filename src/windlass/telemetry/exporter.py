@@ -54,8 +54,9 @@ def main(run: str, name: str, flush_seconds: str) -> int:
             with contextlib.suppress(OSError):  # the training is gone
                 os.write(pipe, json.dumps([text[:500], warning]).encode() + b"\n")
 
-    ending, seconds = threading.Event(), min(float(flush_seconds), 1e6)
-    threading.Thread(target=watch_parent, args=(ending, seconds), daemon=True).start()
+    ending = threading.Event()
+    watched = (ending, float(flush_seconds))
+    threading.Thread(target=watch_parent, args=watched, daemon=True).start()
     with contextlib.suppress(OSError):  # a full disk
         # Held to the end, because another exporter may still send the rest of a killed run.
         _lock = acquire_lock(Path(run) / "trackers" / f"{name}.lock")

@@ -134,7 +134,7 @@ def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
     names, measures = fields.split(), {}
     for row in text.strip().splitlines():
         cells: dict[str, Any] = dict(zip(names, map(str.strip, row.split("|")), strict=False))
-        cells |= {name: bool(cells[name]) for name in FLAGS if name in cells}
+        cells |= {name: cells[name] == "yes" for name in FLAGS if name in cells}
         measures[cells["name"]] = Measure(**(same | cells))
     return measures
 
@@ -290,10 +290,10 @@ train_tokens_per_s | rate | | Training speed (tokens/s) | yes
 train_steps_per_s | rate | | Training speed (steps/s)
 eval_samples_per_s | rate | | Evaluation speed (samples/s)
 steps_per_epoch | amount | | Steps per epoch
-mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | GPU
-mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | GPU
+mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | yes
+mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | yes
 driver_mem_mb | mb | device.mem_used_mb |\
- Memory in use by the driver's count, per device, mean (MB) | | GPU
+ Memory in use by the driver's count, per device, mean (MB) | | yes
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
 rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
 util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
@@ -303,7 +303,7 @@ runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
  Start-up (s): from the process's start to its first evaluation or step
 device_hours | hours | | Device-hours | yes
-energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
+energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | yes
 starts | count | | Starts
 """,
 )

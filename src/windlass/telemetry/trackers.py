@@ -71,7 +71,7 @@ class Trackers:
         return notes
 
     def finish(self, timeout: float = FLUSH_SECONDS) -> list[Note]:
-        """Wait for the exporters, end those that need longer, and return the last messages."""
+        """Wait for the exporters, and end one that needs longer; returns the last messages."""
         deadline = time.monotonic() + timeout
         for process in self.processes.values():
             process.stdin.close()
@@ -122,7 +122,7 @@ def track(run: str | Path | Run, name: str, timeout: float = 0.0) -> list[Note]:
     run = run if isinstance(run, Run) else Run.open(run)
     if not run.ledger():
         raise UserError(f"{run.path} lacks a ledger ({run.metrics_path.name}): train first")
-    seconds = timeout or 1e6
+    seconds = min(timeout or 1e6, 1e6)
     trackers = Trackers(run.path, [name], seconds)
     process = trackers.processes.get(name)
     notes = trackers.finish(seconds)
