@@ -326,9 +326,7 @@ def _read(v: RunView, measure: Measure) -> Any:
             case "device":  # the mean over all ranks' samples in training steps
                 good = (t[field][np.isfinite(t[field]) & (t["training"] > 0)] for t in v.ranks)
                 samples = np.concatenate([[], *good])
-                names = ("gpu_util_pct", "cpu_util_pct") if field == "util_pct" else (field,)
-                means = [v.summary.get(f"avg_{name}") for name in names]
-                value = first(*means, samples.mean() if len(samples) else None)
+                value = samples.mean() if len(samples) else None
             case "summary" | "start":
                 value = (v.summary if line == "summary" else v.start).get(field)
             case event:

@@ -15,10 +15,11 @@ from typing import Any, BinaryIO
 from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
-from windlass.telemetry.measures import RUN
 
 MB = 1e6
 SECONDS = 1.0  # between two samples
+# fields with a mean in the `summary` line, from which `measures.RUN` reads it
+AVERAGED = ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb", "util_pct")
 LAST_SAMPLES = 20_000  # of each rank, for the summary; ten days on 64 GPUs have 8 GB of samples
 
 
@@ -152,11 +153,10 @@ def summarise_devices(run: Run) -> dict[str, float]:
                     samples.append(sample)
     on_gpu = any("peak_alloc_mb" in sample for sample in samples)
     summary: dict[str, float] = {}
-    for measure in RUN.values():
-        source, _, field = measure.source.partition(".")
+    for field in AVERAGED:
         training = [float(x[field]) for x in samples if field in x and x["phase"] == "train"]
-        if source == "device" and training:
-            name = f"{'gpu' if on_gpu else 'cpu'}_{field}" if field == "util_pct" else field
+        name = f"{'gpu' if on_gpu else 'cpu'}_{field}" if field == "util_pct" else field
+        if training:
             summary[f"avg_{name}"] = round(statistics.fmean(training), 3)
     peak = "peak_alloc_mb" if on_gpu else "rss_mb"
     peaks = [float(sample[peak]) for sample in samples if peak in sample]

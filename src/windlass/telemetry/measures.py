@@ -290,13 +290,16 @@ train_tokens_per_s | rate | | Training speed (tokens/s) | yes
 train_steps_per_s | rate | | Training speed (steps/s)
 eval_samples_per_s | rate | | Evaluation speed (samples/s)
 steps_per_epoch | amount | | Steps per epoch
-mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | yes
-mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | yes
-driver_mem_mb | mb | device.mem_used_mb |\
+mem_alloc_mb | mb | summary.avg_mem_alloc_mb device.mem_alloc_mb |\
+ Memory allocated per rank, mean (MB) | | yes
+mem_reserved_mb | mb | summary.avg_mem_reserved_mb device.mem_reserved_mb |\
+ Memory reserved per rank, mean (MB) | | yes
+driver_mem_mb | mb | summary.avg_mem_used_mb device.mem_used_mb |\
  Memory in use by the driver's count, per device, mean (MB) | | yes
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
-rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
-util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
+rss_mb | mb | summary.avg_rss_mb device.rss_mb | Resident memory per rank, mean (MB)
+util_pct | rate | summary.avg_gpu_util_pct summary.avg_cpu_util_pct device.util_pct |\
+ Device utilisation while training, mean (%) | yes
 mfu | share | | Model FLOPs utilisation | yes
 goodput | share | | Goodput | yes
 runtime_s | duration | | Runtime | yes
