@@ -168,7 +168,8 @@ def measure(
     keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
     settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
     settings["train.precision"] = resolve_precision(recipe.train.precision, ranks.device)
-    results, measured, predictions = {}, dict[str, dict[str, Any]](), None
+    results, measured = dict[str, SuiteScores](), dict[str, dict[str, Any]]()
+    predictions = None
     for suite in suites:
         scored = measurer.measure(suite, model, progress=partial(on_progress, suite))
         assert scored is not None, "only a poll stops a suite"

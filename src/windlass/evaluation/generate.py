@@ -204,7 +204,8 @@ class _Texts:
     def __init__(
         self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling
     ):
-        self.model, self.limit, self.sampling, self.cache = model, window(model), sampling, None
+        self.model, self.sampling, self.limit = model, sampling, window(model)
+        self.cache: Any = None
         self.rows = [[int(token) for token in prompt] for prompt, _ in members]
         self.prompt_lengths = [len(row) for row in self.rows]
         self.indices = [index for _, index in members]

@@ -62,7 +62,8 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
+        self._step = first_step
+        legend = f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
         else:
@@ -204,12 +205,14 @@ class Console:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        width, line = self._terminal.width, Table.grid(padding=(0, 1, 0, 0))
+        width = self._terminal.width
         # the next drawing erases an echoed ^C, which must not wrap to another line
         text = self._fitting(width - 2)
         room = min(BAR, width - len(text) - 3)
-        bar = [ProgressBar(self.steps, self._step, width=room)] if room >= BAR // 2 else []
-        line.add_row(text, *bar)
+        if room < BAR // 2:
+            return text
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(text, ProgressBar(self.steps, self._step, width=room))
         return line
 
     def _draw(self) -> None:

@@ -132,8 +132,10 @@ class StepProfile:
 
     def begin(self, step: int) -> None:
         if self.enabled and step == self.first:
-            gpu = [ProfilerActivity.CUDA] * self.on_gpu
-            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+            activities = [ProfilerActivity.CPU]
+            if self.on_gpu:
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(activities=activities, acc_events=True)
             self._profile.start()
 
     def ends(self, step: int) -> bool:
