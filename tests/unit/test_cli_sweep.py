@@ -52,7 +52,7 @@ def test_a_cell_that_trains_shows_its_step_and_time_left(study):
     write_ledger(run, {"kind": "event", "event": "started", "steps": 400}, *lines)
     run.heartbeat_path.touch()
     row = next(line for line in drawn(study).splitlines() if "running" in line)
-    assert row.split()[3:6] == ["running", "300/400", "1s"]
+    assert row.split()[3:6] == ["running", "300/400", "1.0s"]
     out = io.StringIO()
     with Progress(out) as progress:
         for _ in range(2):
