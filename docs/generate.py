@@ -152,8 +152,8 @@ def measure_table(kind: str, *columns: str) -> str:
         cells = {
             "meaning": meaning[0].upper() + meaning[1:],
             "unit": "fraction" if m.kind == "share" else m.unit or "".join(units * (not rate)),
-            "terminal": f"`{re.sub('{.*?}', '…', m.console.removesuffix(' *'))}`" * bool(m.console),
-            "trackers": f"`{m.tracker}`" * bool(m.tracker),
+            "terminal": f"`{re.sub('{.*?}', '…', m.console)}`" * bool(m.console),
+            "trackers": f"`{m.tracker}/{m.name}`" * bool(m.tracker),
             "better": m.better,
             "read from": ", ".join(f"`{source}`" for source in m.source.split()),
         }

@@ -27,7 +27,8 @@ STORE_FD = "WINDLASS_STORE_FD"
 # In a job: a directory that its hosts share, for the ranks' exit codes and failures.
 REPORTS = "WINDLASS_REPORTS"
 STOPPED = "stopped"  # the phase of a rank that has saved and is about to exit
-IN_STEP = ("data", "forward", "backward", "optimizer")  # the phases in which a step is not done
+# the phases in which a step is not done; the last one ends it
+STEP_PHASES = ("data", "forward", "backward", "optimizer")
 # How a child runs a module: without -P Python would import files of the working directory, such as
 # the user's random.py, in place of its own modules.
 MODULE = (sys.executable, "-P", "-m")

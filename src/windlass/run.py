@@ -116,10 +116,10 @@ class Run:
     @cached_property
     def recipe(self) -> Recipe:
         """The resolved recipe that the run was last trained with, whatever its file says now."""
-        own = {"run.dir": str(self.path)}
+        place = str(self.path)
         if settings := recorded(self.recipe_path):
-            return Recipe.from_dict({**settings, "run": {**settings["run"], "dir": str(self.path)}})
-        return Recipe.load(self.recipe_path, own)
+            return Recipe.from_dict(settings | {"run": settings["run"] | {"dir": place}})
+        return Recipe.load(self.recipe_path, {"run.dir": place})
 
     @cached_property
     def environment(self) -> dict[str, Any]:
@@ -154,10 +154,12 @@ class Run:
             frame = pandas.json_normalize(self.lines(kind))
             return frame.set_index("step") if len(frame) else frame
         rows: dict[int, Line] = {}
-        lines = [x for x in self.ledger() if x["kind"] in ("train", "eval", "log")]
-        for line in sorted(lines, key=lambda line: line["kind"] != "train"):  # their columns first
-            suite = line.get("suite", "")
-            prefix = "eval_" if suite == "loss" else f"{suite}." if suite else ""
+        kinds = ("train", "eval", "log")  # in this order of their columns
+        lines = [x for x in self.ledger() if x["kind"] in kinds]
+        for line in sorted(lines, key=lambda line: kinds.index(line["kind"])):
+            prefix = ""
+            if line["kind"] == "eval":
+                prefix = "eval_" if line["suite"] == "loss" else f"{line['suite']}."
             row = rows.setdefault(line["step"], {})
             for key, value in line.items():
                 if key not in PLACE and not isinstance(value, dict | list):
@@ -172,7 +174,8 @@ class Run:
     @property
     def summary(self) -> Line:
         """The last `summary` line; empty before the end."""
-        return next(reversed(self.lines("summary")), {})
+        lines = self.lines("summary")
+        return lines[-1] if lines else {}
 
     @property
     def events(self) -> list[Line]:
@@ -202,4 +205,6 @@ class Run:
         last = next((x for x in reversed(events) if x in (*ENDINGS, *STARTS)), "started")
         if last in ENDINGS:
             return last
-        return "running" if self.alive else "failed" if events else "new"
+        if self.alive:
+            return "running"
+        return "failed" if events else "new"

@@ -14,12 +14,20 @@ from harness import Join, recipe, run_ranks
 from rows import Rows
 from windlass.data.examples import Question
 from windlass.data.locate import byte_tokenizer
-from windlass.evaluation import likelihood
 from windlass.evaluation.api import precision_of
 from windlass.evaluation.generate import Sampling, generate
-from windlass.evaluation.likelihood import Continuation, Item, evaluate_loss, log_likelihoods
+from windlass.evaluation.harness import generate_until
+from windlass.evaluation.likelihood import (
+    Continuation,
+    Item,
+    continuations,
+    evaluate_hellaswag,
+    evaluate_loss,
+    log_likelihoods,
+)
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import alone
-from windlass.evaluation.suites import evaluate_squad, generate_until
+from windlass.evaluation.squad import evaluate_squad
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.dist import Ranks
@@ -108,8 +116,7 @@ def measured(model: Any, ranks: Ranks) -> dict[str, Any]:
 
 
 def hellaswag(model: Any, items: list[Item], ranks: Ranks) -> dict[str, float] | None:
-    rows = likelihood.continuations(items, TOKENIZER)
-    return likelihood.evaluate_hellaswag(model, items, rows, ranks)
+    return evaluate_hellaswag(model, items, continuations(items, TOKENIZER), ranks)
 
 
 def few(model: Any, ranks: Ranks, count: int) -> tuple[Any, ...]:
@@ -187,15 +194,15 @@ def test_all_that_is_measured_is_that_of_one_process(strategy, world, layout) ->
 
 
 def stopped(model: Any, ranks: Ranks) -> list[Any]:
-    def poll_of() -> Any:
+    def poll_of() -> Passes:
         asked = itertools.count()
-        return lambda: ranks.rank == 1 and next(asked) >= 3
+        return Passes(poll=lambda: ranks.rank == 1 and next(asked) >= 3)
 
     return [
-        evaluate_loss(model, rows(64), ranks, 2, poll=poll_of()),
-        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, poll=poll_of()),
-        log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll=poll_of()),
-        evaluate_loss(model, rows(5), ranks, 2, poll=lambda: False),
+        evaluate_loss(model, rows(64), ranks, 2, passes=poll_of()),
+        generate(model, prompts(3 + ranks.rank), SAMPLING, ranks, batch=2, passes=poll_of()),
+        log_likelihoods(model, [Continuation([1] * 60, [2] * 4)] * 512, ranks, poll_of()),
+        evaluate_loss(model, rows(5), ranks, 2, passes=Passes(poll=lambda: False)),
     ]
 
 

@@ -377,7 +377,7 @@ def test_what_is_trained_further_keeps_its_base(
     if origin == "adapter":
         place = export(source.path, tmp_path / "old", adapter=True)
     further = recipe(base, "further", f"model.init_from={place}", **after)
-    planned = subject_of(further).size.checkpoint_bytes
+    planned = read_inputs(further).size.checkpoint_bytes
     run = train(further, stop_at=2)
     shutil.rmtree(place)
     run = train(further)

@@ -14,6 +14,7 @@ from helpers import tiny_recipe
 from windlass import train
 from windlass.cli import main
 from windlass.evaluation.api import TextSampler, evaluate, sample
+from windlass.evaluation.source import find_source
 
 ITEM = {"ctx": "the cat", "endings": ["sat", "flew", "is blue", "the"], "label": 0}
 
@@ -95,7 +96,7 @@ def test_sample_has_a_seed_and_reads_a_pipe(run: Path, capsys: Any, monkeypatch:
 
 
 def test_a_conversation_remembers_its_turns(run: Path, capsys: Any, monkeypatch: Any) -> None:
-    sampler = TextSampler(run, "cpu", max_tokens=4, temperature=0)
+    sampler = TextSampler(find_source(run), "cpu", max_tokens=4, temperature=0)
     answers = ["".join(sampler.reply(message)) for message in ("the cat", "the dog")]
     assert [m["role"] for m in sampler.messages] == ["user", "assistant"] * 2
     assert [m["content"] for m in sampler.messages[1::2]] == [answer.strip() for answer in answers]

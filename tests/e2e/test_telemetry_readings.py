@@ -2,30 +2,22 @@
 speeds, epochs.
 """
 
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_runs import corpus, curve, recipe_of, settings, start, stopped, untouched  # noqa: F401 - a fixture
 
-from forked import launch
-from helpers import each_step, refused
+from helpers import each_step
 from windlass import train
 from windlass.data.open import open_data
 from windlass.data.order import permute
-from windlass.errors import OutOfMemory, RunFailed
 from windlass.evaluation.source import alone, find_source, open_model
-from windlass.model.build import build_model
-from windlass.model.gpt import GPT, Block, initialise
 from windlass.model.size import count, flops_per_token
-from windlass.optim import build
 from windlass.reports.charts import charts
 from windlass.reports.view import RunView
-from windlass.run import STARTS, Run
+from windlass.run import Run
 from windlass.training import record
 
 
@@ -118,182 +110,3 @@ def test_the_mean_of_the_losses_and_epochs_over_a_resume(corpus: Path, tmp_path:
     by_epoch = {line["step"]: line["loss"] for line in run.lines("eval")}
     losses = [numbers.get(f"eval_loss_epoch_{k}") for k in (0, 1, 2, 3)]
     assert losses == [None, by_epoch[6], by_epoch[12], None]
-
-
-@pytest.fixture
-def memory_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Has the model run out of memory in training passes of more than so many sequences."""
-
-    def limit(most: int) -> None:
-        forward = GPT.forward
-
-        def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            if self.training and len(tokens) > most:
-                torch.empty(2**58)  # a CPU's allocator raises a RuntimeError
-            return forward(self, tokens, *rest, **more)
-
-        monkeypatch.setattr(GPT, "forward", limited)
-
-    return limit
-
-
-def test_a_smaller_micro_batch_where_memory_runs_out(corpus, tmp_path, memory_for):
-    recipe = recipe_of(corpus, tmp_path / "run")
-    small = untouched(recipe, "train.micro_batch=2")
-    memory_for(3)
-    stopped(recipe, 4)
-    run = train(recipe)  # which has dropout, so that each micro-batch has masks of its own
-    assert curve(run) == curve(small), "bit for bit the run with that micro-batch, resumed or not"
-    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2], (
-        "and not again at the resume"
-    )
-    assert run.recipe.train.micro_batch == 0
-    assert lines_of(run, "train.micro_batch=2") and not lines_of(run, "dropout draws")
-
-
-def test_a_users_module_takes_a_smaller_micro_batch_in_the_next_start(corpus, tmp_path, memory_for):
-    """Its first weights are gone, so the same process cannot start again."""
-    recipe = recipe_of(corpus, tmp_path / "run")
-
-    def module() -> torch.nn.Module:
-        model = build_model(recipe, open_data(recipe).vocab, "cpu")
-        initialise(model, 0)
-        return model
-
-    memory_for(5)
-    with refused("micro-batches of 8", "micro-batches of 4", error=OutOfMemory):
-        train(recipe, model=module())
-    run = train(recipe, model=module())
-    sizes = [e["micro_batch"] for e in run.events if e["event"] in STARTS]
-    assert run.state == "finished" and sizes == [8, 4]
-
-
-def test_what_to_write_where_memory_runs_out(corpus: Path, tmp_path: Path, memory_for: Any) -> None:
-    memory_for(3)
-    with refused(
-        "step 1 (forward)",
-        "micro-batches of 8",
-        "train.micro_batch=4",
-        "activation_checkpointing",
-        error=RunFailed,
-    ):
-        train(recipe_of(corpus, tmp_path / "given", micro=8))
-    later = recipe_of(corpus, tmp_path / "later", micro=2)
-    with refused("step 5 (forward)", "train.micro_batch=1", error=RunFailed):
-        train(later, callbacks=[each_step(lambda now: memory_for(1) if now.step == 4 else None)])
-    assert Run(tmp_path / "later").events[-1]["event"] == "failed"
-    memory_for(0)
-    with refused("micro-batches of 1", "activation_checkpointing", error=RunFailed):
-        train(recipe_of(corpus, tmp_path / "none"))
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("strategy", "tensor", "calls"),
-    [
-        ("full_shard", 1, 1),
-        pytest.param("ddp", 1, 5, marks=pytest.mark.full),
-        pytest.param("ddp", 2, 7, marks=pytest.mark.full),
-    ],
-)
-def test_every_layout_starts_again_with_smaller_micro_batches(
-    corpus, tmp_path, capfd, strategy, tensor, calls
-):
-    """Rank 1 runs out of memory inside the blocks of a step, while rank 0 may wait for it."""
-    more = {"parallel.tensor": tensor, "eval.every": 0, "checkpoint.every": 6, "train.steps": 6}
-    more |= {"train.threads": 1, "model.dropout": 0, "train.global_batch": 16 // tensor}
-    recipe, count = recipe_of(corpus, tmp_path / "run", strategy=strategy, **more), []
-
-    def rank() -> None:
-        forward = Block.forward
-
-        def limited(self, x, *rest, **how):
-            count.append(1)
-            too_many = self.training and len(x) > 4 and len(count) > calls
-            if os.environ["RANK"] == "1" and too_many:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return forward(self, x, *rest, **how)
-
-        Block.forward = limited
-        train(recipe)
-
-    assert launch([rank], 2) == 0
-    run = Run(tmp_path / "run")
-    assert [e["micro_batch"] for e in run.events if e["event"] in STARTS] == [8, 4]
-    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4]
-    assert run.state == "finished" and run.summary["steps"] == 6
-    assert len({line["step"] for line in run.lines("train")}) == len(run.lines("train")) == 6
-    assert "memory ran out in step" in capfd.readouterr().err
-
-
-def test_memory_that_the_optimizers_state_takes_is_taken_before_the_first_forward_pass(
-    corpus, tmp_path, monkeypatch
-):
-    """Else a forward pass that fits in the first step may run out of memory in the second one."""
-    held = []
-
-    class Counted(build.MuonAdamW):
-        def __init__(self, *arguments: Any, **more: Any):
-            super().__init__(*arguments, **more)
-            held.append(self)
-
-    forward = GPT.forward
-
-    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if self.training and held[-1].state and len(tokens) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(self, tokens, *rest, **more)
-
-    recipe = recipe_of(corpus, tmp_path / "run")
-    small = untouched(recipe, "train.micro_batch=2")
-    monkeypatch.setattr(build, "MuonAdamW", Counted)
-    monkeypatch.setattr(GPT, "forward", limited)
-    run = train(recipe)
-    assert [e["micro_batch"] for e in run.events if e["event"] == "out_of_memory"] == [4, 2]
-    assert run.state == "finished" and curve(run) == curve(small)
-
-
-def test_ddp_on_one_rank_takes_a_smaller_micro_batch_after_a_backward_pass_that_failed(
-    corpus, tmp_path, monkeypatch
-):
-    backward, calls = torch.Tensor.backward, []
-
-    def limited(self: torch.Tensor, *rest: Any, **more: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        backward(self, *rest, **more)
-
-    recipe = recipe_of(corpus, tmp_path / "run").replace(
-        "parallel.strategy=ddp", "train.compile=true"
-    )
-    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
-    resets = []
-    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
-    monkeypatch.setattr(torch.Tensor, "backward", limited)
-    run = train(recipe)
-    assert run.state == "finished" and [e["event"] for e in run.events].count("out_of_memory") == 1
-    assert run.events[0]["compiles"] is True
-    assert resets == [1], (
-        "else the blocks are compiled for a batch that varies, and a resume compiles them otherwise"
-    )
-
-
-def test_a_single_rank_starts_again_before_the_first_save(corpus, tmp_path, monkeypatch):
-    forward, calls = GPT.forward, []
-
-    def limited(self: GPT, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        calls.append(self.training)
-        if self.training and sum(calls) > 3 and len(tokens) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return forward(self, tokens, *rest, **more)
-
-    more = {"model.dropout": 0, "eval.every": 0, "checkpoint.every": 10}
-    recipe = recipe_of(corpus, tmp_path / "run", **more)
-    whole = untouched(recipe)
-    monkeypatch.setattr(GPT, "forward", limited)
-    run = train(recipe)
-    sizes = [(e["step"], e["micro_batch"]) for e in run.events if e["event"] == "out_of_memory"]
-    assert sizes == [(0, 4)] and len(run.lines("train")) == len(whole.lines("train"))
-    losses = [[line["loss"] for line in one.lines("train")] for one in (run, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -11,7 +11,7 @@ import pytest
 import hf_fixtures
 from forked import launch
 from helpers import command
-from windlass.evaluation.suites import score
+from windlass.evaluation.squad import score
 from windlass.recipe import Recipe
 from windlass.run import Run
 

@@ -24,7 +24,7 @@ PLACES = {
     "read": ("windlass.checkpoint.format", "Checkpoint.read_into"),
     "forward": ("windlass.training.trainer", "autocast"),
     "backward": ("torch", "Tensor.backward"),
-    "evaluation": ("windlass.evaluation.likelihood", "max_async"),
+    "evaluation": ("windlass.evaluation.passes", "max_async"),
     "sample": ("windlass.evaluation.generate", "max_async"),
     "data": ("windlass.data.loader", "Loader._read"),
     "save": ("windlass.training.saver", "gather_shard"),

@@ -35,8 +35,9 @@ def test_greedy_text_with_the_cache_is_the_most_likely_token_after_token(run, de
     import torch
 
     from windlass.evaluation.api import TextSampler
+    from windlass.evaluation.source import find_source
 
-    sampler = TextSampler(run, device, max_tokens=24, temperature=0.0)
+    sampler = TextSampler(find_source(run), device, max_tokens=24, temperature=0.0)
     ids = sampler.source.tokenizer.prompt("def ")
     texts = ["", "", ""]
     for number, piece in sampler.pieces([ids] * 3, after=ids):

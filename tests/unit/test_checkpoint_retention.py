@@ -11,7 +11,7 @@ from windlass.checkpoint import choose
 from windlass.checkpoint.choose import EMERGENCY, FINAL, PERIODIC, Lineage, Policy, retain
 from windlass.recipe import Horizon
 from windlass.recipe.settings import CheckpointSettings
-from windlass.telemetry.ledger import Scores
+from windlass.telemetry.summary import Scores
 
 
 class Saved(NamedTuple):

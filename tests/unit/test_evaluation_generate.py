@@ -18,6 +18,7 @@ from windlass.evaluation.generate import (
     next_tokens,
     uniform,
 )
+from windlass.evaluation.passes import Passes
 
 
 class Toy(nn.Module):
@@ -119,7 +120,7 @@ def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None
     model.table = nn.Parameter(torch.randn(13, 8))
     tokens, sampling = torch.tensor([[1]]), Sampling(max_tokens=9, temperature=0)
     with Casts() as casts:
-        events = generate_events(model, [[1]], sampling, autocast=low)
+        events = generate_events(model, [[1]], sampling, passes=Passes(autocast=low))
         assert len([next(events) for _ in range(8)]) == 8 and casts.count == 1
         with low():  # in between
             model(tokens)
@@ -134,13 +135,20 @@ def test_weights_are_cast_to_low_precision_once_and_dropped_at_the_end() -> None
 
 def test_progress_counts_complete_texts() -> None:
     seen, sampling = list[tuple[int, int]](), Sampling(max_tokens=3, temperature=0)
-    generate(Toy(), prompts(5, 6), sampling, batch=2, progress=lambda *now: seen.append(now))
+    generate(
+        Toy(),
+        prompts(5, 6),
+        sampling,
+        batch=2,
+        passes=Passes(progress=lambda *now: seen.append(now)),
+    )
     assert seen == [(done, 5) for done in range(1, 6)]
 
 
 def test_padding_of_the_vocabulary_is_never_chosen_modes_stay_and_a_poll_ends_it() -> None:
     model, answers = Toy(), iter([False, False, False, True])
-    assert generate(model, [[1]], Sampling(max_tokens=50), poll=lambda: next(answers)) is None
+    passes = Passes(poll=lambda: next(answers))
+    assert generate(model, [[1]], Sampling(max_tokens=50), passes=passes) is None
     assert model.passes == 3
     model.inner = nn.Dropout(0.5).eval()
     texts = generate(model, [[1]] * 8, Sampling(max_tokens=20, temperature=5.0), vocab=4)

@@ -19,9 +19,10 @@ from helpers import refused
 from windlass.data.chat import Template, prompt_tokens, text_tokens
 from windlass.data.locate import byte_tokenizer, hf_tokenizer
 from windlass.errors import UserError
+from windlass.evaluation.harness import Interrupted, adapter, generate_until, run_harness
 from windlass.evaluation.likelihood import Continuation, encode_request, log_likelihoods
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import alone
-from windlass.evaluation.suites import Interrupted, adapter, generate_until, run_harness
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
 from windlass.parallel.parallelize import parallelize
@@ -122,9 +123,14 @@ def test_a_stop_cuts_the_harness_short(harness):
     harness.append(lambda lm: lm.loglikelihood([SimpleNamespace(args=("Is it? ", "yes"))])[0][0])
     score = Continuation([*b"Is it?"], [*b" yes"])
     assert (
-        run_harness("task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, poll=lambda: True) is None
+        run_harness(
+            "task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, passes=Passes(poll=lambda: True)
+        )
+        is None
     )
-    numbers = run_harness("task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, poll=lambda: False)
+    numbers = run_harness(
+        "task", model(), BYTES, ALONE, BYTES.ends, DEFAULT, passes=Passes(poll=lambda: False)
+    )
     assert numbers is not None and set(numbers) == {"task/0"}
     assert numbers["task/0"] == log_likelihoods(model(), [score], ALONE)[0].sum
     with pytest.raises(UserError, match="unknown"):
@@ -139,6 +145,9 @@ def test_a_text_ends_before_a_stop_text(harness: list[Any]) -> None:
     (whole,) = lm.generate_until([SimpleNamespace(args=("the", how))])
     (cut,) = lm.generate_until([SimpleNamespace(args=("the", {**how, "until": [whole[3:5]]}))])
     assert whole and cut == whole[: whole.index(whole[3:5])]
+    stop = BYTES.ends | {ord(whole[3])}
+    (cut,) = generate_until(model(), BYTES, ALONE, stop, [("the", how)])
+    assert cut == whole[: whole.index(whole[3])], "and before each token of stop"
 
 
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
@@ -171,20 +180,13 @@ def test_texts_of_one_call_are_those_of_one_call_each() -> None:
     )
     assert not any("e" in text for text in together[::2])
     with pytest.raises(Interrupted):
-        generate_until(model(), BYTES, ALONE, BYTES.ends, asked, poll=lambda: True)
-
-
-def test_a_generated_text_ends_at_every_token_of_stop() -> None:
-    asked = [("the", {"max_gen_toks": 12})]
-    (whole,) = generate_until(model(), BYTES, ALONE, BYTES.ends, asked)
-    (cut,) = generate_until(model(), BYTES, ALONE, BYTES.ends | {ord(whole[3])}, asked)
-    assert len(whole) >= 8 and cut == whole[: whole.index(whole[3])]
+        generate_until(model(), BYTES, ALONE, BYTES.ends, asked, passes=Passes(poll=lambda: True))
 
 
 @pytest.mark.skipif(not INSTALLED, reason="lm-eval is an extra, not installed here")
 @pytest.mark.filterwarnings("ignore")
 def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: Any) -> None:
-    from windlass.evaluation import suites
+    from windlass.evaluation import harness
 
     parity(tmp_path)
     folder = tokenizer_fixtures.save("chatml", tmp_path / "tokenizer")
@@ -195,7 +197,7 @@ def test_settings_reach_the_harness_and_its_tasks(tmp_path: Path, monkeypatch: A
         rows.extend(asked)
         return [SimpleNamespace(sum=-float(i % 3), greedy=False) for i in range(len(asked))]
 
-    monkeypatch.setattr(suites, "log_likelihoods", scores)
+    monkeypatch.setattr(harness, "log_likelihoods", scores)
     own = {"lm_eval_tasks": str(tmp_path), "lm_eval_limit": 2, "lm_eval_few_shot": 0}
     settings = EvalSettings.model_validate(own | {"lm_eval_chat": True})
     place = (tokenizer, ALONE, tokenizer.ends, settings, template)
@@ -273,11 +275,11 @@ def test_texts_have_the_tokens_that_the_harness_gives_them(kind, tmp_path, data_
 
     seen = list[Any]()
 
-    def record(_model: Any, rows: list[Continuation], _ranks: Any) -> list[Any]:
+    def record(_model: Any, rows: list[Continuation], *_: Any) -> list[Any]:
         seen.extend((list(row.context), list(row.ending)) for row in rows)
         return [SimpleNamespace(sum=0.0, greedy=True) for _ in rows]
 
-    monkeypatch.setattr("windlass.evaluation.suites.log_likelihoods", record)
+    monkeypatch.setattr("windlass.evaluation.harness.log_likelihoods", record)
     lm = adapter(SimpleNamespace(context=window), ours, ALONE, ours.ends)
     pairs = [SimpleNamespace(args=pair) for pair in REQUESTS]
     texts = [SimpleNamespace(args=(a + b,)) for a, b in REQUESTS]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import UserError
-from windlass.evaluation.suites import exact_match, f1, score
+from windlass.evaluation.squad import exact_match, f1, score
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,16 @@ def test_non_finite_numbers_are_words_and_those_of_numpy_plain_numbers():
         encode({"a": object()})
 
 
+def test_non_finite_numbers_are_read_back_but_not_in_texts(tmp_path):
+    ledger = Ledger(tmp_path / "metrics.jsonl")
+    ledger.write("train", 1, loss=math.nan, grad_norm=math.inf, lr=-math.inf)
+    ledger.write("sample", 1, text="NaN")
+    ledger.close()
+    train, sample = read_lines(ledger.path)
+    assert math.isnan(train["loss"]) and (train["grad_norm"], train["lr"]) == (math.inf, -math.inf)
+    assert sample["text"] == "NaN"
+
+
 def test_a_line_has_kind_step_time_attempt_and_its_fields(tmp_path):
     seconds = {"seconds": {"train": 1.5}}
     ledger = Ledger(tmp_path / "metrics.jsonl", attempt=2, stamp=lambda: seconds)

@@ -1,8 +1,6 @@
 """The list of all numbers that are shown: formats, roles and directions."""
 
 import io
-import json
-import math
 
 import pytest
 from report_fixtures import build_run, edit
@@ -11,12 +9,10 @@ from windlass.reports.charts import charts
 from windlass.reports.tables import results
 from windlass.reports.view import RunView
 from windlass.reports.write import report
-from windlass.run import Run, decode
 from windlass.telemetry import measures
 from windlass.telemetry.console import Console
-from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.exporter import point
 from windlass.telemetry.measures import Measure
-from windlass.telemetry.trackers import point
 
 
 @pytest.mark.parametrize(
@@ -87,7 +83,7 @@ def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, m
     new = Measure(
         *("entropy", "Entropy of the outputs", "score", "nats"),
         console="H {:.1f}",
-        tracker="train/entropy",
+        tracker="train",
         chart="entropy",
     )
     last = Measure("entropy", "Final entropy", source="train.entropy", principal=True)
@@ -107,16 +103,3 @@ def test_a_new_number_of_a_step_and_of_a_run_is_one_declaration_each(tmp_path, m
     assert set(chart.series[0].y) == {5.25}
     page = report(run).page.read_text("utf-8")
     assert "Final entropy" in page and "Entropy of the outputs" in page
-
-
-def test_the_ledger_gives_numbers_for_the_words_that_json_has_for_non_finite_ones(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    ledger = Ledger(path)
-    ledger.write("train", 1, loss=math.nan, grad_norm=math.inf)
-    ledger.write("sample", 1, text="NaN")
-    ledger.close()
-    assert '"NaN"' in path.read_text()
-    train, sample = Run(tmp_path).ledger()
-    assert math.isnan(train["loss"]) and train["grad_norm"] == math.inf
-    assert sample["text"] == "NaN"
-    assert decode(json.loads('{"kind": "eval", "loss": "-Infinity"}'))["loss"] == -math.inf

@@ -20,9 +20,7 @@ def test_a_profile_is_in_the_run_its_ledger_and_its_report(corpus, tmp_path):
     assert "aten::addmm" in table.read_text() or "aten::mm" in table.read_text()
     page = report([run], out=tmp_path / "report", plots=False).markdown.read_text()
     assert all(name in page for name in event["files"])
-
-
-def test_the_end_of_the_run_ends_a_profile(corpus, tmp_path):
+    # the end of the run ends a profile
     late = train(tiny_recipe(corpus, tmp_path / "late", train__steps=3, telemetry__profile="3:9"))
     assert (late.path / "profile" / "steps-3-3.txt").is_file()
 

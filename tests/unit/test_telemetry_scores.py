@@ -3,7 +3,7 @@
 from typing import Any
 
 from windlass.study.numbers import RunNumbers
-from windlass.telemetry.ledger import Scores, scores_by_step
+from windlass.telemetry.summary import Scores, scores_by_step
 
 NAN, INF = float("nan"), float("inf")
 

@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-import pytest
 from report_fixtures import add_lines, build_run
 
 from windlass.recipe import Recipe
 from windlass.reports.charts import charts
 from windlass.reports.study import StudyView, sweep_charts
 from windlass.reports.write import report
+from windlass.run import Run
 from windlass.study.study import Study
 
 PASSWORD, TOKEN, OTHER = "correct-horse-battery", "9f8e7d6c5b4a", "f00dfacecafe"
@@ -23,12 +23,6 @@ DIGEST = f"data.sha256={'0' * 64}"  # a source that is downloaded has one
 SECRETS = [PASSWORD, TOKEN, OTHER, *VARIABLES.values()]
 
 
-@pytest.fixture(autouse=True)
-def variables(monkeypatch):
-    for name, value in VARIABLES.items():
-        monkeypatch.setenv(name, value)
-
-
 def leaked(folder: Path) -> list[tuple[Path, str]]:
     found = [path for path in folder.rglob("*") if path.suffix not in (".png", ".pdf")]
     texts = {
@@ -38,12 +32,10 @@ def leaked(folder: Path) -> list[tuple[Path, str]]:
     return [(path, secret) for path, text in texts.items() for secret in SECRETS if secret in text]
 
 
-def run_with_secrets(path: Path, *overrides: str):
+def run_with_secrets(path: Path, source: str, lr: float) -> Run:
     notes = f"with {' '.join(VARIABLES.values())} and s3://key:{PASSWORD}@bucket/x"
-    settings = [f"data.source={json.dumps(SOURCES)}", f"run.notes={notes}", DIGEST]
-    run = build_run(path, *settings, *overrides, steps=60, killed_at=40)
-    sources = [SOURCES, [f"{SOURCES[1]}2"]]
-    changed = {"data.source": sources, "tracker.password": [OTHER, f"{OTHER}2"]}
+    run = build_run(path, f"data.source={source}", f"run.notes={notes}", DIGEST, steps=60, lr=lr)
+    changed = {"data.source": [SOURCES, [source]], "tracker.password": [OTHER, f"{OTHER}2"]}
     event, end = {"kind": "event", "attempt": 1, "step": 40}, {"attempt": 1, "step": 60}
     add_lines(
         run,
@@ -56,25 +48,20 @@ def run_with_secrets(path: Path, *overrides: str):
     return run
 
 
-def test_no_file_of_a_report_has_a_secret(tmp_path):
-    one = run_with_secrets(tmp_path / "one")
-    two = run_with_secrets(tmp_path / "two", f"data.source={SOURCES[0]}")
-    report(one, tmp_path / "of-one", plots=False)
-    report([one, two], tmp_path / "of-two", plots=False)
-    assert leaked(tmp_path / "of-one") == [] == leaked(tmp_path / "of-two")
-    results = (tmp_path / "of-two" / "results.csv").read_text()
-    assert "https://***@example.org/a.txt" in results
-
-
-def test_no_file_of_a_studys_report_and_no_name_has_a_secret(tmp_path):
+def test_no_file_of_a_report_of_a_run_or_a_study_and_no_name_has_a_secret(tmp_path, monkeypatch):
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
     recipe = Recipe.load("quickstart", ["train.steps=60", DIGEST])
     grid = {"data.source": SOURCES, "optim.lr": [1e-3, 1e-4]}
     study = Study.create(recipe, grid, tmp_path / "study")
-    for cell in study.cells:
-        source, lr = cell.assignment.values()
-        build_run(study.run_of(cell).path, f"data.source={source}", DIGEST, steps=60, lr=lr)
-    report(study.path, tmp_path / "out", plots=False)
-    assert leaked(tmp_path / "out") == []
+    runs = [run_with_secrets(study.run_of(c).path, *c.assignment.values()) for c in study.cells]
+    report(runs[0], tmp_path / "of-one", plots=False)
+    report(runs[1:], tmp_path / "of-three", plots=False)
+    report(study.path, tmp_path / "of-all", plots=False)
+    for folder in ("of-one", "of-three", "of-all"):
+        assert leaked(tmp_path / folder) == []
+    results = (tmp_path / "of-three" / "results.csv").read_text()
+    assert "https://***@example.org/a.txt" in results
     names = " ".join(cell.directory for cell in study.cells)
     seen = StudyView(study.path)
     drawn = [*sweep_charts(seen), *charts(seen.views)]  # what the pictures say

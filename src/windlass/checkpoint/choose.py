@@ -30,7 +30,8 @@ from windlass.recipe import Horizon, Recipe
 from windlass.recipe.layers import LINEAGE, RECIPE
 from windlass.recipe.settings import LOSS_SUITE, CheckpointSettings
 from windlass.run import Run, last_start
-from windlass.telemetry.ledger import LOSS, Scores, scores_by_step
+from windlass.telemetry.measures import LOSS
+from windlass.telemetry.summary import Scores, scores_by_step
 
 if TYPE_CHECKING:
     from windlass.parallel.dist import Ranks

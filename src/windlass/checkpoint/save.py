@@ -42,7 +42,7 @@ from windlass.checkpoint.format import (
 from windlass.checkpoint.state_dict import TYPE_NAMES, Shard
 from windlass.errors import UserError, first_line
 from windlass.fileio import PIECE_BYTES, Files, to_json
-from windlass.telemetry.ledger import Scores
+from windlass.telemetry.summary import Scores
 
 PART, FILE = "part-{:05d}.json", "rank-{:05d}.safetensors"
 SLOWEST_POLL_SECONDS = 0.25

@@ -47,7 +47,7 @@ def evaluate(
     from windlass import evaluate as evaluate_model
     from windlass.data.progress import Progress
     from windlass.evaluation.source import find_source
-    from windlass.telemetry.measures import of_eval
+    from windlass.telemetry.measures import of_eval, show
     from windlass.telemetry.terminal import print_table
 
     bar = Progress("eval")
@@ -56,13 +56,12 @@ def evaluate(
         if env.rank == 0:
             bar.update(f"{name} {done:,}/{total:,}", done / total)
 
-    def show(name: str, numbers: dict[str, Any]) -> None:
+    def show_scores(name: str, scores: dict[str, Any]) -> None:
         bar.close()
         if not json_:
             rows = []
-            for key, value in numbers.items():
-                form = "" if isinstance(value, str) else ",.4f" if isinstance(value, float) else ","
-                rows.append((key, format(value, form), of_eval(key).unit))
+            for key, value in scores.items():
+                rows.append((key, show(value, of_eval(key).kind), of_eval(key).unit))
             print_table((name, "value", "unit"), rows, text=(name, "unit"))
 
     source = find_source(run, overrides, weights=weights)
@@ -70,7 +69,7 @@ def evaluate(
         typer.echo(f"{source.title}, {plural(env.world, 'rank')}")
     suites = [s.strip() for s in suite.split(",") if s.strip()]
     try:
-        result = evaluate_model(source, suites, overrides, out, show, show_progress)
+        result = evaluate_model(source, suites, overrides, out, show_scores, show_progress)
     finally:
         bar.close()
     if env.rank == 0 and json_:

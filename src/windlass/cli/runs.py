@@ -56,10 +56,10 @@ def runs(
         state = Text(row.state, STYLES.get(row.state, ""))
         done = "" if row.cells is None else f"{row.cells_done}/{row.cells}"
         step = "" if row.step is None else f"{row.step}/{'?' if row.steps is None else row.steps}"
-        left = "" if row.left_s is None else show(row.left_s, "duration")
-        losses = ("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.best_loss))
-        speed = "" if row.tokens_per_s is None else show(row.tokens_per_s, "short")
-        hours = "" if row.device_hours is None else show(row.device_hours, "hours")
+        left = show(row.left_s, "duration", missing="")
+        losses = (show(loss, "loss", missing="") for loss in (row.loss, row.best_loss))
+        speed = show(row.tokens_per_s, "short", missing="")
+        hours = show(row.device_hours, "hours", missing="")
         cells.append((row.run, state, done, step, left, *losses, speed, hours))
     if not cells:
         typer.echo("no runs here")
@@ -89,6 +89,7 @@ def checkpoints(
     from rich.filesize import decimal
 
     from windlass.checkpoint.choose import list_checkpoints
+    from windlass.telemetry.measures import show
     from windlass.telemetry.terminal import print_table
 
     listing = list_checkpoints(Path(run), verify)
@@ -106,7 +107,7 @@ def checkpoints(
             saved = (row["time"] or "")[:19].replace("T", " ")
             size = "" if row["bytes"] is None else decimal(row["bytes"])
             scores = [row["scores"][measure] for measure in measures]
-            shown = ("" if score is None else f"{score:.4f}" for score in scores)
+            shown = (show(score, "loss", missing="") for score in scores)
             reasons = ", ".join(REASONS[why] for why in row["kept"])
             state = "BAD" if row["problem"] else good
             cells.append((f"{row['step']:,}", saved, size, *shown, reasons, state))

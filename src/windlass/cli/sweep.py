@@ -114,17 +114,18 @@ def exit_code(study: Study, only: int | None = None) -> int:
 
 def show_winners(progress: Progress, study: Study) -> None:
     """Print medians over seeds, and the command that trains each winner, or why there is none."""
-    from windlass.telemetry.measures import title_of
+    from windlass.telemetry.measures import show, title_of
 
     for group in study.groups():
         if group.seeds and group.median is not None:
-            low, high = min(group.scores), max(group.scores)
-            spread = f"{low:.4f} to {high:.4f} over {group.seeds}"
-            progress.notify(f"{group.label}: median {group.median:.4f}, {spread}")
+            median = show(group.median, "loss")
+            low, high = show(min(group.scores), "loss"), show(max(group.scores), "loss")
+            spread = f"{low} to {high} over {group.seeds}"
+            progress.notify(f"{group.label}: median {median}, {spread}")
     winners, remark = study.winners()
     for place, group in enumerate(winners):
         over = f", median of {group.seeds}" if group.seeds else ""
-        score = f"{title_of(study.measure)} {group.median:.4f}{over}"
+        score = f"{title_of(study.measure)} {show(group.median, 'loss')}{over}"
         of_all = " of all" if len(winners) > 1 and not place else ""
         progress.notify(f"best{of_all}: {group.label} ({score})")
         command = study.winner_command(group.assignment)

@@ -21,8 +21,9 @@ from windlass.data.chat import prompt_tokens, stop_tokens
 from windlass.data.open import Data, open_data, own_data
 from windlass.errors import UserError, argument
 from windlass.evaluation.generate import Sampling, generate_events, in_order
+from windlass.evaluation.passes import Passes
 from windlass.evaluation.source import Source, find_source, open_model
-from windlass.evaluation.suites import Scores, Suites, step_name, write_predictions
+from windlass.evaluation.suites import Suites, SuiteScores, step_name, write_predictions
 from windlass.fileio import make_dir, read_json, write_atomic
 from windlass.parallel.dist import Ranks, alone, init_ranks
 from windlass.parallel.env import detect_env
@@ -40,8 +41,8 @@ class Evaluation:
 
     model: str
     step: int | None
-    results: dict[str, Scores]
-    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measured_on`
+    results: dict[str, SuiteScores]
+    measured: dict[str, dict[str, Any]] = field(repr=False)  # by suite: see `measure`
     predictions: dict[str, str] | None = None  # SQuAD's: question id → answer
     weights: str = "raw"
     path: Path | None = None
@@ -53,7 +54,7 @@ def evaluate(
     suites: Sequence[str] = (),
     overrides: Changes = (),
     out: str | Path | None = None,
-    on_result: Callable[[str, Scores], None] = lambda suite, numbers: None,
+    on_result: Callable[[str, SuiteScores], None] = lambda suite, numbers: None,
     on_progress: Callable[[str, int, int], object] = lambda suite, done, total: None,
     *,
     model: nn.Module | None = None,
@@ -62,9 +63,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure a saved model on the ranks of this process's launch, and record the scores.
 
+    `run`, `model` and `weights` are as in `load_model`.
+
     Args:
-        run: A run (its newest checkpoint), RUN@STEP, RUN@best, a checkpoint, a directory of
-            `transformers`, `hf:NAME`.
         suites: `loss`, `hellaswag`, `squad`, `lm-eval:TASKS`; default: the run's `eval.suites`.
         overrides: Settings to change, as `data.eval_source=FILE` or a mapping. On a GPU the run's
             precision and TF32 apply, so that the scores equal its training's. On a CPU the
@@ -74,11 +75,8 @@ def evaluate(
             run.
         on_result: Called on rank 0 with each suite's scores when it ends.
         on_progress: Called between the passes of a suite with the samples done and their total.
-        model: An instance of your class, for a run that trains it; the weights are loaded into
-            it.
         data: Your own samples, as in `train`; the loss is measured on their validation set, or on
             a single `Dataset`.
-        weights: `raw`, or `average` for the averaged weights (`train.average`).
 
     Raises:
         UserError: The model or a suite does not exist, suites are missing, or the data does not fit
@@ -143,47 +141,46 @@ def precision_of(recipe: Recipe, changes: Collection[str], gpu: bool) -> str:
 def measure(
     source: Source,
     ranks: Ranks,
-    on_result: Callable[[str, Scores], None],
+    on_result: Callable[[str, SuiteScores], None],
     on_progress: Callable[[str, int, int], object],
     given: Data | None = None,
 ) -> Evaluation:
-    """Every suite of the source's recipe in turn; all ranks call it together."""
+    """Every suite of the source's recipe in turn; all ranks call it together.
+
+    `measured` has the settings that scores depend on, and the fingerprint of the loss's data.
+    """
     recipe, suites = source.recipe, source.recipe.eval.suites
     model = open_model(source, ranks)
     if LOSS_SUITE in suites and source.tokenizer is None and given is None:
         problem = f"{source.name} was trained on your data"
         raise UserError(f"{problem}: measure it from Python, as evaluate(run, data=...)")
-    own: dict[str, Any] = {"tokenizer": source.tokenizer, "template": source.template}
-    data = given
+    data, template = given, source.template
     if data is None and LOSS_SUITE in suites:
-        data = open_data(recipe, ranks, **own, only_val=True)
+        tokenizer = source.tokenizer
+        data = open_data(recipe, ranks, tokenizer=tokenizer, template=template, only_val=True)
     if data is not None and data.val is None:
         raise UserError(
             "the validation set is missing: give data.eval_source=FILE, or data.val_fraction=0.1"
         )
     batch = samples_per_pass(recipe.model.context, ranks.device.type)
-    val, template = data.val if data else None, source.template
+    val = data.val if data else None
     measurer = Suites(recipe, source.tokenizer, ranks, val, batch, template=template)
-    results, measured, predictions = {}, {}, None
-    fingerprint = data.fingerprint if data else ""
+    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
+    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
+    settings["train.precision"] = resolve_precision(recipe.train.precision, ranks.device)
+    results, measured = dict[str, SuiteScores](), dict[str, dict[str, Any]]()
+    predictions = None
     for suite in suites:
         scored = measurer.measure(suite, model, progress=partial(on_progress, suite))
         assert scored is not None, "only a poll stops a suite"
-        results[suite], predictions = scored[0], scored[1] or predictions
+        results[suite], answers = scored
+        predictions = answers or predictions
         if ranks.main:
-            measured[suite] = measured_on(suite, recipe, ranks.device, fingerprint)
-            on_result(suite, scored[0])
+            measured[suite] = {"settings": settings}
+            if suite == LOSS_SUITE and data is not None:
+                measured[suite]["data"] = data.fingerprint
+            on_result(suite, results[suite])
     return Evaluation(source.name, source.step, results, measured, predictions, source.weights)
-
-
-def measured_on(
-    suite: str, recipe: Recipe, device: torch.device, fingerprint: str = ""
-) -> dict[str, Any]:
-    """The settings that the scores of a suite depend on, and the fingerprint of the loss's data."""
-    keys = ("eval.", "data.", "model.context", "train.global_batch", "run.seed")
-    settings = {key: value for key, value in recipe.flat().items() if key.startswith(keys)}
-    settings["train.precision"] = resolve_precision(recipe.train.precision, device)
-    return {"settings": settings} | ({"data": fingerprint} if suite == LOSS_SUITE else {})
 
 
 def write(result: Evaluation, folder: Path) -> Evaluation:
@@ -203,39 +200,29 @@ def write(result: Evaluation, folder: Path) -> Evaluation:
 
 
 class TextSampler:
-    """A saved model on one device, for many samples. Arguments as `sample`."""
+    """A saved model on one device, for many samples; `settings` as in `sample`."""
 
-    def __init__(
-        self,
-        run: str | Path | Run | Source,
-        device: str = "",
-        *,
-        model: nn.Module | None = None,
-        weights: str = "raw",
-        overrides: Changes = (),
-        **settings: Any,
-    ):
-        if not isinstance(run, Source):
-            run = find_source(run, overrides, model, weights)
-        self.source = run
-        default = {"max_tokens": 256, "temperature": 0.8, "seed": self.source.recipe.run.seed}
-        self.sampling, self.ranks = Sampling(**default | settings), alone(device or None)
-        self.model = open_model(self.source, self.ranks)
-        has_tokenizer = self.source.tokenizer is not None
+    def __init__(self, source: Source, device: str = "", **settings: Any):
+        self.source = source
+        default = {"max_tokens": 256, "temperature": 0.8, "seed": source.recipe.run.seed}
+        sampling = Sampling(**default | settings)  # rejects bad ones before it opens the model
+        self.ranks = alone(device or None)
+        self.model = open_model(source, self.ranks)
+        has_tokenizer = source.tokenizer is not None
         if not has_tokenizer or not hasattr(unwrap(self.model), "new_cache"):
             lack = "a model without new_cache" if has_tokenizer else "data without a tokenizer"
             needs = "text needs a tokenizer and new_cache(batch, length)"
-            raise UserError(f"{self.source.name} is the run of {lack}: {needs}")
-        stop = stop_tokens(self.source.tokenizer, self.source.template)
-        self.sampling = replace(self.sampling, stop=stop)
+            raise UserError(f"{source.name} is the run of {lack}: {needs}")
+        self.sampling = replace(sampling, stop=stop_tokens(source.tokenizer, source.template))
         self.messages: list[dict[str, str]] = []  # the conversation so far, of `reply`
 
     def pieces(self, prompts: list[list[int]], after: Sequence[int]) -> Iterator[tuple[int, str]]:
         """The continuations of prompts, as (number of the text, next piece), text after text."""
-        tokenizer, ranks = self.source.tokenizer, self.ranks
-        arithmetic, vocab = partial(autocast, self.source.recipe, ranks.device), tokenizer.vocab
-        how: dict[str, Any] = {"vocab": vocab, "autocast": arithmetic}
-        events = generate_events(self.model, prompts, self.sampling, ranks, **how)
+        tokenizer = self.source.tokenizer
+        passes = Passes(partial(autocast, self.source.recipe, self.ranks.device))
+        events = generate_events(
+            self.model, prompts, self.sampling, self.ranks, vocab=tokenizer.vocab, passes=passes
+        )
         return in_order(events, tokenizer, len(prompts), after)
 
     def reply(self, message: str) -> Iterator[str]:
@@ -274,9 +261,9 @@ def sample(
     Raises:
         UserError: The model does not exist, or a setting is out of its range.
     """
-    how: dict[str, Any] = {"model": model, "weights": weights, "overrides": overrides}
-    sampler = TextSampler(run, device, **how, **settings)
-    ids = sampler.source.tokenizer.prompt(prompt)
+    source = run if isinstance(run, Source) else find_source(run, overrides, model, weights)
+    sampler = TextSampler(source, device, **settings)
+    ids = source.tokenizer.prompt(prompt)
     return sampler.pieces([ids] * n, after=ids if prompt else ())
 
 

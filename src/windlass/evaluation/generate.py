@@ -10,8 +10,7 @@ Legend: B rows of a batch, T tokens of a pass, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +18,17 @@ from torch import Tensor
 
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
+from windlass.evaluation.passes import PLAIN, Passes
 from windlass.model.build import casting_once, evaluating
 from windlass.parallel.collectives import max_async
-from windlass.parallel.dist import Ranks, alone
+from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap, varying_shapes
 from windlass.seeds import seed_bytes
 
 Event = tuple[int, int | None]  # the index of a text and its next token; None: the text is complete
 # Prompt tokens decoded with the next ones: some tokenizers drop the space before a text.
 PROMPT_TAIL = 16
+BATCH = 16  # texts that are continued together
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,27 @@ def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    *arguments: Any,
-    progress: Callable[[int, int], object] | None = None,
-    **how: Any,
+    ranks: Ranks | None = None,
+    indices: Sequence[int] | None = None,
+    batch: int = BATCH,
+    vocab: int = 0,
+    passes: Passes = PLAIN,
 ) -> list[list[int]] | None:
     """The tokens after each prompt, without the stop token; arguments as `generate_events`."""
-    done, texts = 0, {index: list[int]() for index in how.get("indices") or range(len(prompts))}
-    events = generate_events(model, prompts, sampling, *arguments, **how)
+    indices = range(len(prompts)) if indices is None else indices
+    texts = {index: list[int]() for index in indices}
+    done = 0
+    events = generate_events(model, prompts, sampling, ranks, indices, batch, vocab, passes)
     while True:
         try:
             index, token = next(events)
         except StopIteration as end:
             return list(texts.values()) if end.value else None
-        texts[index] += [] if token is None else [token]
-        if token is None and progress is not None:
+        if token is not None:
+            texts[index].append(token)
+        else:
             done += 1
-            progress(done, len(prompts))
+            passes.show(done, len(prompts))
 
 
 def generate_divided(
@@ -120,16 +126,19 @@ def generate_divided(
     sampling: Sampling,
     numbers: Sequence[int],
     prompt_of: Callable[[int], list[int]],
-    progress: Callable[[int, int], object] | None = None,
-    **how: Any,
+    passes: Passes = PLAIN,
+    batch: int = BATCH,
 ) -> dict[int, str] | None:
     """A text for each number, generated on one rank; every rank gets all texts."""
     mesh = ranks.mesh
-    own, count = numbers[mesh.data_rank :: mesh.data_world], len(numbers)
-    if progress is not None:  # the other ranks are about equally far
-        how["progress"] = lambda done, _: progress(min(done * mesh.data_world, count), count)
+    own = numbers[mesh.data_rank :: mesh.data_world]
+
+    def show(done: int, _: int) -> None:  # the other ranks are about equally far
+        passes.show(min(done * mesh.data_world, len(numbers)), len(numbers))
+
     prompts = [prompt_of(number) for number in own]
-    texts = generate(model, prompts, sampling, ranks, indices=own, vocab=tokenizer.vocab, **how)
+    shown = replace(passes, progress=show)
+    texts = generate(model, prompts, sampling, ranks, own, batch, tokenizer.vocab, shown)
     if texts is None:
         return None
     decoded = [
@@ -144,16 +153,14 @@ def generate_events(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     ranks: Ranks | None = None,
-    *,
     indices: Sequence[int] | None = None,
-    batch: int = 16,
+    batch: int = BATCH,
     vocab: int = 0,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
+    passes: Passes = PLAIN,
 ) -> Generator[Event, None, bool]:
     """Continue prompts: yields (index, token), and (index, None) when a text is complete.
 
-    A full window drops its first half. Returns False if `poll` asks to stop.
+    A full window drops its first half. Returns False if a rank was asked to stop.
 
     Args:
         model: It has `context`, perhaps a longer `limit`, and `new_cache(batch, length)`;
@@ -167,7 +174,8 @@ def generate_events(
     ranks = ranks or alone(next(model.parameters()).device)
     if any(not len(prompt) for prompt in prompts):
         raise UserError("a prompt is empty: generation needs at least one token to begin with")
-    lengths, numbers = list(map(len, prompts)), range(len(prompts)) if indices is None else indices
+    numbers = range(len(prompts)) if indices is None else indices
+    lengths = list(map(len, prompts))
     groups = iter(batches(lengths, batch, window(model), sampling.max_tokens))
     group: _Texts | None = None
     with evaluating(model), varying_shapes():
@@ -177,13 +185,13 @@ def generate_events(
                 group = _Texts(model, members, sampling) if members else None
             # Sharded parameters are gathered in every pass, so a rank without work takes part with
             # one token until no rank has work left.
-            flags = [group is not None, poll is not None and poll()]
+            flags = [group is not None, passes.poll is not None and passes.poll()]
             active, stops = max_async(flags, ranks).wait()
             if stops or not active:
                 return not stops
             tokens, cache = group.next_pass() if group else ([[0]], model.new_cache(1, 1))
             ids = torch.tensor(tokens, dtype=torch.int64, device=ranks.device)
-            with torch.no_grad(), casting_once(autocast):
+            with torch.no_grad(), casting_once(passes.autocast):
                 logits = model(ids, cache=cache)[:, -1]
             if group is not None:
                 yield from group.add(logits[:, : vocab or None].float())
@@ -195,7 +203,8 @@ class _Texts:
     def __init__(
         self, model: Any, members: Sequence[tuple[Sequence[int], int]], sampling: Sampling
     ):
-        self.model, self.limit, self.sampling, self.cache = model, window(model), sampling, None
+        self.model, self.sampling, self.limit = model, sampling, window(model)
+        self.cache: Any = None
         self.rows = [[int(token) for token in prompt] for prompt, _ in members]
         self.prompt_lengths = [len(row) for row in self.rows]
         self.indices = [index for _, index in members]

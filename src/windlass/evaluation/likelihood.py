@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +22,17 @@ from windlass.data.samples import Samples
 from windlass.data.sources import open_source, record_of
 from windlass.data.tokenizer import Tokenizer
 from windlass.errors import UserError
+from windlass.evaluation.passes import PLAIN, Passes
 from windlass.model.attention import documents_of
 from windlass.model.build import casting_once, evaluating, scalar
 from windlass.model.loss import SourceSums, takes_sources
-from windlass.parallel.collectives import max_async, sum_async, sum_over_stages
+from windlass.parallel.collectives import sum_async, sum_over_stages
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
 from windlass.recipe.settings import IGNORE_INDEX
 
 HELLASWAG = "hf:Rowan/hellaswag"
 TOKENS_PER_PASS = {"cpu": 2048, "cuda": 32768}
-OnProgress = Callable[[int, int], object]  # between passes, with the amount done and the total
 # In fp32 2 GB on a GPU. The C library reuses blocks of 32 MB; larger ones have new pages each time.
 LOGITS_PER_PASS = {"cpu": 2**23, "cuda": 2**29}
 LEAST_PER_PASS = 128  # tokens, however many logits each has
@@ -47,12 +46,10 @@ def evaluate_loss(
     limit: int = 0,
     *,
     whole: bool = False,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-    progress: OnProgress | None = None,
     token_bytes: np.ndarray | None = None,
+    passes: Passes = PLAIN,
 ) -> dict[str, float] | None:
-    """The loss of a validation set, or of its first `limit` samples (0: all).
+    """The loss of a validation set, or of its first `limit` samples (0: all); None if stopped.
 
     Args:
         model: `model(tokens, labels)`, both [B, T], returns the summed loss.
@@ -81,13 +78,12 @@ def evaluate_loss(
                     text_bytes += int(token_bytes[unmasked.numpy()].sum())
                 here = rows.to(ranks.device)
                 sources = {"by_source": SourceSums(here.sources, by_source)} if names else {}
-                with casting_once(autocast):
+                with casting_once(passes.autocast):
                     total += scalar(model(*here[:2], **sources, **documents_of(here, model)))
-                if poll is not None and max_async([poll()], ranks).wait()[0]:
+                if passes.stopped(ranks):
                     return None
-                if progress is not None:
-                    done = min(done + batch * mesh.data_world, end)
-                    progress(done, ends[-1])
+                done = min(done + batch * mesh.data_world, end)
+                passes.show(done, ends[-1])
             # The ranks of `cp` have the same rows; each has the loss of its own tokens.
             counts = [mesh.counts_rows * float(number) for number in (tokens, text_bytes)]
             own_sums = sum_over_stages(by_source.clone(), ranks).flatten().tolist()
@@ -136,12 +132,9 @@ def log_likelihoods(
     model: Any,
     rows: Sequence[Continuation],
     ranks: Ranks,
-    *,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    poll: Callable[[], bool] | None = None,
-    progress: OnProgress | None = None,
+    passes: Passes = PLAIN,
 ) -> list[Likelihood] | None:
-    """Log-likelihood of each ending after its context, of all rows on every rank.
+    """Log-likelihood of each ending after its context, of all rows on every rank; None if stopped.
 
     One rank scores a row, and a row longer than the model's context loses its beginning. Rows in a
     pass have similar lengths. Padding is at their end, so that a causal model does not see it.
@@ -151,29 +144,28 @@ def log_likelihoods(
     texts = [[*row.context, *row.ending][-(model.context + 1) :] for row in rows]
     counts = [min(len(row.ending), len(text) - 1) for row, text in zip(rows, texts, strict=True)]
     lengths = [len(text) - 1 for text in texts]  # the model does not read the last token
-    passes = plan_passes(lengths, model.vocab, device.type)
+    groups = plan_passes(lengths, model.vocab, device.type)
     scored = list[int]()  # on this rank
     results = list[Tensor]()  # for each of them the sum, and whether greedy
     with evaluating(model), torch.no_grad():
-        for first in range(0, len(passes), mesh.data_world):
+        for first in range(0, len(groups), mesh.data_world):
             at = first + mesh.data_rank
-            own = passes[at] if at < len(passes) else []
+            own = groups[at] if at < len(groups) else []
             # A rank without work in the last round takes part with one token.
             columns = [torch.tensor(texts[i]) for i in own] or [torch.tensor([0, 0])]
             batch = pad_sequence(columns, batch_first=True)
             if device.type == "cuda":
                 batch = batch.pin_memory()
             batch = batch.to(device, non_blocking=True)
-            with casting_once(autocast):
+            with casting_once(passes.autocast):
                 logits = model(batch[:, :-1])
             for row, i in enumerate(own):
                 part = slice(lengths[i] - counts[i], lengths[i])
                 results.append(score(logits[row, part], batch[row, 1:][part]))
             scored += own
-            if poll is not None and max_async([poll()], ranks).wait()[0]:
+            if passes.stopped(ranks):
                 return None
-            if progress is not None:
-                progress(min(first + mesh.data_world, len(passes)), len(passes))
+            passes.show(min(first + mesh.data_world, len(groups)), len(groups))
     sums, greedy_rows = [0.0] * len(rows), [0.0] * len(rows)
     # the host waits for the device only here
     fetched = torch.stack(results).tolist() if results and mesh.counts_rows else []
@@ -228,26 +220,30 @@ def read_items(file: str = "", limit: int = 0) -> list[Item]:
     """The first `limit` (0: all) items, from a JSONL file or `datasets`; UserError if none."""
     if file and not Path(file).is_file():
         raise UserError(f"eval.hellaswag_file: {file} does not exist")
-    place, setting = file or HELLASWAG, "eval.hellaswag_file" + " is empty" * (not file)
+    place = file or HELLASWAG
+    setting = "eval.hellaswag_file" if file else "eval.hellaswag_file is empty"
     spec = SourceSpec(place, place, "chat", split="validation", setting=setting)
     items = []
     for record in itertools.islice(open_source(spec).items(), limit or None):
-        row = record_of(record)
         try:
-            endings = tuple(map(_without_tags, row["endings"]))
-            # the activity, and the text that the endings continue: its second sentence is a new one
-            text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
-            activity = f"{row['activity_label']}: " if row.get("activity_label") else ""
-            item = Item(_without_tags(activity + text), endings, int(row["label"]))
-            if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
-                raise ValueError
+            items.append(_item(record_of(record)))
         except (ValueError, KeyError, TypeError):
             expected = "a HellaSwag item has ctx, endings, and as label the number of one"
             raise UserError(f"{record.place}: {expected}") from None
-        items.append(item)
     if not items:
         raise UserError(f"eval.hellaswag_file: {file} is empty")
     return items
+
+
+def _item(row: dict[str, Any]) -> Item:
+    # the endings continue the second part, a new sentence
+    text = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if "ctx_a" in row else row["ctx"]
+    if row.get("activity_label"):
+        text = f"{row['activity_label']}: {text}"
+    item = Item(_without_tags(text), tuple(map(_without_tags, row["endings"])), int(row["label"]))
+    if not item.context or not all(item.endings) or not 0 <= item.label < len(item.endings):
+        raise ValueError
+    return item
 
 
 def _without_tags(text: str) -> str:
@@ -262,20 +258,24 @@ def continuations(items: Sequence[Item], tokenizer: Tokenizer) -> list[Continuat
 
 
 def evaluate_hellaswag(
-    model: Any, items: Sequence[Item], rows: Sequence[Continuation], ranks: Ranks, **how: Any
+    model: Any,
+    items: Sequence[Item],
+    rows: Sequence[Continuation],
+    ranks: Ranks,
+    passes: Passes = PLAIN,
 ) -> dict[str, float] | None:
-    """Accuracy over the items; `rows` are the `continuations` of `items`.
+    """Accuracy over the items, and `items`; `rows` are their `continuations`. None if stopped.
 
     The model's answer is the ending with the largest log-likelihood: in sum (`acc`), per byte
-    (`acc_norm`), or per token (`acc_per_token`, as llm.c). Also returns `items`.
+    (`acc_norm`), or per token (`acc_per_token`, as llm.c).
     """
-    scores = log_likelihoods(model, rows, ranks, **how)
+    scores = log_likelihoods(model, rows, ranks, passes)
     if scores is None:
         return None
-    right, first = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}, 0
+    right = {"acc": 0, "acc_norm": 0, "acc_per_token": 0}
+    rest = iter(scores)
     for item in items:
-        endings = scores[first : first + len(item.endings)]
-        first += len(endings)
+        endings = list(itertools.islice(rest, len(item.endings)))
         pairs = list(zip(endings, item.endings, strict=True))
         normalised = {
             "acc": [ending.sum for ending in endings],

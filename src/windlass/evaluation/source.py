@@ -83,32 +83,40 @@ def find_source(
     adapter = path if (path / ADAPTER).is_file() else None
     foreign = name.startswith("hf:") or adapter or (path / "config.json").is_file()
     if not foreign or Run(path).exists:
-        choice = choose.find_checkpoint(name)
-        run = Run(choice.path.parent.parent)
-        if not run.exists:
-            problem = f"{choice.path} is not in a run directory"
-            raise UserError(f"{problem}: there is no {run.recipe_path}")
-        folder = run.path / FOLDER
-        tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
-        if not tokenizer and "own_model" not in run.environment:  # on the user's own data
-            tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
-            tokenizer = tokenizer if tokenizer.vocab <= choice.meta["vocab"] else None
-        if tokenizer and run.recipe.model.is_new:
-            tokenizer.start = None  # of the model that the tokenizer comes from
-        template = Template.of_directory(folder)
-        recipe = run.recipe.replace(IN_FLOAT32).replace(overrides, AS_READ | NO_LAYOUT)
-        source = Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
-        source = replace(source, module=module, weights=weights)
+        source = replace(_of_run(name, overrides), module=module, weights=weights)
         source.open_checkpoint()  # raises if it lacks averaged weights
         return source
     if weights != "raw":
         problem = f"{name} is a directory of transformers, which has one set of weights"
         raise UserError(f"{argument('weights', weights)}: {problem}: leave it out")
+    return _of_transformers(name, adapter, overrides)
+
+
+def _of_run(name: str, overrides: Changes) -> Source:
+    choice = choose.find_checkpoint(name)
+    run = Run(choice.path.parent.parent)
+    if not run.exists:
+        problem = f"{choice.path} is not in a run directory"
+        raise UserError(f"{problem}: there is no {run.recipe_path}")
+    folder = run.path / FOLDER
+    tokenizer: Any = load_tokenizer(folder) if folder.is_dir() else None
+    if not tokenizer and "own_model" not in run.environment:  # on the user's own data
+        tokenizer = named_tokenizer(run.recipe.tokenizer, run.recipe.tokenizer_key)
+        tokenizer = tokenizer if tokenizer.vocab <= choice.meta["vocab"] else None
+    if tokenizer and run.recipe.model.is_new:
+        tokenizer.start = None  # of the model that the tokenizer comes from
+    template = Template.of_directory(folder)
+    recipe = run.recipe.replace(IN_FLOAT32).replace(overrides, AS_READ | NO_LAYOUT)
+    return Source(str(run.path), recipe, tokenizer, template, choice.path, choice.step, run)
+
+
+def _of_transformers(name: str, adapter: Path | None, overrides: Changes) -> Source:
     from windlass.model.hf import open_hf
 
-    settings = (
-        adapter_settings(adapter) if adapter else {"kind": "hf", "name": name.removeprefix("hf:")}
-    )
+    if adapter:
+        settings = adapter_settings(adapter)
+    else:
+        settings = {"kind": "hf", "name": name.removeprefix("hf:")}
     recipe = Recipe.from_dict({"preset": "hf", "model": settings})
     model = recipe.replace(overrides).model
     directory = hub.directory(model.name, model.revision, key=name)

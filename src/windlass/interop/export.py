@@ -6,7 +6,6 @@ If no architecture computes the same as our GPT, the export includes code (model
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Iterable
@@ -32,8 +31,7 @@ from windlass.recipe import Changes
 from windlass.recipe.network import ModelSettings
 from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import Run, decode
-from windlass.telemetry.ledger import plain
-from windlass.telemetry.measures import of_eval
+from windlass.telemetry.measures import of_eval, show
 from windlass.variables import scrub
 
 CODE = Path(__file__).with_name("modeling_windlass.py")
@@ -343,22 +341,18 @@ def card(source: Source, checkpoint: Checkpoint, name: str, adapter: bool) -> st
         recipe=recipe,
         step=step,
         tokens=checkpoint.counters["tokens"],
-        loss=_shown(losses[-1]) if losses else "",
+        loss=show(losses[-1], "loss") if losses else "",
         data=", ".join(f"`{scrub(one)}`" for one in recipe.data.sources),
         code=", trust_remote_code=True" if own_code else "",
         settings=tomli_w.dumps(scrub(recipe.tree())),
         scores=[
-            (suite, measure, _shown(value))
+            (suite, measure, show(value, "loss"))
             for suite, line in lines.items()
             for measure, value in decode(line).items()
             if isinstance(value, float) and of_eval(measure).role in ("score", "derived")
         ],
         **_origin(run, recipe.model),
     )
-
-
-def _shown(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else str(plain(value))
 
 
 def _origin(run: Run, m: ModelSettings) -> dict[str, str]:

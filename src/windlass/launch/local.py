@@ -252,7 +252,7 @@ class Group:
     def last_step(self) -> int:
         """The last step that a rank has done."""
         reports = (self.report("status", rank) for rank in range(self.world))
-        return max(r.get("step", 0) - (r.get("phase") in processes.IN_STEP) for r in reports)
+        return max(r.get("step", 0) - (r.get("phase") in processes.STEP_PHASES) for r in reports)
 
     def _settle(self, seconds: float) -> None:
         until = time.monotonic() + seconds

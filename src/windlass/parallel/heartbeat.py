@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from windlass.parallel.env import DistEnv
-from windlass.processes import IN_STEP, Failure, RankStatus
+from windlass.processes import STEP_PHASES, Failure, RankStatus
 
 MISSED = 5  # intervals without a beat after which a rank is lost
 POLL_SECONDS = 1.0  # how often a rank looks for a reported failure, at least
 EXIT_SECONDS = 2.0  # in which the main thread of a lost run may end with its own message
 CAUSE_SECONDS = 1.0  # how long a rank that lost contact waits for the report of the one that failed
 
-ORDER = (*IN_STEP, "step")  # of a step; other phases come after
+ORDER = (*STEP_PHASES, "step")  # of a step; other phases come after
 HAS_COLLECTIVES = (*ORDER[1:], "evaluation", "sample")  # a user's callbacks may take any time
 
 Result = TypeVar("Result")

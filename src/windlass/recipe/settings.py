@@ -287,12 +287,15 @@ class EvalSettings(Section):
     """Texts to generate."""
 
 
+Tracker = Literal["tensorboard", "mlflow", "wandb"]
+
+
 class TelemetrySettings(Section):
     """The ledger and the trackers."""
 
     every: int = Field(10, ge=1)
     """Steps between two `train` lines of the ledger; only these steps synchronise the device."""
-    trackers: Annotated[list[Literal["tensorboard", "mlflow", "wandb"]], Names] = []
+    trackers: Annotated[list[Tracker], Names] = []
     """Trackers to export the ledger to, each from a separate process."""
     project: str = "windlass"
     """The project or experiment in the trackers."""

@@ -19,8 +19,7 @@ from windlass.run import ENDINGS
 from windlass.study.comparison import common_measure
 from windlass.study.numbers import BITS
 from windlass.study.results import NO_BEST
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.measures import LOSS, show, title_of
 
 WORKED, GOOD, FAST = "Did it work?", "How good is it?", "How fast was it?"
 COST, WRONG = "What did it cost?", "What went wrong?"

@@ -14,8 +14,7 @@ from windlass.reports.tables import slug
 from windlass.reports.view import Numbers, RunView, Track, interpolate, thin
 from windlass.study.comparison import common_measure
 from windlass.study.numbers import BITS, score_fields
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import DEVICE, SOURCE, TRAIN, by_chart, of_source
+from windlass.telemetry.measures import DEVICE, LOSS, SOURCE, TRAIN, by_chart, of_source
 
 COLOURS, DASHES = 8, 5  # of the palette, and of the patterns and shapes in plots.py and chart.js
 SPREAD = 8  # of the values on a logarithmic axis, at least: the highest over the lowest

@@ -9,8 +9,7 @@ import numpy as np
 
 from windlass.errors import plural
 from windlass.reports.view import RunView
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show
+from windlass.telemetry.measures import LOSS, show
 
 
 def curve(view: RunView, width: int | None = None, height: int = 13) -> str:

@@ -11,7 +11,7 @@ from windlass.run import Run
 from windlass.study.numbers import RunNumbers, read_numbers
 from windlass.study.results import CellResult
 from windlass.study.study import STUDY, Study
-from windlass.telemetry.ledger import LOSS
+from windlass.telemetry.measures import LOSS
 
 DEPTH = 3  # levels below the directory in which runs are listed; a study's own are not
 

@@ -60,8 +60,8 @@ def setup_table(study: Study, setups: Sequence[Setup]) -> Table:
     for name, own in SETUP.items():
         values = [row.values[name] for row in setups if row.values.get(name) is not None]
         different = len({show(value, own.kind) for value in values}) > 1
-        shown = bool(own.heading and values) and (different or own.role != "shape")
-        shown &= strategies or own.role != "strategies"
+        shown = bool(own.heading and values) and (different or own.only != "varied")
+        shown &= strategies or own.only != "strategies"
         columns.append(Column(name, own.heading, own.kind, own.short, shown))
         if name == "step_ms":
             repeated = any(name in row.spread for row in setups)
@@ -118,7 +118,7 @@ def _reasons(scaling: Scaling, measured: Sequence[Setup]) -> list[str]:
     other = "compared" if scaling.mode == "strategies" else "strategies"
     columns: dict[str, dict[str, None]] = {}  # titles by reason
     for name, measure in SETUP.items():
-        if measure.heading and measure.role not in ("optional", other):
+        if measure.heading and measure.only not in ("optional", other):
             for row in measured:
                 if name in row.missing:
                     title = measure.title.partition(" (")[0]

@@ -20,8 +20,7 @@ from windlass.study.grid import SEED, label_of, short_names
 from windlass.study.numbers import BITS
 from windlass.study.results import SeedGroup, seed_groups
 from windlass.study.study import Study
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.measures import LOSS, show, title_of
 from windlass.variables import scrub
 
 

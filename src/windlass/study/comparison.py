@@ -10,7 +10,7 @@ from windlass.fileio import read_json
 from windlass.recipe import Recipe
 from windlass.run import Run
 from windlass.study.numbers import BITS, RunNumbers
-from windlass.telemetry.ledger import LOSS
+from windlass.telemetry.measures import LOSS
 
 # Settings that choose the tokenizer.
 TOKENIZER = ("data.tokenizer", "data.tokenizer_vocab", "model.name", "model.revision")

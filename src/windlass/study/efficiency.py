@@ -13,6 +13,7 @@ from typing import Any
 from windlass.errors import plural
 from windlass.estimate.rank import flops_of_run
 from windlass.estimate.speed import NO_PEAK
+from windlass.processes import STEP_PHASES
 from windlass.recipe import Recipe
 from windlass.recipe.settings import SQUAD_SUITE
 from windlass.recipe.strategies import Sizes
@@ -22,7 +23,6 @@ from windlass.study.probe import WARMUP, read_probe
 from windlass.study.results import STATES, CellResult
 from windlass.study.study import Scaling, Study
 from windlass.telemetry.measures import SETUP
-from windlass.telemetry.timing import STEP_PHASES
 
 # Numbers of a whole run, by their names in `measures.RUN`.
 WHOLE_RUN = (

@@ -12,9 +12,14 @@ from typing import Any
 from windlass.model.size import describe_network, trainable
 from windlass.recipe.strategies import Sizes
 from windlass.run import STARTS, Line, Run, effective, last_start, read_lines, timestamp
-from windlass.telemetry.ledger import LOSS, scores_by_step
-from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, RUN, Measure, of_eval
-from windlass.telemetry.timing import device_hours, evaluation_speed, throughput, wall_time
+from windlass.telemetry.measures import DEVICE, EPOCH_LOSS, LOSS, RUN, Measure, of_eval
+from windlass.telemetry.summary import (
+    device_hours,
+    evaluation_speed,
+    scores_by_step,
+    throughput,
+    wall_time,
+)
 
 BITS = "loss.bits_per_byte"  # as in `checkpoint.best`: the suite, and the field of its `eval` line
 RECENT = 10  # logged steps from which the time left is computed

@@ -11,8 +11,7 @@ from windlass.study.grid import short_names
 from windlass.study.results import CellResult
 from windlass.study.study import Study
 from windlass.telemetry import terminal
-from windlass.telemetry.ledger import LOSS
-from windlass.telemetry.measures import show, title_of
+from windlass.telemetry.measures import LOSS, show, title_of
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -16,7 +16,7 @@ from windlass.run import Line, Run
 from windlass.study.comparison import ValidationData, common_measure, validation_data
 from windlass.study.grid import AXES_ONLY, SEED, Assignment, Cell, label_of
 from windlass.study.numbers import BITS, RunNumbers
-from windlass.telemetry.ledger import LOSS
+from windlass.telemetry.measures import LOSS
 
 NO_BEST = "Windlass names no best cell"
 OPEN_STATES = ("waiting", "interrupted")

@@ -37,7 +37,7 @@ from windlass.study.results import (
     find_winners,
     seed_groups,
 )
-from windlass.telemetry.ledger import LOSS
+from windlass.telemetry.measures import LOSS
 
 STUDY = "study.json"
 Kind = Literal["sweep", "ladder", "scaling"]

@@ -2,7 +2,7 @@
 
 - `hint`: the place at which to look at the run.
 - `marks`: the last step of each stream that the tracker has.
-- `write(points)`, in the order of their steps: after it the tracker has everything up to `marks`.
+- `write(points)`, in the order of their steps: after it the tracker has them.
 - `close(state, ended)`: returns when all is delivered; any error means that something is not.
 """
 
@@ -15,7 +15,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,30 +23,7 @@ from windlass.recipe.settings import TelemetrySettings
 from windlass.run import ENDINGS, Run
 from windlass.variables import scrub
 
-MLFLOW_DEFAULTS = {  # short, because the exporter tries again anyway
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
 PROJECT = str(TelemetrySettings.model_fields["project"].default)
-MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
-UNKNOWN_TO_MLFLOW = re.compile(r"[^\w/.\- :]")  # in the name of a metric
-# W&B gets nothing of the machine, the code or the console. Its retries end.
-WANDB_SETTINGS: dict[str, Any] = {
-    "silent": True,
-    "console": "off",
-    "disable_code": True,
-    "disable_git": True,
-    "reinit": "create_new",
-    "x_disable_meta": True,
-    "x_disable_stats": True,
-    "x_disable_machine_info": True,
-    "x_save_requirements": False,
-    "init_timeout": 20.0,
-    "x_graphql_retry_max": 3,
-    "x_graphql_timeout_seconds": 10.0,
-}
 
 
 class Point(NamedTuple):
@@ -62,7 +39,7 @@ class Point(NamedTuple):
 class TensorBoard:
     """Writes the effective ledger into a new file at each start: events cannot be removed."""
 
-    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+    def __init__(self, run: Run, run_id: str, settings: dict[str, Any], started: float):
         from tensorboard.compat.proto import event_pb2
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -86,7 +63,7 @@ class TensorBoard:
     def _add(self, time: float, **fields: Any) -> None:
         self._writer.write(self._event(wall_time=time, **fields).SerializeToString())
 
-    def write(self, points: Iterator[Point]) -> None:
+    def write(self, points: Sequence[Point]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -95,12 +72,23 @@ class TensorBoard:
             for tag, text in point.texts.items():
                 values += text_pb(tag, text.encode("utf-8", "replace")).value
             self._add(point.time, step=point.step, summary=Summary(value=values))
+            self.marks[point.stream] = point.step
         self._file.flush()
         while self._old:
             self._old.pop().unlink(missing_ok=True)
 
     def close(self, state: str, ended: float) -> None:
         self._file.close()
+
+
+MLFLOW_DEFAULTS = {  # short, because the exporter tries again anyway
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # MLflow's own limits of one request
+UNKNOWN_TO_MLFLOW = re.compile(r"[^\w/.\- :]")  # in the name of a metric
 
 
 def mlflow_store(directory: Path) -> tuple[str, str]:
@@ -118,7 +106,7 @@ class MLflow:
     """One MLflow run, which a tag identifies, in `MLFLOW_TRACKING_URI` or a SQLite store beside the
     runs. MLflow cannot remove points: if a resume repeats steps, their first points stay."""
 
-    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+    def __init__(self, run: Run, run_id: str, settings: dict[str, Any], started: float):
         for key, value in MLFLOW_DEFAULTS.items():
             os.environ.setdefault(key, value)
         import mlflow
@@ -134,11 +122,15 @@ class MLflow:
             experiment = earlier.experiment_id
         else:
             experiment = client.create_experiment(project, artifacts)
-        runs = client.search_runs([experiment], f"tags.`windlass.id` = '{id}'", max_results=1)
+        runs = client.search_runs([experiment], f"tags.`windlass.id` = '{run_id}'", max_results=1)
         if not runs:
-            tags = {"windlass.id": id, "mlflow.runName": path.name}
-            tags["mlflow.note.content"] = settings["run.notes"]
-            tags |= {"group": settings["study"]} if "study" in settings else {}
+            tags = {
+                "windlass.id": run_id,
+                "mlflow.runName": path.name,
+                "mlflow.note.content": settings["run.notes"],
+            }
+            if "study" in settings:
+                tags["group"] = settings["study"]
             runs = [client.create_run(experiment, start_time=round(started * 1e3), tags=tags)]
         self._id, data = runs[0].info.run_id, runs[0].data
         # Existing parameters cannot be changed and need not be.
@@ -150,7 +142,7 @@ class MLflow:
         if uri.startswith("http"):
             self.hint += f"/#/experiments/{experiment}/runs/{self._id}"
 
-    def write(self, points: Iterator[Point]) -> None:
+    def write(self, points: Sequence[Point]) -> None:
         # Metrics come before the marks. After a kill between the two, the store gets equal rows
         # again, with the ledger's own times, and keeps one.
         from mlflow.entities import Metric
@@ -159,12 +151,11 @@ class MLflow:
         metrics: list[Metric] = []
         for point in points:
             ms = round(point.time * 1e3)
-            metrics += [
-                Metric(UNKNOWN_TO_MLFLOW.sub("_", key), x, ms, point.step)
-                for key, x in point.scalars.items()
-            ]
+            for key, x in point.scalars.items():
+                metrics.append(Metric(UNKNOWN_TO_MLFLOW.sub("_", key), x, ms, point.step))
             for key, text in point.texts.items():
                 self._client.log_text(self._id, text, f"{key}/step-{point.step:08d}.txt")
+            self.marks[point.stream] = point.step
         for first in range(0, len(metrics), MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[first : first + MAX_METRICS])
         self._client.set_tag(self._id, "windlass.marks", json.dumps(self.marks))
@@ -175,6 +166,24 @@ class MLflow:
             self._client.set_terminated(self._id, status, end_time=round(ended * 1e3))
 
 
+# W&B gets nothing of the machine, the code or the console. Its retries end.
+WANDB_SETTINGS: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_code": True,
+    "disable_git": True,
+    "reinit": "create_new",
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    "init_timeout": 20.0,
+    "x_graphql_retry_max": 3,
+    "x_graphql_timeout_seconds": 10.0,
+}
+WANDB_CHARTS = ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*")
+
+
 class WandB:
     """One W&B run under a stable id: online, or in the user's mode `offline` a complete directory
     that `wandb sync` uploads later.
@@ -183,28 +192,31 @@ class WandB:
     offline start writes the effective ledger into a new directory and removes older ones.
     """
 
-    def __init__(self, run: Run, id: str, settings: dict[str, Any], started: float):
+    def __init__(self, run: Run, run_id: str, settings: dict[str, Any], started: float):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self.marks: dict[str, int] = {}
         self._old: list[Path] = []
         users = wandb.setup().settings  # from variables, and from `wandb offline` or `disabled`
-        # What is None comes from the user's variables.
+        # W&B itself puts the user's variable for None.
         project: str | None = settings["telemetry.project"]
         if users.project and project == PROJECT:
             project = None
-        group = os.environ.get("WANDB_RUN_GROUP") or settings.get("study")
-        arguments: dict[str, Any] = {"project": project, "group": group, "id": id}
-        arguments["name"] = users.run_name or run.path.resolve().name
-        arguments["dir"] = os.environ.get("WANDB_DIR") or str(run.path)
-        arguments |= {"config": settings, "notes": settings["run.notes"] or None}
         ours = {k: v for k, v in WANDB_SETTINGS.items() if f"WANDB_{k.upper()}" not in os.environ}
-        arguments["settings"] = wandb.Settings(**ours)
-        if users.mode in ("online", "run"):
-            arguments["resume"] = "allow"
-        self._run: Any = wandb.init(**arguments, mode=users.mode)
-        for name in ("train/*", "throughput/*", "time/*", "eval/*", "log/*", "run/*", "device/*"):
+        self._run: Any = wandb.init(
+            project=project,
+            group=os.environ.get("WANDB_RUN_GROUP") or settings.get("study"),
+            id=run_id,
+            name=users.run_name or run.path.resolve().name,
+            dir=os.environ.get("WANDB_DIR") or str(run.path),
+            config=settings,
+            notes=settings["run.notes"] or None,
+            settings=wandb.Settings(**ours),
+            resume="allow" if users.mode in ("online", "run") else None,
+            mode=users.mode,
+        )
+        for name in WANDB_CHARTS:
             self._run.define_metric(name, step_metric="step")
         self._run.define_metric("marks/*", hidden=True)  # for a resume, not for a dashboard
         if users.mode == "disabled":
@@ -212,7 +224,7 @@ class WandB:
         elif self._run.settings._offline:
             directory = Path(os.path.relpath(self._run.settings.sync_dir))
             self.hint = f"wandb sync {shlex.quote(str(directory))}"
-            runs = directory.parent.glob(f"offline-run-*-{id}")
+            runs = directory.parent.glob(f"offline-run-*-{run_id}")
             self._old = [path for path in runs if path != directory]
         else:
             self.hint = str(self._run.url)
@@ -220,7 +232,7 @@ class WandB:
                 if key.startswith("marks/"):
                     self.marks[key.removeprefix("marks/")] = int(step)
 
-    def write(self, points: Iterator[Point]) -> None:
+    def write(self, points: Sequence[Point]) -> None:
         import wandb
 
         for point in points:
@@ -236,6 +248,7 @@ class WandB:
             # The server rejects a row before its last one; under the next free number the row still
             # has its own `step`.
             self._run.log(row, step=point.step if point.step >= self._run.step else None)
+            self.marks[point.stream] = point.step
 
     def close(self, state: str, ended: float) -> None:
         import wandb

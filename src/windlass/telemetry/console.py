@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from windlass.run import Line
-from windlass.telemetry import measures, terminal
+from windlass.telemetry import terminal
 from windlass.telemetry.ledger import now
+from windlass.telemetry.measures import EVAL, LOSS, TRAIN, of_source, show
 
 LEGEND = (
     "dt, dtf, dtb: ms of a step, its forward and its backward pass; sps: samples/s; "
@@ -37,7 +38,9 @@ class Console:
         self._stream: TextIO | None = stream or sys.stdout
         self._first: tuple[float, int] | None = None  # time and step of the first logged step
         self._drawn = time.monotonic()
-        self._step, self._doing, self._numbers = 0, "", list[str]()  # of the live line
+        self._step = 0
+        self._doing = ""  # a long work between two steps
+        self._numbers: list[str] = []  # of the last logged step
         self._live: Any = None  # rich.live.Live
         self._timer: threading.Timer | None = None  # see `begin`
         self._log: TextIO | None = None
@@ -59,7 +62,8 @@ class Console:
             for number, line in enumerate(fact.split("\n") if fact else ()):
                 style = {"run": "bold", "cut": "yellow"}.get(name, "")
                 self._print(f"{'' if number else name:<{width}}{line}", style, indent=" " * width)
-        self._step, legend = first_step, f"{'legend':<{width}}{LEGEND}"
+        self._step = first_step
+        legend = f"{'legend':<{width}}{LEGEND}"
         if self._terminal is None:
             self._print(legend)
         else:
@@ -108,30 +112,32 @@ class Console:
         done = self._step - self._first[1]
         since = time.monotonic() - self._first[0]
         seconds_per_step = since / done if done else line["step_ms"] / 1e3
-        shown = line | {"left_s": (self.steps - self._step) * seconds_per_step}
-        shown |= {"mtps": line["tokens_per_s"] / 1e6} if "tokens_per_s" in line else {}
-        present = [m for m in measures.TRAIN.values() if m.console and m.name in shown]
-        texts = {m: m.on_console(float(shown[m.name])) for m in present}
+        values = line | {"left_s": (self.steps - self._step) * seconds_per_step}
+        if "tokens_per_s" in line:
+            values["mtps"] = line["tokens_per_s"] / 1e6
+        shown = [m for m in TRAIN.values() if m.console and m.name in values]
+        texts = {m.name: m.on_console(float(values[m.name])) for m in shown}
         live = self._live is not None
-        self._numbers = [
-            text for m, text in texts.items() if not (live and m.console.endswith(" *"))
-        ]
+        self._numbers = [texts[m.name] for m in shown if not (live and m.log_only)]
         self._draw()
         self._write_log(" | ".join([f"step {self._step}/{self.steps}", *texts.values()]))
-        if self._live is None:
+        if not live:
             self._show(self._fitting(terminal.size(self._stream).columns))
 
     def eval(self, line: Line) -> None:
-        suite, self._doing = line.get("suite", "loss"), ""
-        shown = [] if suite == "loss" else [suite]
-        declared = [m for m in measures.EVAL.values() if m.words and m.name in line]
-        declared += [m for m in map(measures.of_source, line) if m and m.words]
-        shown += [f"{m.words} {float(line[m.name]):.4f}" for m in declared]
+        self._doing = ""
+        suite = line.get("suite", LOSS)
+        parts = [] if suite == LOSS else [suite]
+        declared = [*EVAL.values(), *filter(None, map(of_source, line))]
+        for measure in declared:
+            if measure.words and measure.name in line:
+                parts.append(f"{measure.words} {show(float(line[measure.name]), measure.kind)}")
         if suite.startswith("own:"):
-            new = (key for key, value in line.items() if isinstance(value, float))
-            shown += [f"{key} {line[key]:.4f}" for key in new if key not in measures.EVAL]
-        shown += [f"{line['runtime_s']:.1f} s"] if "runtime_s" in line else []
-        self._print(f"eval {line['step']}/{self.steps} | {' | '.join(shown)}", "green")
+            own = (key for key, value in line.items() if isinstance(value, float))
+            parts += [f"{key} {show(line[key], 'loss')}" for key in own if key not in EVAL]
+        if "runtime_s" in line:
+            parts.append(f"{line['runtime_s']:.1f} s")
+        self._print(f"eval {line['step']}/{self.steps} | {' | '.join(parts)}", "green")
 
     def saved(self, path: Path, seconds: float, step: int) -> None:
         self._print(f"saved {step}/{self.steps} | {path} | {seconds:.2f} s", "cyan")
@@ -199,12 +205,14 @@ class Console:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        width, line = self._terminal.width, Table.grid(padding=(0, 1, 0, 0))
+        width = self._terminal.width
         # the next drawing erases an echoed ^C, which must not wrap to another line
         text = self._fitting(width - 2)
         room = min(BAR, width - len(text) - 3)
-        bar = [ProgressBar(self.steps, self._step, width=room)] if room >= BAR // 2 else []
-        line.add_row(text, *bar)
+        if room < BAR // 2:
+            return text
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(text, ProgressBar(self.steps, self._step, width=room))
         return line
 
     def _draw(self) -> None:

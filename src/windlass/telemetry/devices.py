@@ -15,13 +15,12 @@ from typing import Any, BinaryIO
 from windlass.processes import nvml_handle
 from windlass.run import Run, read_lines
 from windlass.telemetry.ledger import encode, now
-from windlass.telemetry.measures import RUN
 
-MB, SECONDS = 1e6, 1.0
+MB = 1e6
+SECONDS = 1.0  # between two samples
+# fields with a mean in the `summary` line, from which `measures.RUN` reads it
+AVERAGED = ("mem_alloc_mb", "mem_reserved_mb", "mem_used_mb", "rss_mb", "util_pct")
 LAST_SAMPLES = 20_000  # of each rank, for the summary; ten days on 64 GPUs have 8 GB of samples
-SOURCES = [measure.source for measure in RUN.values()]
-# fields of the samples that have a mean in the `summary` line, because a run's results show it
-AVERAGED = [source.removeprefix("device.") for source in SOURCES if source.startswith("device.")]
 
 
 class HostProbe:
@@ -127,8 +126,8 @@ class DeviceSampler:
             spent = {name: seconds - before.get(name, 0.0) for name, seconds in phases.items()}
             # waiting for data belongs to training
             spent["train"] = spent.get("train", 0.0) + spent.pop("data", 0.0)
-            sample = {"time": now(), "rank": self.rank, "attempt": self.attempt}
-            sample["phase"] = max(spent, key=lambda name: spent[name])
+            phase = max(spent, key=lambda name: spent[name])
+            sample = {"time": now(), "rank": self.rank, "attempt": self.attempt, "phase": phase}
             file.write(encode(sample | probe.read()).encode() + b"\n")
             before = phases
 
@@ -140,7 +139,8 @@ def summarise_devices(run: Run) -> dict[str, float]:
     on the fullest rank, of the allocator or of the resident memory. Starts on other numbers of
     ranks do not count.
     """
-    worlds, world = {}, None
+    worlds: dict[int, int | None] = {}
+    world = None
     for line in read_lines(run.metrics_path):
         world = line.get("world", world)
         worlds[line.get("attempt", 0)] = world
@@ -152,11 +152,14 @@ def summarise_devices(run: Run) -> dict[str, float]:
                 if worlds.get(sample["attempt"], world) == world:
                     samples.append(sample)
     on_gpu = any("peak_alloc_mb" in sample for sample in samples)
-    stats: dict[str, float] = {}
-    for key in AVERAGED:
-        if values := [float(x[key]) for x in samples if key in x and x["phase"] == "train"]:
-            name = f"{'gpu' if on_gpu else 'cpu'}_util_pct" if key == "util_pct" else key
-            stats[f"avg_{name}"] = round(statistics.fmean(values), 3)
+    summary: dict[str, float] = {}
+    for field in AVERAGED:
+        training = [float(x[field]) for x in samples if field in x and x["phase"] == "train"]
+        name = f"{'gpu' if on_gpu else 'cpu'}_{field}" if field == "util_pct" else field
+        if training:
+            summary[f"avg_{name}"] = round(statistics.fmean(training), 3)
     peak = "peak_alloc_mb" if on_gpu else "rss_mb"
     peaks = [float(sample[peak]) for sample in samples if peak in sample]
-    return stats | ({"peak_mem_mb": max(peaks)} if peaks else {})
+    if peaks:
+        summary["peak_mem_mb"] = max(peaks)
+    return summary

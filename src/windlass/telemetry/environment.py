@@ -34,23 +34,10 @@ VARIABLE = re.compile(
 )
 
 
-def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-    """A command line without secrets: also the values of `--api-key X`, `--token=X`,
-    `some.password=X`."""
-    shown, hidden = [], False  # hidden: the argument is the value of an option before it
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        secret, option = bool(SECRET_NAME.search(name.lstrip("-"))), argument.startswith("-")
-        rest = f"{name}={HIDDEN}" if equals and secret else scrub(argument, environ)
-        shown.append(HIDDEN if hidden and not option else rest)
-        hidden = secret and option and not equals
-    return shown
-
-
 def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Write environment.json for this start; `ranks`: of `describe_rank` on each rank."""
     packages = {"windlass": __version__}
-    for name in PACKAGES:  # versions without importing them
+    for name in PACKAGES:  # without importing them
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     logged = {name for scheduler in SCHEDULERS.values() for name in scheduler.LOGGED}
@@ -70,6 +57,25 @@ def write_environment(run: Path, ranks: Sequence[Mapping[str, Any]], **more: Any
         write_atomic(run / "environment.json", json.dumps(scrub(environment), indent=2) + "\n")
 
 
+def scrub_command(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """A command line without secrets: also the values of `--api-key X`, `--token=X`,
+    `some.password=X`."""
+    shown = []
+    hides_next = False  # whether the argument before is an option for a secret
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_option = argument.startswith("-")
+        is_secret = bool(SECRET_NAME.search(name.lstrip("-")))
+        if hides_next and not is_option:
+            shown.append(HIDDEN)
+        elif equals and is_secret:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(scrub(argument, environ))
+        hides_next = is_secret and is_option and not equals
+    return shown
+
+
 def describe_rank(
     rank: int, device: Any = "cpu", local_rank: int = 0, node: int = 0, coordinates: str = ""
 ) -> dict[str, Any]:
@@ -80,8 +86,9 @@ def describe_rank(
     import torch
 
     place: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "node": node}
-    place |= {"coordinates": coordinates} if coordinates else {}
     place |= {"host": socket.gethostname(), "device": str(device)}
+    if coordinates:
+        place["coordinates"] = coordinates
     if not str(device).startswith("cuda"):
         return place | {"name": machine()["cpu"], "threads": torch.get_num_threads()}
     gpu, nccl = torch.cuda.get_device_properties(device), torch.cuda.nccl.version()
@@ -101,9 +108,10 @@ def describe_job(environ: Mapping[str, str]) -> dict[str, str]:
     name, job = find_job(environ)
     if not job:
         return {}
-    scheduler = SCHEDULERS[name]
-    machine = environ.get(scheduler.MACHINE, "")
-    return {"scheduler": scheduler.TITLE, "job": job} | ({"machine": machine} if machine else {})
+    facts = {"scheduler": SCHEDULERS[name].TITLE, "job": job}
+    if machine := environ.get(SCHEDULERS[name].MACHINE):
+        facts["machine"] = machine
+    return facts
 
 
 def describe_launch(
@@ -111,37 +119,44 @@ def describe_launch(
 ) -> dict[str, str]:
     """The header's facts about several ranks or a job, with a line for each host, as `n1: ranks
     0-3, 4 x NVIDIA H200`. `launch`: from environment.json."""
-    facts, hosts, lines = dict[str, str](), dict[tuple[int, str], list[Mapping[str, Any]]](), []
+    facts = dict[str, str]()
     if "job" in launch:
         machine = f" on {launch['machine']}" if "machine" in launch else ""
         facts["job"] = f"{launch['scheduler']} job {launch['job']}{machine}"
     counts = f"{plural(launch['world'], 'rank')} on {plural(launch['nodes'], 'host')}"
     by = "as one process" if launch["launcher"] == "none" else f"by {launch['launcher']}"
     backend = f"{launch['backend']} between ranks" if launch["backend"] else "no process group"
+    facts["launch"] = f"{counts}, started {by}; {backend}"
+    hosts: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for rank in ranks:
         hosts.setdefault((rank["node"], rank["host"]), []).append(rank)
+    lines = []
     for (_, host), here in hosts.items():
         first, last, count = here[0]["rank"], here[-1]["rank"], len(here)
-        is_range = last - first + 1 == count > 1
-        numbers = f"{first}-{last}" if is_range else ", ".join(str(rank["rank"]) for rank in here)
-        lines.append(f"{host}: rank{'s' * (count > 1)} {numbers}, {count} x {here[0]['name']}")
+        numbers = f"rank {first}" if count == 1 else f"ranks {first}-{last}"
+        if last - first + 1 != count:
+            numbers = f"ranks {', '.join(str(rank['rank']) for rank in here)}"
+        lines.append(f"{host}: {numbers}, {count} x {here[0]['name']}")
+    facts["hosts"] = "\n".join(lines)
     titles = {"cuda": "CUDA", "nccl": "NCCL"}
-    versions = (f"{titles.get(name, name)} {v}" for name, v in launch["versions"].items())
-    facts |= {"launch": f"{counts}, started {by}; {backend}", "hosts": "\n".join(lines)}
-    return facts | {"with": ", ".join(versions)}
+    shown = (f"{titles.get(name, name)} {version}" for name, version in launch["versions"].items())
+    facts["with"] = ", ".join(shown)
+    return facts
 
 
 def describe_places(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     """Each rank's device and numbers, with the last number of each:
     `[cuda:1][rank=5/7][local_rank=1/3][node=1/1] n2`; with its coordinates in the mesh, if any."""
     nodes = [rank["node"] for rank in ranks]
-    coordinates = [f" ({rank['coordinates']})" if "coordinates" in rank else "" for rank in ranks]
-    return [
-        f"[{rank['device']}][rank={rank['rank']}/{len(ranks) - 1}]"
-        f"[local_rank={rank['local_rank']}/{nodes.count(rank['node']) - 1}]"
-        f"[node={rank['node']}/{max(nodes)}] {rank['host']}{at}"
-        for rank, at in zip(ranks, coordinates, strict=True)
-    ]
+    lines = []
+    for rank in ranks:
+        coordinates = f" ({rank['coordinates']})" if "coordinates" in rank else ""
+        lines.append(
+            f"[{rank['device']}][rank={rank['rank']}/{len(ranks) - 1}]"
+            f"[local_rank={rank['local_rank']}/{nodes.count(rank['node']) - 1}]"
+            f"[node={rank['node']}/{max(nodes)}] {rank['host']}{coordinates}"
+        )
+    return lines
 
 
 def machine() -> dict[str, Any]:
@@ -150,9 +165,10 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if names := re.findall(r"^model name\s*: *(.*)", info, re.MULTILINE):
-            cpu = names[0].strip()
-    cores, memory_mb = psutil.cpu_count(), round(psutil.virtual_memory().total / 1e6)
+        if found := re.search(r"^model name\s*: *(.*)", info, re.MULTILINE):
+            cpu = found[1].strip()
+    memory_mb = round(psutil.virtual_memory().total / 1e6)
+    cores = psutil.cpu_count()
     return {"host": socket.gethostname(), "cpu": cpu, "cores": cores, "memory_mb": memory_mb}
 
 
@@ -162,8 +178,9 @@ def commit(directory: Path) -> dict[str, Any] | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", "-C", str(directory), *arguments]
-        options: Any = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 5}
-        return str(subprocess.check_output(command, **options)).strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=5
+        ).strip()
 
     try:
         # fails if the checkout around an installed package is another project's

@@ -13,6 +13,8 @@ from windlass.recipe.settings import LOSS_SUITE
 from windlass.run import PLACE
 from windlass.variables import scrub
 
+LOSS = LOSS_SUITE  # as a measure: the suite's number of the same name
+
 
 @dataclass(frozen=True)
 class Measure:
@@ -26,17 +28,17 @@ class Measure:
     unit: str = ""  # of the raw value, or of a chart's axis
     # In `eval` lines, a `score` says how good the model is, and a `derived` number follows from a
     # score. `other` numbers, as speeds, and a `count` of work say nothing about the model. `place`
-    # locates the line in the run. SETUP has roles of its own.
+    # locates the line in the run.
     role: str = "score"
     better: str = ""  # the better direction of a score, `higher` or `lower`
     words: str = ""  # the name in a sentence, a legend, and an evaluation's line of the terminal
     short: str = ""  # the heading in the terminal; empty: the heading
-    # the text in a step's line of the terminal, with a format or a kind of `show`; the live line
-    # lacks a text that ends in ` *`
-    console: str = ""
-    tracker: str = ""  # the name in the trackers
+    console: str = ""  # the text in a step's line, with a format or a kind of `show`
+    log_only: bool = False  # whether the live line of a terminal lacks that text
+    tracker: str = ""  # the group of its name in the trackers, as `train` of `train/loss`
     chart: str = ""  # the chart that draws it; a chart's first measure gives its title and unit
     principal: bool = False  # whether people see it in a table of several runs, beside the CSV
+    only: str = ""  # the scaling studies in whose table people see it: see SETUP
     gpu: bool = False  # whether only a GPU has it
     source: str = ""  # `LINE.FIELD` in the ledger or `devices/`; the first with a value counts
     meaning: str = ""  # a definition for the documentation; empty: the heading says it
@@ -50,7 +52,7 @@ class Measure:
         return self.words or self.name.replace("_", " ")
 
     def on_console(self, value: float) -> str:
-        return self.console.removesuffix(" *").format(Shown(value))
+        return self.console.format(Shown(value))
 
 
 class Shown(float):
@@ -64,15 +66,15 @@ MISSING = "–"
 DECIMALS = {"loss": 4, "score": 4, "rate": 1, "mb": 0, "hours": 3}  # by kind of number
 
 
-def show(value: Any, kind: str = "") -> str:
-    """A value of a recipe or a ledger for a reader; a dash for None.
+def show(value: Any, kind: str = "", missing: str = MISSING) -> str:
+    """A value of a recipe or a ledger for a reader; `missing` for None.
 
     `kind`: a key of DECIMALS, `count`, `short` (15.2k), `amount` (with a fraction), `share` (a
     fraction, shown as %), `gb` (from MB), `giga` (in units of 10^9), `duration` (seconds); empty:
     six significant digits.
     """
     if value is None or value == "":
-        return MISSING
+        return missing
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
@@ -124,41 +126,43 @@ def duration(seconds: float) -> str:
     return f"{whole}s"
 
 
+FLAGS = ("principal", "gpu", "log_only")
+
+
 def _table(fields: str, text: str, **same: Any) -> dict[str, Measure]:
     """Measures from a table: a line for each, with the given fields between bars."""
     names, measures = fields.split(), {}
     for row in text.strip().splitlines():
         cells: dict[str, Any] = dict(zip(names, map(str.strip, row.split("|")), strict=False))
-        cells |= {name: bool(cells[name]) for name in ("principal", "gpu") if name in cells}
+        cells |= {name: cells[name] == "yes" for name in FLAGS if name in cells}
         measures[cells["name"]] = Measure(**(same | cells))
     return measures
 
 
 TRAIN = _table(
-    "name words kind tracker console chart heading unit",
+    "name words kind tracker console chart heading unit log_only",
     """
-loss | training loss | loss | train/loss | loss {:.4f} | | Training loss | nats per token
+loss | training loss | loss | train | loss {:.4f} | | Training loss | nats per token
 left_s | time left | duration | | {:duration} left
-tokens_per_s | tokens/s | rate | throughput/tokens_per_s | {:short} tok/s | throughput\
+tokens_per_s | tokens/s | rate | throughput | {:short} tok/s | throughput\
  | Throughput | tokens/s, all ranks
-lr | learning rate | score | train/lr | lr {:.2e} | lr | Learning rate
-epoch | epochs done | amount | train/epoch | epoch {:.3g}
-grad_norm | gradient norm | score | train/grad_norm | grad norm {:.2f} | grad_norm\
+lr | learning rate | score | train | lr {:.2e} | lr | Learning rate
+epoch | epochs done | amount | train | epoch {:.3g}
+grad_norm | gradient norm | score | train | grad norm {:.2f} | grad_norm\
  | Gradient norm | before clipping
-mfu | MFU | share | throughput/mfu | MFU {:share} | mfu | Model FLOPs utilisation |\
- % of the device's peak
+mfu | MFU | share | throughput | MFU {:share} | mfu | Model FLOPs utilisation | % of the peak
 gpu_mem_mb | memory allocated on the GPU | mb | | GPU mem {:gb}
 rss_mb | resident memory of rank 0 | mb | | RAM {:gb}
-step_ms | whole step | rate | time/step_ms | dt {:.1f} * | step_time | Time of a step | ms
-forward_ms | forward | rate | time/forward_ms | dtf {:.1f} * | step_time
-backward_ms | backward | rate | time/backward_ms | dtb {:.1f} * | step_time
-optimizer_ms | optimizer | rate | time/optimizer_ms | | step_time
-data_ms | waiting for data | rate | time/data_ms | | step_time
-samples_per_s | samples/s | rate | throughput/samples_per_s | sps {:.4g} *
-mtps | million tokens/s | rate | | mtps {:.3g} *
-tokens | tokens so far | count | train/tokens
-loss_scale | loss scale of fp16 | score | train/loss_scale
-attempt | start of the run, from 0 | count | run/attempt
+step_ms | whole step | rate | time | dt {:.1f} | step_time | Time of a step | ms | yes
+forward_ms | forward | rate | time | dtf {:.1f} | step_time | | | yes
+backward_ms | backward | rate | time | dtb {:.1f} | step_time | | | yes
+optimizer_ms | optimizer | rate | time | | step_time
+data_ms | waiting for data | rate | time | | step_time
+samples_per_s | samples/s | rate | throughput | sps {:.4g} | | | | yes
+mtps | million tokens/s | rate | | mtps {:.3g} | | | | yes
+tokens | tokens so far | count | train
+loss_scale | loss scale of fp16 | score | train
+attempt | start of the run, from 0 | count | run
 """,
     role="other",
 )
@@ -167,8 +171,7 @@ attempt | start of the run, from 0 | count | run/attempt
 SOURCE = _table(
     "name kind better role words heading unit meaning",
     """
-loss | loss | lower | score | loss | Loss by source | nats per token\
- | loss on a source of the mixture
+loss | loss | lower | score | loss | Loss by source | nats per token | loss on a source
 full_loss | loss | lower | score | | | nats per token | the same on all validation data
 samples | count | | other | samples | | | samples of a source so far
 epochs | amount | | other | epochs | | | epochs of a source so far
@@ -184,8 +187,7 @@ train_loss | score | lower | nats per token | train loss | | loss on samples of 
 loss | score | lower | nats per token | val loss | | loss on the validation data
 full_loss | score | lower | nats per token | of all data | Loss, all data | on all validation data
 average_loss | score | lower | nats per token | average | | loss of the averaged weights
-full_average_loss | score | lower | nats per token | | Average loss, all data |\
- the same on all validation data
+full_average_loss | score | lower | nats per token | | Average loss, all data | the same, all data
 perplexity | derived | lower | | perplexity | | perplexity, e^loss
 full_perplexity | derived | lower | | | Perplexity, all data
 bits_per_byte | score | lower | | | | bits per byte, loss / ln 2 x tokens / bytes
@@ -224,16 +226,13 @@ examples | count | count
 DEVICE = _table(
     "name tracker kind chart words heading unit meaning",
     """
-mem_alloc_mb | mem_alloc_mb | mb | memory | allocated | Device memory of each rank | MB\
- | memory that torch allocated on the device
-mem_reserved_mb | mem_reserved_mb | mb | memory | reserved | | | memory that torch reserved
-mem_used_mb | mem_used_mb | mb | | | | | memory in use on the device, by the driver's count
+mem_alloc_mb | device | mb | memory | allocated | Device memory of each rank | MB | in use by torch
+mem_reserved_mb | device | mb | memory | reserved | | | reserved by torch
+mem_used_mb | device | mb | | | | | memory in use on the device, by the driver's count
 peak_alloc_mb | | mb | | | | | highest mem_alloc_mb so far
-rss_mb | rss_mb | mb | resident | resident | Memory of each rank's process | MB resident\
- | resident memory of the process
-util_pct | util_pct | rate | utilisation | utilisation | Utilisation of each rank\
- | %, in training steps only | utilisation of the device
-power_w | power_w | rate | power | power | Power of each device | W | power of the device
+rss_mb | device | mb | resident | resident | Memory of each rank's process | MB | resident memory
+util_pct | device | rate | utilisation | utilisation | Utilisation of each rank | % in training
+power_w | device | rate | power | power | Power of each device | W
 """,
     role="other",
 )
@@ -291,20 +290,23 @@ train_tokens_per_s | rate | | Training speed (tokens/s) | yes
 train_steps_per_s | rate | | Training speed (steps/s)
 eval_samples_per_s | rate | | Evaluation speed (samples/s)
 steps_per_epoch | amount | | Steps per epoch
-mem_alloc_mb | mb | device.mem_alloc_mb | Memory allocated per rank, mean (MB) | | GPU
-mem_reserved_mb | mb | device.mem_reserved_mb | Memory reserved per rank, mean (MB) | | GPU
-driver_mem_mb | mb | device.mem_used_mb |\
- Memory in use by the driver's count, per device, mean (MB) | | GPU
+mem_alloc_mb | mb | summary.avg_mem_alloc_mb device.mem_alloc_mb |\
+ Memory allocated per rank, mean (MB) | | yes
+mem_reserved_mb | mb | summary.avg_mem_reserved_mb device.mem_reserved_mb |\
+ Memory reserved per rank, mean (MB) | | yes
+driver_mem_mb | mb | summary.avg_mem_used_mb device.mem_used_mb |\
+ Memory in use by the driver's count, per device, mean (MB) | | yes
 peak_mem_mb | mb | | Peak memory, fullest rank (MB) | yes
-rss_mb | mb | device.rss_mb | Resident memory per rank, mean (MB)
-util_pct | rate | device.util_pct | Device utilisation while training, mean (%) | yes
+rss_mb | mb | summary.avg_rss_mb device.rss_mb | Resident memory per rank, mean (MB)
+util_pct | rate | summary.avg_gpu_util_pct summary.avg_cpu_util_pct device.util_pct |\
+ Device utilisation while training, mean (%) | yes
 mfu | share | | Model FLOPs utilisation | yes
 goodput | share | | Goodput | yes
 runtime_s | duration | | Runtime | yes
 startup_s | rate | first_step.startup_s |\
  Start-up (s): from the process's start to its first evaluation or step
 device_hours | hours | | Device-hours | yes
-energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | GPU
+energy_kwh | hours | | Energy of the devices (kWh): mean power × device-hours | | yes
 starts | count | | Starts
 """,
 )
@@ -313,13 +315,13 @@ starts | count | | Starts
 EPOCH_LOSS = "eval_loss_epoch_"  # and the number of the epoch: the loss at its end
 
 SETUP = _table(
-    "name kind short heading meaning words role",
+    "name kind short heading meaning words only",
     """
-layers | count | layers | Layers | | | shape
-batch_per_device | amount | batch/rank | Samples of a rank in a step | | | shape
-global_batch | count | batch | Samples of a step | | | shape
-parameters | count | parameters | Parameters | | | shape
-flops_per_device | giga | GFLOP/rank | GFLOP of a rank in a step | FLOPs per rank and step | | shape
+layers | count | layers | Layers | | | varied
+batch_per_device | amount | batch/rank | Samples of a rank in a step | | | varied
+global_batch | count | batch | Samples of a step | | | varied
+parameters | count | parameters | Parameters | | | varied
+flops_per_device | giga | GFLOP/rank | GFLOP of a rank's step | FLOPs of a rank in a step | | varied
 step_ms | rate | step ms | Step (ms) | time of a step after the warm-up: the windows' median
 samples_per_s | rate | samples/s | Samples/s | samples in a step over its time
 tokens_per_s | rate | tok/s | Tokens/s | tokens a second, all ranks | | strategies
@@ -340,11 +342,11 @@ speedup | hours | speed-up | Speed-up\
 efficiency | share | eff. | Efficiency | T(N0) N0 / (T(N) N); weak: FLOPs / T over N0's | | compared
 ratio | share | runtime÷ | Runtime ÷ baseline's | this runtime over the baseline's | | compared
 compute_ms | rate | compute | Computing (ms)\
- | computing in a step: the probe's passes and update | computing | part
+ | computing in a step: the probe's passes and update | computing
 exposed_ms | rate | comm. | Exposed communication (ms)\
- | communication in a step that computing does not hide | communication | part
-data_ms | rate | data | Waiting for data (ms) | | waiting for data | part
-host_ms | rate | host | Host (ms) | the rest of a step | the host | part
+ | communication in a step that computing does not hide | communication
+data_ms | rate | data | Waiting for data (ms) | | waiting for data
+host_ms | rate | host | Host (ms) | the rest of a step | the host
 train_loss_mean | loss | loss | Training loss, mean | mean training loss of the run's steps
 runtime_s | rate | runtime s | Runtime (s) | wall time of the whole run
 startup_s | rate | start-up s | Start-up (s) | time from the process's start to its first step
@@ -359,12 +361,12 @@ train_loss | loss | | | the last training loss
 )
 """Numbers of a setup of a scaling study by the name in CSV; people see those with a heading.
 
-Roles: a `shape` is shown if it differs between the setups; `strategies` are for studies of
-strategies or layouts, and `compared` ones for the studies with a baseline; the `part`s of a step
-sum to `step_ms`; a missing `optional` one needs no explanation.
+`only`: a `varied` number is shown if it differs between the setups; `strategies` are for studies
+of strategies or layouts, and `compared` ones for the studies with a baseline; a missing `optional`
+one needs no explanation.
 """
 
-STEP_PARTS = tuple(name for name, measure in SETUP.items() if measure.role == "part")
+STEP_PARTS = ("compute_ms", "exposed_ms", "data_ms", "host_ms")  # of a setup's `step_ms`
 
 
 def of_result(name: str) -> Measure:

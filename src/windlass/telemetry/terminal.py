@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -66,15 +67,10 @@ class SafeStream:
 
 
 def size(stream: IO[str] | None) -> os.terminal_size:
-    """Columns and lines of the terminal that a stream writes to; WIDE if it is not a terminal."""
+    """Columns and lines of the terminal, if a stream writes to one; else WIDE."""
     if stream is None or not stream.isatty():
         return os.terminal_size((WIDE, WIDE))
-    columns, lines = 0, 0
-    with contextlib.suppress(OSError, ValueError):
-        columns, lines = os.get_terminal_size(stream.fileno())
-    with contextlib.suppress(ValueError):
-        columns = int(os.environ.get("COLUMNS", "")) or columns
-    return os.terminal_size((columns or 80, lines or 24))
+    return shutil.get_terminal_size()
 
 
 def wrap(text: str, width: int, indent: str = "    ", cut_words: bool = False) -> str:

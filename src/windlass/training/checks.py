@@ -19,8 +19,8 @@ from torch import nn
 from windlass.data.samples import Samples
 from windlass.data.shards import Index
 from windlass.errors import UserError, first_line
-from windlass.model.build import evaluating, scalar
 from windlass.model.attention import Documents, takes_documents
+from windlass.model.build import evaluating, scalar
 from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
 from windlass.recipe import Recipe

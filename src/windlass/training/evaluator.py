@@ -10,7 +10,8 @@ from torch import nn
 
 from windlass.data.chat import stop_tokens
 from windlass.evaluation.generate import Sampling, generate, text_after
-from windlass.evaluation.suites import Scores, Suites, write_predictions
+from windlass.evaluation.passes import Passes
+from windlass.evaluation.suites import Suites, SuiteScores, write_predictions
 from windlass.optim.average import Average
 from windlass.parallel.parallelize import autocast, unwrap
 from windlass.training.record import Recorder
@@ -52,9 +53,9 @@ class Evaluator:
             return False
         return step in (0, self.horizon.steps) or self.horizon.due(every, step)
 
-    def measure(self) -> dict[str, Scores] | None:
+    def measure(self) -> dict[str, SuiteScores] | None:
         """Measure and record the suites; None if a stop interrupted it."""
-        step, recorder, measured = self.state.step, self.recorder, dict[str, Scores]()
+        step, recorder, measured = self.state.step, self.recorder, dict[str, SuiteScores]()
         with recorder.outside("eval"):
             self.ranks.mark(step, "evaluation")
             whole = self.whole_at_end and step == self.horizon.steps
@@ -91,16 +92,12 @@ class Evaluator:
         prompt = tokenizer.prompt(settings.prompt)
         ends, seed = stop_tokens(tokenizer, self.suites.template), self.recipe.run.seed
         sampling = Sampling(settings.sample_tokens, temperature=0.8, seed=seed, stop=ends)
+        passes = Passes(partial(autocast, self.recipe, self.ranks.device), self.stop_requested)
         with recorder.outside("sample"):
             self.ranks.mark(step, "sample")
+            prompts = [prompt] * settings.sample_count
             texts = generate(
-                self.model,
-                [prompt] * settings.sample_count,
-                sampling,
-                self.ranks,
-                vocab=tokenizer.vocab,
-                poll=self.stop_requested,
-                autocast=partial(autocast, self.recipe, self.ranks.device),
+                self.model, prompts, sampling, self.ranks, vocab=tokenizer.vocab, passes=passes
             )
         before = prompt if settings.prompt else []
         for index, ids in enumerate(texts or []):

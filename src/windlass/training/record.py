@@ -18,9 +18,17 @@ from windlass.recipe import Horizon, Recipe
 from windlass.run import Run, last_start, read_lines
 from windlass.telemetry.console import Console
 from windlass.telemetry.devices import DeviceSampler, summarise_devices
-from windlass.telemetry.ledger import LOSS, Ledger, Scores, scores_by_step
-from windlass.telemetry.profile import StepProfile
-from windlass.telemetry.timing import Goodput, StepTimer, averages, device_hours, mfu, wall_time
+from windlass.telemetry.ledger import Ledger
+from windlass.telemetry.measures import LOSS
+from windlass.telemetry.summary import (
+    Scores,
+    averages,
+    device_hours,
+    mfu,
+    scores_by_step,
+    wall_time,
+)
+from windlass.telemetry.timing import Goodput, StepProfile, StepTimer
 from windlass.telemetry.trackers import Note, Trackers
 from windlass.training.state import StepResult, TrainState
 
