@@ -18,7 +18,8 @@ import hf_fixtures
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.checkpoint.format import AVERAGE, MODEL, Checkpoint, open_checkpoint
 from windlass.checkpoint.save import Writer
-from windlass.checkpoint.state_dict import boxes_of, gather_shard, named_state, restore
+from windlass.checkpoint.shard import boxes_of
+from windlass.checkpoint.state_dict import gather_shard, named_state, restore
 from windlass.errors import UserError
 
 STAGES = {"model__layers": 4}

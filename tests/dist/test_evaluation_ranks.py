@@ -22,8 +22,8 @@ from windlass.evaluation.source import alone
 from windlass.evaluation.suites import evaluate_squad, generate_until
 from windlass.model.build import build_model
 from windlass.model.gpt import initialise
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import divide, parallelize, unwrap
+from windlass.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -17,6 +17,7 @@ from typing import Any
 import equivalence
 import numpy as np
 import pytest
+import torch
 from equivalence import (
     BATCH,
     CONTEXT,
@@ -24,6 +25,7 @@ from equivalence import (
     VOCAB,
     check,
     distance,
+    logits_of,
     reference,
     rows,
     settings,
@@ -212,6 +214,18 @@ def test_trainings_beside_one_process(name):
     model, cells = BESIDE_ONE_PROCESS[name]
     [wanted] = run_ranks(trained, 1, settings("fp64", "single", **model))
     check_cells(4, model, cells, wanted)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("model", [OLD, NEW], ids=["old", "new"])
+def test_logits_and_a_cache_are_those_of_one_process(model):
+    """The tokens do not divide by the ranks, and the vocabulary of 37 does not either."""
+    [[(wanted, cached)]] = run_ranks(logits_of, 1, [settings("fp64", "single", **model)])
+    recipes = [settings("fp64", "full_shard", **model, **layout) for layout in FOUR]
+    for per_rank in run_ranks(logits_of, 4, recipes):
+        for whole, parts_of_it in per_rank:
+            torch.testing.assert_close(whole, wanted, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(parts_of_it, cached, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_are_shorter_than_ranks_and_longer():

@@ -15,9 +15,10 @@ from harness import Join, recipe, run_ranks
 from toy import micro_batch, toy
 
 from windlass.parallel import collectives
-from windlass.parallel.dist import init_ranks
+from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import LOW, autocast, parallelize, sync_gradients, unwrap
+from windlass.parallel.parallelize import parallelize, sync_gradients, unwrap
+from windlass.parallel.precision import LOW, autocast
 
 pytestmark = pytest.mark.dist
 

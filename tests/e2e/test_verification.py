@@ -38,8 +38,8 @@ class Wrong(Bench):
 
     wrong = ""
 
-    def train(self, name: str, *arguments: Any, **settings: Any) -> Run:
-        return self.spoiled(super().train(name, *arguments, **settings))
+    def train(self, *arguments: Any, **more: Any) -> Run:
+        return self.spoiled(super().train(*arguments, **more))
 
     def train_all(self, *arguments: Any) -> list[Run]:
         return [self.spoiled(run) for run in super().train_all(*arguments)]
@@ -54,10 +54,10 @@ class Wrong(Bench):
 
 
 def test_one_process_proves_resume_and_kills(tmp_path):
-    bench = Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,))
-    for proof in (resume_exact, kills_lose_nothing):
-        passed, measured = proof(bench)
-        assert passed, measured
+    with Bench(tmp_path, overrides=ONE_THREAD, kills=2, worlds=(1,)) as bench:
+        for proof in (resume_exact, kills_lose_nothing):
+            passed, measured = proof(bench)
+            assert passed, measured
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_one_process_proves_resume_and_kills(tmp_path):
     ],
 )
 def test_a_run_that_is_not_exact_fails_the_proof(tmp_path, proof, wrong, worlds):
-    bench = Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds)
-    bench.wrong = wrong
-    passed, measured = proof(bench)
+    with Wrong(tmp_path, overrides=ONE_THREAD, worlds=worlds) as bench:
+        bench.wrong = wrong
+        passed, measured = proof(bench)
     assert passed is False
     assert wrong != "from-7" or "differ after: 7" in measured
 

@@ -13,9 +13,10 @@ from windlass import train
 from windlass.model.build import build_model
 from windlass.model.frozen import Float8Linear, use_float8
 from windlass.model.gpt import initialise
-from windlass.parallel.dist import init_ranks
+from windlass.parallel.connect import init_ranks
 from windlass.parallel.env import DistEnv
-from windlass.parallel.parallelize import autocast, parallelize
+from windlass.parallel.parallelize import parallelize
+from windlass.parallel.precision import autocast
 from windlass.recipe import Recipe
 from windlass.verification.proofs import same_bits
 

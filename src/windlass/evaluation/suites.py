@@ -37,8 +37,9 @@ from windlass.evaluation.likelihood import (
 )
 from windlass.fileio import write_atomic
 from windlass.optim.average import Average
-from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import autocast, unwrap, varying_shapes
+from windlass.parallel.parallelize import unwrap, varying_shapes
+from windlass.parallel.precision import autocast
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Recipe
 from windlass.recipe.settings import HELLASWAG_SUITE, LOSS_SUITE, SQUAD_SUITE, EvalSettings
 

@@ -12,7 +12,8 @@ from windlass.estimate.calendar import measures_all
 from windlass.evaluation.generate import Sampling, generate, text_after
 from windlass.evaluation.suites import Scores, Suites, write_predictions
 from windlass.optim.average import Average
-from windlass.parallel.parallelize import autocast, unwrap
+from windlass.parallel.parallelize import unwrap
+from windlass.parallel.precision import autocast
 from windlass.training.record import Recorder
 from windlass.training.stop import StopSignals
 

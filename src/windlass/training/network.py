@@ -38,14 +38,9 @@ from windlass.model.gpt import initialise
 from windlass.model.hf import HfModel, use_liger
 from windlass.model.size import CountedSizes, flops_per_token
 from windlass.optim.build import count_groups, make_groups
-from windlass.parallel.dist import Ranks
-from windlass.parallel.parallelize import (
-    autocast,
-    parallelize,
-    resolve_precision,
-    unwrap,
-    varying_shapes,
-)
+from windlass.parallel.parallelize import parallelize, unwrap, varying_shapes
+from windlass.parallel.precision import autocast, resolve_precision
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.recipe.settings import IGNORE_INDEX
 from windlass.training.nonfinite import ran_out_of_memory

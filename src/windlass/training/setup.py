@@ -28,9 +28,11 @@ from windlass.model.size import describe_sizes
 from windlass.optim.average import Average
 from windlass.optim.build import build_optimizer, describe_groups
 from windlass.optim.schedule import check_fits
-from windlass.parallel.dist import Ranks, init_process_group, init_store, use_deterministic
+from windlass.parallel.connect import init_process_group, init_store
 from windlass.parallel.env import detect_env
-from windlass.parallel.parallelize import attention_without_plans, resolve_precision, unwrap
+from windlass.parallel.parallelize import attention_without_plans, unwrap
+from windlass.parallel.precision import resolve_precision
+from windlass.parallel.ranks import Ranks, use_deterministic
 from windlass.processes import usable_cores
 from windlass.recipe import BatchPlan, Horizon, Recipe, typed
 from windlass.run import Run

@@ -27,8 +27,8 @@ from windlass.data.samples import Samples
 from windlass.model.frozen import Linear4bit
 from windlass.optim.average import Average
 from windlass.parallel import collectives
-from windlass.parallel.dist import Ranks
 from windlass.parallel.parallelize import unwrap
+from windlass.parallel.ranks import Ranks
 from windlass.recipe import Horizon, Recipe
 from windlass.seeds import seed_of
 

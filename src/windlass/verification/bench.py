@@ -1,23 +1,20 @@
-"""Where the proofs run: a directory with short trainings, in this process or in others."""
+"""Where the proofs run: a directory with short trainings, in this process or on ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import windlass
 from windlass import processes
-from windlass.errors import DONE
 from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
+from windlass.verification.workers import Task, Workers
 
 STEPS, BATCH, MICRO = 12, 8, 2
 TINY = {
@@ -34,10 +31,8 @@ COMMON = {
     **NO_LAYOUT,
     "optim.schedule.warmup": 2,
 }
-ROUNDING = 1e-9  # the largest difference in float64 that counts as rounding
-FLOAT64: dict[str, Any] = {"train.precision": "fp64"}
-Task = dict[str, Any]  # see `rank.run_rank`
-Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
+MOST_DATA_RANKS = 4  # more of them would prove nothing else
+Settings = Mapping[str, Any]  # by dotted key
 
 
 class Bench:
@@ -52,12 +47,14 @@ class Bench:
         kills: int = 10,
     ):
         self.folder, self.recipe = folder.resolve(), recipe or "quickstart"
-        self.worlds, self.kills = [w for w in worlds if w <= 4], kills
+        self.worlds, self.kills = [w for w in worlds if w <= MOST_DATA_RANKS], kills
         self.most = max(worlds)  # ranks of a layout
         self.untried: list[str] = []  # by the proof that runs
+        self._groups: list[Workers] = []
+        self._ranks: Workers | None = None
         self.base = dotted(COMMON) | {"data.dir": str(self.folder / "data")}
         # One number for all worlds, because threads change bits.
-        self.base["train.threads"] = processes.thread_share(max(worlds))
+        self.base["train.threads"] = processes.thread_share(self.most)
         if not recipe:
             text = self.folder / "text.txt"
             text.write_text(Path(__file__).read_text(encoding="utf-8")[:900], encoding="utf-8")
@@ -65,62 +62,52 @@ class Bench:
         self.base |= dotted(overrides)
         self.model = self.settings("model").model
 
-    def settings(self, run: str, **settings: Any) -> Recipe:
-        """The base recipe with changes for a run, as `train__micro_batch=4`."""
-        changes = {key.replace("__", "."): value for key, value in settings.items()}
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for workers in self._groups:
+            workers.kill()
+
+    def settings(self, run: str, changes: Settings | None = None) -> Recipe:
+        """The recipe of a run: the base recipe with changes."""
         place = {"run.dir": str(self.folder / run)}
-        return Recipe.load(self.recipe, self.base | dotted(changes) | place)
+        return Recipe.load(self.recipe, self.base | dotted(changes or {}) | place)
 
-    def start(
-        self, run: str, world: int, task: Task | None = None, **settings: Any
-    ) -> subprocess.Popen[bytes]:
-        """Begin to train in `world` processes, which write to RUN.out."""
-        task = {"recipes": [self.write(run, **settings)], "world": world, **(task or {})}
-        command = [*processes.MODULE, "windlass.verification.rank", json.dumps(task)]
-        how: Any = {"env": {**os.environ, processes.PARENT: str(os.getpid())}}
-        with (self.folder / f"{run}.out").open("ab") as out:
-            how |= {"stdout": out, "stderr": out, "start_new_session": True}
-            return subprocess.Popen(command, **how)
-
-    def write(self, run: str, **settings: Any) -> str:
+    def write(self, run: str, changes: Settings | None = None) -> str:
         """Write the recipe of a run; returns its path."""
         path = self.folder / f"{run}.toml"
-        path.write_text(self.settings(run, **settings).toml(), encoding="utf-8")
+        path.write_text(self.settings(run, changes).toml(), encoding="utf-8")
         return str(path)
 
-    def train(
-        self,
-        run: str,
-        world: int = 1,
-        task: Task | None = None,
-        *,
-        branch_from: str = "",
-        **settings: Any,
-    ) -> Run:
-        """Train in this process without output, or for a task or a world in processes of their own.
-
-        `branch_from`: RUN@STEP, in this process. RuntimeError if processes fail.
-        """
-        if world == 1 and task is None:
-            with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-                return windlass.train(self.settings(run, **settings), branch_from=branch_from)
-        code = self.start(run, world, task, **settings).wait()
-        if code not in ((1, -signal.SIGKILL) if "kill_after" in (task or {}) else (DONE,)):
-            lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()[-12:]
-            raise RuntimeError("\n".join([f"a training ended with exit code {code}:", *lines]))
-        return Run(self.folder / run)
+    def train(self, run: str, changes: Settings | None = None, branch_from: str = "") -> Run:
+        """Train in this process, without output; `branch_from`: RUN@STEP."""
+        with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
+            return windlass.train(self.settings(run, changes), branch_from=branch_from)
 
     def train_all(
-        self,
-        runs: Mapping[str, dict[str, Any]],
-        world: int,
-        faults: Mapping[str, str] | None = None,
+        self, runs: Mapping[str, Settings], world: int, faults: Mapping[str, str] | None = None
     ) -> list[Run]:
-        """Train runs in the same `world` processes; `faults`: by run, a name in `rank.FAULTS`."""
-        if not runs or (world == 1 and not faults):
-            return [self.train(run, **settings) for run, settings in runs.items()]
-        recipes = [self.write(run, **settings) for run, settings in runs.items()]
-        names = [(faults or {}).get(run, "") for run in runs]
-        first, settings = next(iter(runs.items()))
-        self.train(first, world, {"recipes": recipes, "faults": names}, **settings)
+        """Train runs on the same `world` ranks, or in this process; `faults`: for `inject`, by run.
+
+        RuntimeError if a rank fails.
+        """
+        if world == 1:
+            return [self.train(run, changes) for run, changes in runs.items()]
+        recipes = {run: self.write(run, changes) for run, changes in runs.items()}
+        workers = self.ranks()
+        injected = {recipes[run]: fault for run, fault in (faults or {}).items()}
+        workers.begin(Task(world, list(recipes.values()), injected))
+        workers.wait()
         return [Run(self.folder / run) for run in runs]
+
+    def ranks(self) -> Workers:
+        """The ranks of all worlds; a new group if one of them has failed."""
+        if self._ranks is None or self._ranks.process.poll() is not None:
+            self._ranks = self.workers(self.most)
+        return self._ranks
+
+    def workers(self, world: int) -> Workers:
+        """Start another group of ranks, which ends with this bench."""
+        self._groups.append(Workers(self.folder / f"ranks-{len(self._groups)}", world))
+        return self._groups[-1]
