@@ -41,8 +41,8 @@ class Wrong(Bench):
     def train(self, *arguments: Any, **more: Any) -> Run:
         return self.spoiled(super().train(*arguments, **more))
 
-    def train_all(self, *arguments: Any) -> list[Run]:
-        return [self.spoiled(run) for run in super().train_all(*arguments)]
+    def train_on(self, *arguments: Any) -> Run:
+        return self.spoiled(super().train_on(*arguments))
 
     def spoiled(self, run: Run) -> Run:
         if run.path.name == self.wrong and run.metrics_path.exists():

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from saving import tally
-from windlass.parallel.dist import EXIT_SECONDS
 
 import helpers
 from forked import Forked
 from windlass import train
 from windlass.checkpoint.choose import choose_checkpoint
 from windlass.launch import local
+from windlass.parallel.ranks import EXIT_SECONDS
 from windlass.recipe import Recipe, dotted
 from windlass.run import Run
 

@@ -73,11 +73,10 @@ class Ranks:
 
     def join(self, store: dist.Store, settings: ParallelSettings) -> None:
         """Meet the others at a store, and start the heartbeat; DistError if a rank does not come."""
-        # A restart under torchrun sees old keys; so does a second training in the same processes,
-        # perhaps of some of them.
-        training = f"attempt{self.env.attempt}/world{self.world}"
-        start = store.add(f"{training}/starts/{self.rank}", 1)
-        self.store = dist.PrefixStore(f"{training}/{start}", store)
+        # A restart under torchrun sees old keys; so does a second training in the same processes.
+        attempt = f"attempt{self.env.attempt}"
+        start = store.add(f"{attempt}/starts/{self.rank}", 1)
+        self.store = dist.PrefixStore(f"{attempt}/{start}", store)
         self.set_timeout(settings.startup_timeout_seconds)
         if self.world == 1:
             return

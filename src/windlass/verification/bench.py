@@ -14,7 +14,7 @@ from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
 from windlass.recipe.strategies import NO_LAYOUT
 from windlass.run import Run
-from windlass.verification.workers import Task, Workers
+from windlass.verification.forkserver import ForkServer, Task
 
 STEPS, BATCH, MICRO = 12, 8, 2
 TINY = {
@@ -23,7 +23,6 @@ TINY = {
 }
 COMMON = {
     "train": {"steps": STEPS, "global_batch": BATCH, "micro_batch": MICRO, "compile": False},
-    "train.deterministic": True,
     "checkpoint": {"every": 1, "keep_last": 2 * STEPS, "best": "loss"},
     "eval": {"every": 0, "sample_every": 0, "suites": ["loss"]},
     "telemetry": {"every": 1, "trackers": []},
@@ -31,6 +30,7 @@ COMMON = {
     **NO_LAYOUT,
     "optim.schedule.warmup": 2,
 }
+TAIL_LINES = 12
 MOST_DATA_RANKS = 4  # more of them would prove nothing else
 Settings = Mapping[str, Any]  # by dotted key
 
@@ -46,13 +46,14 @@ class Bench:
         worlds: Sequence[int] = (1, 2, 4),
         kills: int = 10,
     ):
+        import torch
+
         self.folder, self.recipe = folder.resolve(), recipe or "quickstart"
         self.worlds, self.kills = [w for w in worlds if w <= MOST_DATA_RANKS], kills
         self.most = max(worlds)  # ranks of a layout
         self.untried: list[str] = []  # by the proof that runs
-        self._groups: list[Workers] = []
-        self._ranks: Workers | None = None
         self.base = dotted(COMMON) | {"data.dir": str(self.folder / "data")}
+        self.base["train.deterministic"] = torch.cuda.is_available()
         # One number for all worlds, because threads change bits.
         self.base["train.threads"] = processes.thread_share(self.most)
         if not recipe:
@@ -61,53 +62,49 @@ class Bench:
             self.base |= dotted(TINY) | {"data.source": str(text)}
         self.base |= dotted(overrides)
         self.model = self.settings("model").model
+        self.server = ForkServer()
 
     def __enter__(self) -> Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for workers in self._groups:
-            workers.kill()
+        self.server.close()
 
     def settings(self, run: str, changes: Settings | None = None) -> Recipe:
         """The recipe of a run: the base recipe with changes."""
         place = {"run.dir": str(self.folder / run)}
         return Recipe.load(self.recipe, self.base | dotted(changes or {}) | place)
 
-    def write(self, run: str, changes: Settings | None = None) -> str:
-        """Write the recipe of a run; returns its path."""
-        path = self.folder / f"{run}.toml"
-        path.write_text(self.settings(run, changes).toml(), encoding="utf-8")
-        return str(path)
-
     def train(self, run: str, changes: Settings | None = None, branch_from: str = "") -> Run:
         """Train in this process, without output; `branch_from`: RUN@STEP."""
         with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
             return windlass.train(self.settings(run, changes), branch_from=branch_from)
 
-    def train_all(
-        self, runs: Mapping[str, Settings], world: int, faults: Mapping[str, str] | None = None
-    ) -> list[Run]:
-        """Train runs on the same `world` ranks, or in this process; `faults`: for `inject`, by run.
-
-        RuntimeError if a rank fails.
-        """
+    def train_on(
+        self, world: int, run: str, changes: Settings | None = None, fault: str = ""
+    ) -> Run:
+        """Train on ranks in processes of their own, or a single one in this process; `fault`: for
+        `inject`. RuntimeError if a rank fails."""
         if world == 1:
-            return [self.train(run, changes) for run, changes in runs.items()]
-        recipes = {run: self.write(run, changes) for run, changes in runs.items()}
-        workers = self.ranks()
-        injected = {recipes[run]: fault for run, fault in (faults or {}).items()}
-        workers.begin(Task(world, list(recipes.values()), injected))
-        workers.wait()
-        return [Run(self.folder / run) for run in runs]
+            return self.train(run, changes)
+        self.start(world, run, changes, fault)
+        if any(self.server.wait()):
+            raise RuntimeError(f"a training failed:\n{self.tail(run)}")
+        return Run(self.folder / run)
 
-    def ranks(self) -> Workers:
-        """The ranks of all worlds; a new group if one of them has failed."""
-        if self._ranks is None or self._ranks.process.poll() is not None:
-            self._ranks = self.workers(self.most)
-        return self._ranks
+    def start(
+        self,
+        world: int,
+        run: str,
+        changes: Settings | None = None,
+        fault: str = "",
+        kill_after: int = 0,
+    ) -> int:
+        """Begin to train in processes of their own; returns their process group."""
+        recipe, output = self.folder / f"{run}.toml", self.folder / f"{run}.out"
+        recipe.write_text(self.settings(run, changes).toml(), encoding="utf-8")
+        return self.server.start(Task(str(recipe), world, str(output), fault, kill_after))
 
-    def workers(self, world: int) -> Workers:
-        """Start another group of ranks, which ends with this bench."""
-        self._groups.append(Workers(self.folder / f"ranks-{len(self._groups)}", world))
-        return self._groups[-1]
+    def tail(self, run: str) -> str:
+        lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from windlass.checkpoint.format import open_checkpoint
 from windlass.errors import UserError, first_line, installed, needs, plural
 from windlass.run import Run
 from windlass.verification.bench import BATCH, MICRO, STEPS, Bench, Settings
-from windlass.verification.workers import Task
 
 Outcome = tuple[bool | None, str]  # `passed` and `measured` of a Proof
 SEEN, UNSEEN = "; an injected error was seen", "the proof did not see an injected error: "
@@ -53,24 +53,20 @@ GPT2_SHAPE: dict[str, Any] = {
 
 def resume_exact(bench: Bench) -> Outcome:
     """Resume from every step, and after a kill -9 on two ranks."""
-    victims = None
-    if 2 in bench.worlds:  # they import torch while this process trains
-        victims = bench.workers(2)
-        bench.ranks()
     whole, equal = bench.train("whole"), dict[str, bool]()
     for step in range(1, STEPS):
         run = bench.train(f"from-{step}", branch_from=f"{whole.path}@{step}")
         equal[str(step)] = same_bits(run, whole, step)
     tried = "one process"
-    if victims is None:
-        bench.untried.append("kill -9 on 2 ranks (needs 2 ranks)")
-    else:
+    if 2 in bench.worlds:
         tried += ", and kill -9 on 2 ranks"
-        victims.begin(Task(2, [bench.write("two-killed")], kill_after=STEPS // 2 + 1))
-        victims.process.wait()
-        killed, two = bench.train_all({"two-killed": {}, "two": {}}, 2)
+        bench.start(2, "two-killed", kill_after=STEPS // 2 + 1)
+        bench.server.wait()
+        killed, two = bench.train_on(2, "two-killed"), bench.train_on(2, "two")
         resumed = [event["step"] for event in killed.events if event["event"] == "resumed"]
         equal["kill -9 on 2 ranks"] = any(resumed) and same_bits(killed, two)
+    else:
+        bench.untried.append("kill -9 on 2 ranks (needs 2 ranks)")
     if wrong := [name for name, same in equal.items() if not same]:
         return False, f"losses, norms, weights or optimizer states differ after: {', '.join(wrong)}"
     if same_bits(whole, whole, spoil=True):
@@ -178,12 +174,9 @@ def world_changes_nothing(bench: Bench) -> Outcome:
 
 def agree(bench: Bench, cells: Sequence[Cell], tried: str) -> Outcome:
     """Train the cells and compare each with its reference; one with a fault must differ."""
-    runs = dict[str, Run]()
-    for world in sorted({cell.world for cell in cells}):
-        of_world = [cell for cell in cells if cell.world == world]
-        faults = {cell.run: cell.fault for cell in of_world if cell.fault}
-        trained = bench.train_all({cell.run: cell.settings for cell in of_world}, world, faults)
-        runs |= {run.path.name: run for run in trained}
+    runs = {
+        cell.run: bench.train_on(cell.world, cell.run, cell.settings, cell.fault) for cell in cells
+    }
     worst, least_wrong = 0.0, math.inf
     for cell in cells:
         measured = difference(runs[cell.run], runs[cell.reference])
@@ -217,23 +210,20 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     """SIGKILL at random moments of saving; each committed checkpoint or a later one stays good."""
     run, draw = bench.folder / "killed", random.Random(0)
     worlds = bench.worlds[: min(2, bench.kills)]
-    recipe = bench.write("killed", {"train.steps": 10_000, "checkpoint.keep_last": 2})
-    following = bench.workers(worlds[0])
+    endless = {"train.steps": 10_000, "checkpoint.keep_last": 2}
     committed = lost = 0
-    for number in range(1, bench.kills + 1):
-        victim, world = following, worlds[(number - 1) % len(worlds)]
-        victim.begin(Task(world, [recipe]))
-        if number < bench.kills:  # it imports torch meanwhile
-            following = bench.workers(worlds[number % len(worlds)])
+    for number in range(bench.kills):
+        ranks = bench.start(worlds[number % len(worlds)], "killed", endless)
         until, newest = time.monotonic() + 120, committed
-        while newest == committed and time.monotonic() < until:
-            victim.check()
+        while newest == committed and time.monotonic() < until and is_alive(ranks):
             time.sleep(0.005)
             saved = (run / "checkpoints").glob("step-????????")
             newest = max((int(path.name[5:]) for path in saved), default=0)
         time.sleep(draw.random() * 0.2)
-        victim.check()
-        victim.kill()
+        if is_alive(ranks):
+            os.killpg(ranks, signal.SIGKILL)
+        if any(code != -signal.SIGKILL for code in bench.server.wait()):
+            return False, f"a training ended before it was killed:\n{bench.tail('killed')}"
         choice = choose_checkpoint(run) if (run / "checkpoints").is_dir() else None
         step = choice.step if choice else 0
         lost += bool(choice and choice.notes) or step < committed
@@ -244,9 +234,17 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
         newest_good = choose_checkpoint(run)
         if newest_good is not None and not newest_good.notes:
             return False, f"{UNSEEN}a checkpoint without its last byte"
-    ranks = " or ".join(map(str, worlds))
-    text = f"{plural(bench.kills, 'kill')} -9 of a run on {ranks} ranks that saves at every step"
+    sizes = " or ".join(map(str, worlds))
+    text = f"{plural(bench.kills, 'kill')} -9 of a run on {sizes} ranks that saves at every step"
     return lost == 0 and committed > 0, f"{text}: {lost} lost, newest {committed}{SEEN}"
+
+
+def is_alive(group: int) -> bool:
+    """Whether a process of a group has not ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, 0)
+        return True
+    return False
 
 
 def export_equal(bench: Bench) -> Outcome:
