@@ -220,7 +220,7 @@ class Writer:
         save.ended = True
 
     def _next_serial(self) -> int:
-        """The number of the next commit in the run; rank 0 reads the manifests that are new to it."""
+        """The number of the next commit in the run; rank 0 reads each manifest once."""
         if self.rank == 0:
             if not self._known:
                 saved = checkpoints_in(self.directory)

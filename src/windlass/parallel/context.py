@@ -59,7 +59,7 @@ class TokenPart(NamedTuple):
         return self.by_keys(q, k, v, keep, self.context)
 
     def kept(self, q: Tensor, rate: float) -> Tensor:
-        """The dropout mask of this rank's heads [B, H, length, length]; it draws that of all."""
+        """The dropout mask of this rank's heads [B, H, length, length]: a slice of the whole one."""
         H = q.shape[1]
         heads, first = H, 0
         if self.tensor is not None:

@@ -1,4 +1,4 @@
-"""The precision of a model's passes: autocast, its residual stream, and what stays in float32."""
+"""The precision of a model: autocast, the residual stream, and modules that compute in float32."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Ranks:
         self._restore = process_settings()
 
     def join(self, store: dist.Store, settings: ParallelSettings) -> None:
-        """Meet the others at a store, and start the heartbeat; DistError if a rank does not come."""
+        """Meet the others at a store, and start the heartbeat; DistError if a rank is missing."""
         # A restart under torchrun sees old keys; so does a second training in the same processes.
         attempt = f"attempt{self.env.attempt}"
         start = store.add(f"{attempt}/starts/{self.rank}", 1)

@@ -174,7 +174,7 @@ class Divider:
         return divided
 
     def apply(self, plan: dict[str, str]) -> None:
-        """Divide linear layers by their styles; layers that read the same input share its entrance."""
+        """Divide linear layers by their styles; readers of the same input share an entrance."""
         entrances: dict[tuple[str, ...], Entrance] = {}
         for name, style in plan.items():
             if style == SHARED:
