@@ -87,12 +87,12 @@ def test_an_export_that_is_not_equal_fails_the_proof(tmp_path, monkeypatch):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return done
 
-    bench = Bench(tmp_path, worlds=(1,))
-    assert export_equal(bench)[0]
-    monkeypatch.setattr(module, "export", off_by_little)
-    bench.folder = tmp_path / "again"
-    bench.folder.mkdir()
-    assert export_equal(bench)[0] is False
+    with Bench(tmp_path, worlds=(1,)) as bench:
+        assert export_equal(bench)[0]
+        monkeypatch.setattr(module, "export", off_by_little)
+        bench.folder = tmp_path / "again"
+        bench.folder.mkdir()
+        assert export_equal(bench)[0] is False
 
 
 @pytest.mark.full
