@@ -39,12 +39,7 @@ class Wrong(Bench):
     wrong = ""
 
     def train(self, *arguments: Any, **more: Any) -> Run:
-        return self.spoiled(super().train(*arguments, **more))
-
-    def train_on(self, *arguments: Any) -> Run:
-        return self.spoiled(super().train_on(*arguments))
-
-    def spoiled(self, run: Run) -> Run:
+        run = super().train(*arguments, **more)
         if run.path.name == self.wrong and run.metrics_path.exists():
             lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
             spoiled = next(x for x in lines if x["kind"] == "train" and x["step"] == 10)

@@ -1,14 +1,11 @@
-"""Where the proofs run: a directory with short trainings, in this process or on ranks."""
+"""Where the proofs run: a directory with short trainings."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import windlass
 from windlass import processes
 from windlass.recipe import Recipe
 from windlass.recipe.layers import dotted
@@ -75,35 +72,19 @@ class Bench:
         place = {"run.dir": str(self.folder / run)}
         return Recipe.load(self.recipe, self.base | dotted(changes or {}) | place)
 
-    def train(self, run: str, changes: Settings | None = None, branch_from: str = "") -> Run:
-        """Train in this process, without output; `branch_from`: RUN@STEP."""
-        with open(os.devnull, "w", encoding="utf-8") as null, contextlib.redirect_stdout(null):
-            return windlass.train(self.settings(run, changes), branch_from=branch_from)
-
-    def train_on(
-        self, world: int, run: str, changes: Settings | None = None, fault: str = ""
-    ) -> Run:
-        """Train on ranks in processes of their own, or a single one in this process; `fault`: for
-        `inject`. RuntimeError if a rank fails."""
-        if world == 1:
-            return self.train(run, changes)
-        self.start(world, run, changes, fault)
-        if any(self.server.wait()):
-            raise RuntimeError(f"a training failed:\n{self.tail(run)}")
+    def train(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> Run:
+        """Train on ranks in processes of their own; `task`: more fields of the task. RuntimeError
+        if a rank fails."""
+        self.start(run, changes, world, **task)
+        if any(codes := self.server.wait()):
+            raise RuntimeError(f"a training failed (exit codes {codes}):\n{self.tail(run)}")
         return Run(self.folder / run)
 
-    def start(
-        self,
-        world: int,
-        run: str,
-        changes: Settings | None = None,
-        fault: str = "",
-        kill_after: int = 0,
-    ) -> int:
-        """Begin to train in processes of their own; returns their process group."""
+    def start(self, run: str, changes: Settings | None = None, world: int = 1, **task: Any) -> int:
+        """Begin to train; returns the process group of the ranks."""
         recipe, output = self.folder / f"{run}.toml", self.folder / f"{run}.out"
         recipe.write_text(self.settings(run, changes).toml(), encoding="utf-8")
-        return self.server.start(Task(str(recipe), world, str(output), fault, kill_after))
+        return self.server.start(Task(str(recipe), world, str(output), **task))
 
     def tail(self, run: str) -> str:
         lines = (self.folder / f"{run}.out").read_text(errors="replace").splitlines()

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from windlass import processes
-from windlass.errors import DONE, FAILED
+from windlass.errors import DONE, FAILED, RunFailed, UserError
 
 PYTHON = (*processes.MODULE[:-1], "-c")
 POLL_SECONDS = 0.02
@@ -34,6 +34,7 @@ class Task:
     recipe: str  # its file
     world: int
     output: str  # the file to which the ranks write
+    branch_from: str = ""  # RUN@STEP
     fault: str = ""  # an error for `inject`
     kill_after: int = 0  # the step after which each rank kills itself; 0: none
 
@@ -105,6 +106,8 @@ def start_ranks(task: Task) -> list[int]:
                 become_rank(task, rank, listening)
                 train(task)
                 code = DONE
+            except (UserError, RunFailed) as error:
+                print(error)
             except BaseException:
                 traceback.print_exc()
             sys.stdout.flush()
@@ -151,7 +154,8 @@ def train(task: Task) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     inject(task.fault)
-    windlass.train(recipe, callbacks=[KillAfter()] if task.kill_after else [])
+    callbacks = [KillAfter()] if task.kill_after else []
+    windlass.train(recipe, callbacks=callbacks, branch_from=task.branch_from)
 
 
 def inject(fault: str) -> None:

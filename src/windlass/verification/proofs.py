@@ -60,9 +60,10 @@ def resume_exact(bench: Bench) -> Outcome:
     tried = "one process"
     if 2 in bench.worlds:
         tried += ", and kill -9 on 2 ranks"
-        bench.start(2, "two-killed", kill_after=STEPS // 2 + 1)
+        bench.start("two-killed", world=2, kill_after=STEPS // 2 + 1)
         bench.server.wait()
-        killed, two = bench.train_on(2, "two-killed"), bench.train_on(2, "two")
+        killed = bench.train("two-killed", world=2)
+        two = bench.train("two", world=2)
         resumed = [event["step"] for event in killed.events if event["event"] == "resumed"]
         equal["kill -9 on 2 ranks"] = any(resumed) and same_bits(killed, two)
     else:
@@ -175,7 +176,8 @@ def world_changes_nothing(bench: Bench) -> Outcome:
 def agree(bench: Bench, cells: Sequence[Cell], tried: str) -> Outcome:
     """Train the cells and compare each with its reference; one with a fault must differ."""
     runs = {
-        cell.run: bench.train_on(cell.world, cell.run, cell.settings, cell.fault) for cell in cells
+        cell.run: bench.train(cell.run, cell.settings, cell.world, fault=cell.fault)
+        for cell in cells
     }
     worst, least_wrong = 0.0, math.inf
     for cell in cells:
@@ -213,7 +215,7 @@ def kills_lose_nothing(bench: Bench) -> Outcome:
     endless = {"train.steps": 10_000, "checkpoint.keep_last": 2}
     committed = lost = 0
     for number in range(bench.kills):
-        ranks = bench.start(worlds[number % len(worlds)], "killed", endless)
+        ranks = bench.start("killed", endless, worlds[number % len(worlds)])
         until, newest = time.monotonic() + 120, committed
         while newest == committed and time.monotonic() < until and is_alive(ranks):
             time.sleep(0.005)
